@@ -1,0 +1,243 @@
+"""The `slm` command: compare runs, report on records, write out the configurations."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from slm_toolkit import __version__
+from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, with_underscores
+from slm_toolkit.errors import user_errors
+from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
+from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
+
+_EPILOG = """\
+examples:
+  slm compare                                             six strategies on this machine, then a table
+  slm compare --strategy ddp ds_zero2 --per_device_train_batch_size 4 8 16
+  slm report runs --json                                  the records of earlier runs
+  slm configs --copy .                                    the YAMLs, to change and to launch
+one training run:
+  accelerate launch --config_file accel_configs/fsdp_full_shard.yaml -m slm_toolkit.train --help
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `slm`. Exit codes: 0 all rows ok or oom, 1 a row failed or broke parity, 2 bad input."""
+    args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
+    raise SystemExit(args.verb(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="slm",
+        description="Train a small language model under every sharding strategy and compare what it costs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"slm_toolkit {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    compare = verbs.add_parser(
+        "compare",
+        help="run a grid of models, batches and strategies, then print the table",
+        description="Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two CPU "
+        "processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated.",
+    )
+    compare.add_argument(
+        "--strategy",
+        nargs="+",
+        default=list(STUDIED_STRATEGIES),
+        metavar="NAME|YAML",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
+    )
+    compare.add_argument(
+        "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"
+    )
+    compare.add_argument(
+        "--timeout", type=float, default=3600, metavar="SECONDS", help="per run (default: 3600)"
+    )
+    compare.add_argument(
+        "--retry", type=int, default=0, metavar="N", help="try a failed run again up to N times"
+    )
+    compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
+    _add_output_flags(compare)
+    add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
+    compare.set_defaults(verb=_compare)
+
+    report = verbs.add_parser(
+        "report", help="print the table of recorded runs", description="The table of records."
+    )
+    report.add_argument(
+        "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
+    )
+    _add_output_flags(report)
+    report.set_defaults(verb=_report)
+
+    configs = verbs.add_parser(
+        "configs",
+        help="list the shipped accelerate YAMLs, or write them out",
+        description="The accelerate YAMLs that this package ships, and the DeepSpeed JSONs they name.",
+    )
+    configs.add_argument(
+        "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ under DIR"
+    )
+    configs.add_argument("--json", action="store_true", help="print as JSON")
+    configs.set_defaults(verb=_configs)
+    return parser
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    parser.add_argument(
+        "--usd_per_gpu_hour", type=float, metavar="USD", help="your price, instead of the table's"
+    )
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from slm_toolkit.compare.display import Display
+    from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.local import execute, forget, kept_record
+    from slm_toolkit.hardware import this_machine
+
+    console = Console(stderr=True)
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    given = {
+        name: [True] if value == [] else value for name, value in given.items()
+    }  # a bare --torch_compile
+    if given.get("save_final_model") is None:
+        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+    with user_errors():
+        if args.usd_per_gpu_hour is not None and not args.usd_per_gpu_hour > 0:
+            raise ValueError(f"--usd_per_gpu_hour is {args.usd_per_gpu_hour}\nhint: dollars, above 0")
+        if not args.timeout > 0 or args.retry < 0:
+            raise ValueError(
+                f"--timeout {args.timeout:g} --retry {args.retry}\nhint: above 0, and not below 0"
+            )
+        strategies = [find_strategy(name) for name in args.strategy]
+        with console.status("looking at this machine"):
+            machine = this_machine()
+        runs = plan_runs(given, strategies, num_processes=args.num_processes, machine=machine)
+        _check_data(runs[0].config, runs, console)
+
+    records: list[tuple[Path, RunRecord]] = []
+    try:
+        with Display(runs, console) as display:
+            for run in runs:
+                if args.force:
+                    forget(run)
+                record = kept_record(run)
+                if kept := record is not None:
+                    pass
+                else:
+                    display.begin(run)
+                    record = execute(
+                        run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
+                    )
+                display.end(run, record, kept=kept)
+                records.append((run.folder / RECORD_FILE, record))
+    except KeyboardInterrupt:
+        console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
+        if not records:
+            return 130
+    return _print(records, args, num_missing=len(runs) - len(records))
+
+
+def _check_data(config: RunConfig, runs: list, console: Console) -> None:
+    """Let a dataset or tokenizer that can't serve be an error now, before anything is launched."""
+    if config.dataset == SYNTHETIC:
+        return
+    with console.status("reading the dataset"):
+        from slm_toolkit.run.data import load_datasets
+
+        for run in {run.spec.name: run for run in runs}.values():
+            load_datasets(run.config, run.spec, num_sequences=0)
+
+
+def _report(args: argparse.Namespace) -> int:
+    with user_errors():
+        records = find_records(args.records)
+        if not records:
+            raise ValueError(f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records")
+    return _print(records, args)
+
+
+def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, num_missing: int = 0) -> int:
+    """Rows to stdout; returns the exit code."""
+    from slm_toolkit.report.rows import as_json, row_of
+    from slm_toolkit.report.table import comparison_table
+
+    with user_errors():
+        rows = [row_of(record, path, usd_per_gpu_hour=args.usd_per_gpu_hour) for path, record in records]
+    notes, parity_holds = _parity_notes([record for _, record in records])
+    if args.json:
+        print(json.dumps(as_json(rows), indent=2))
+    else:
+        console = Console()
+        width = console.width if console.is_terminal else 200  # a pipe has no width: nothing may be left out
+        console.width = width
+        console.print(comparison_table(rows, width=width))
+        for note in notes:
+            console.print(note, highlight=False)
+    all_well = all(row.status in ("ok", "oom") for row in rows) and parity_holds and not num_missing
+    return 0 if all_well else 1
+
+
+def _parity_notes(records: list[RunRecord]) -> tuple[list[str], bool]:
+    """For each group of runs that asked the same of every strategy: do the losses agree with DDP's?"""
+    from slm_toolkit.compare.parity import compare_losses
+
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        if record.status == "ok" and record.losses and record.first_step == 0 and record.world_size:
+            key = json.dumps([record.asked["config"], record.world_size, record.gpu], sort_keys=True)
+            groups.setdefault(key, []).append(record)
+    notes, holds = [], True
+    for group in groups.values():
+        reference = next((record for record in group if record.engine in ("ddp", "single")), None)
+        others = [record for record in group if record is not reference]
+        if reference is None or not others:
+            continue
+        found = {record.strategy: compare_losses(reference, record) for record in others}
+        worst_name, worst = max(found.items(), key=lambda item: item[1].largest_relative_difference)
+        num_steps = f"the first {worst.num_steps} steps"
+        if worst.agrees:
+            notes.append(
+                f"losses agree with {reference.strategy}'s at each of {num_steps} within "
+                f"{worst.largest_relative_difference:.2g} (allowed {worst.tolerance:g}, of the loss)"
+            )
+        else:
+            holds = False
+            notes.append(
+                f"[red]losses of {worst_name} differ from {reference.strategy}'s by "
+                f"{worst.largest_relative_difference:.2%} at step {worst.worst_step} (allowed {worst.tolerance:.2%}): "
+                "the rows do not compute the same thing[/]"
+            )
+    return notes, holds
+
+
+def _configs(args: argparse.Namespace) -> int:
+    with user_errors():
+        if args.copy is not None:
+            paths = [str(path) for path in copy_configs(args.copy)]
+            print(json.dumps(paths) if args.json else "\n".join(paths))
+            return 0
+        strategies = [find_strategy(name) for name in shipped_strategies()]
+    if args.json:
+        names = ("name", "engine", "zero_stage", "reshard_after_forward", "path")
+        print(
+            json.dumps(
+                [{name: getattr(strategy, name) for name in names} for strategy in strategies], indent=2
+            )
+        )
+    else:
+        print("\n".join(f"{strategy.name:20} {strategy.path}" for strategy in strategies))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What `slm compare` says while it works, on stderr: live bars on a terminal, a line per run elsewhere."""
+
+import time
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.record import RunRecord
+
+
+class Display:
+    """Shows each run of a comparison from its start to its end."""
+
+    def __init__(self, runs: list[PlannedRun], console: Console) -> None:
+        self.console, self.runs, self.num_done = console, runs, 0
+        self.started = time.monotonic()
+        self.bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[says]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.overall = self.bars.add_task("all runs", total=len(runs), says="")
+
+    def __enter__(self) -> "Display":
+        self.bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bars.stop()
+
+    def begin(self, run: PlannedRun) -> None:
+        steps = run.config.steps_asked
+        self.task = self.bars.add_task(self._label(run), total=steps, says="starting")
+
+    def progress(self, state: dict[str, float] | None) -> None:
+        if state is not None:
+            says = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
+            self.bars.update(self.task, completed=state["step"], total=state["num_steps"], says=says)
+
+    def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
+        """Replace the run's bar by a line that stays."""
+        if not kept:
+            self.bars.remove_task(self.task)
+        self.num_done += 1
+        elapsed = time.monotonic() - self.started
+        left = (len(self.runs) - self.num_done) * elapsed / self.num_done
+        self.bars.update(
+            self.overall, completed=self.num_done, says=f"about {left:.0f} s left" if left else ""
+        )
+        style = {"ok": "green", "oom": "yellow"}.get(record.status, "red")
+        took = "kept from before" if kept else f"{record.seconds_total:.0f} s"
+        why = f"  {record.reason}" if record.reason else ""
+        line = f"{self.num_done}/{len(self.runs)}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
+        self.console.print(line, highlight=False, end="" if why else "\n")
+        if why:
+            self.console.print(why, markup=False, highlight=False)
+
+    def _label(self, run: PlannedRun) -> str:
+        """The strategy, and what else of the grid tells this run from the others."""
+        names = (
+            "model",
+            "seq_len",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "numerics",
+            "seed",
+        )
+        names += ("attn_implementation", "gradient_checkpointing", "torch_compile", "optim")
+        varying = [name for name in names if len({getattr(other.config, name) for other in self.runs}) > 1]
+        return " ".join([run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)])

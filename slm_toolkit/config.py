@@ -1,0 +1,294 @@
+"""RunConfig: everything that must be equal for a fair comparison; the flags of every verb come from its fields."""
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+SYNTHETIC = "synthetic"
+
+
+def _flag(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    choices: tuple[str, ...] | None = None,
+    aliases: tuple[str, ...] = (),
+    grid: bool = False,
+    identity: bool = True,
+) -> Any:
+    """A field with what its flag needs: `grid` takes several values in `compare`, `identity` makes it another run."""
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "group": group,
+            "choices": choices,
+            "aliases": aliases,
+            "grid": grid,
+            "id": identity,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What one run is asked to do. None means: decided by the machine, see `with_defaults`."""
+
+    model: str | None = _flag(
+        None,
+        "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
+        group="model",
+        aliases=("model_name_or_path",),
+        grid=True,
+    )
+    attn_implementation: str = _flag(
+        "sdpa",
+        "attention kernel, transformers' names: eager, sdpa, flash_attention_2, ...",
+        group="model",
+        grid=True,
+    )
+    gradient_checkpointing: bool = _flag(
+        False,
+        "recompute activations in backward: less memory, about a third more time",
+        group="model",
+        grid=True,
+    )
+    torch_compile: bool = _flag(
+        False, "compile the decoder layers with torch.compile", group="model", grid=True
+    )
+    numerics: str = _flag(
+        "aligned",
+        "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
+        "stock: what accelerate's mixed_precision bf16 gives each engine; fp32: no low precision",
+        group="model",
+        choices=("aligned", "stock", "fp32"),
+        grid=True,
+    )
+    seq_len: int | None = _flag(
+        None,
+        "tokens per sequence (1024 on a GPU, 128 on CPU)",
+        group="batch",
+        aliases=("max_length",),
+        grid=True,
+    )
+    per_device_train_batch_size: int = _flag(
+        4, "sequences per process and micro-step", group="batch", grid=True
+    )
+    gradient_accumulation_steps: int = _flag(1, "micro-steps per optimizer step", group="batch", grid=True)
+    dataset: str = _flag(
+        SYNTHETIC,
+        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; "
+        "synthetic: a Markov chain, generated, the same on every machine",
+        group="data",
+        aliases=("dataset_name",),
+    )
+    dataset_config_name: str | None = _flag(None, "configuration of a hub dataset", group="data")
+    text_column: str = _flag("text", "column that holds the documents", group="data")
+    tokenizer_name: str | None = _flag(
+        None, "hub id or folder; byte: needs no download (default: the model's own, else byte)", group="data"
+    )
+    streaming: bool | None = _flag(
+        None, "read documents as they are needed (default: where they are over 1 GiB)", group="data"
+    )
+    validation_split_percentage: int = _flag(
+        5, "share of the text kept for evaluation, with --eval_steps", group="data"
+    )
+    max_steps: int | None = _flag(
+        None, "optimizer steps (default: 30 timed after the warm-up)", group="length"
+    )
+    num_train_epochs: float | None = _flag(
+        None, "passes over the dataset, instead of --max_steps", group="length"
+    )
+    timing_warmup_steps: int = _flag(3, "first steps of which the time is not counted", group="length")
+    optim: str = _flag(
+        "adamw_torch_fused",
+        "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
+        group="optimizer",
+        choices=("adamw_torch", "adamw_torch_fused"),
+        grid=True,
+    )
+    learning_rate: float = _flag(
+        1e-3, "peak learning rate; it falls to a tenth on a cosine", group="optimizer"
+    )
+    warmup_steps: int = _flag(0, "steps over which the learning rate rises", group="optimizer")
+    weight_decay: float = _flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
+    adam_beta1: float = _flag(0.9, "AdamW's first moment decay", group="optimizer")
+    adam_beta2: float = _flag(0.95, "AdamW's second moment decay", group="optimizer")
+    max_grad_norm: float = _flag(
+        1.0, "gradient clipping, the same under every engine; 0: none", group="optimizer"
+    )
+    seed: int = _flag(0, "of weights and data", group="optimizer", grid=True)
+    eval_steps: int | None = _flag(None, "evaluate every so many steps and at the end", group="saving")
+    eval_batches: int = _flag(20, "batches per process of one evaluation", group="saving")
+    save_steps: int | None = _flag(None, "write a checkpoint every so many steps", group="saving")
+    save_total_limit: int = _flag(2, "checkpoints kept", group="saving", identity=False)
+    save_final_model: bool | None = _flag(
+        None,
+        "write a Hugging Face model folder at the end (default: yes with a dataset, no with synthetic tokens)",
+        group="saving",
+        identity=False,
+    )
+    resume_from_checkpoint: str | None = _flag(
+        None, "a checkpoint folder, or latest: the newest of this very run", group="saving", identity=False
+    )
+    report_to: str = _flag(
+        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
+    )
+    output_dir: str = _flag("runs", "each run gets a folder here", group="saving", identity=False)
+    run_name: str | None = _flag(
+        None,
+        "the run's folder (default: model, strategy and a hash of all asked)",
+        group="saving",
+        identity=False,
+    )
+
+    def with_defaults(self, *, has_gpu: bool) -> "RunConfig":
+        """Fill in what depends on the machine: a 100M model and 1024 tokens on a GPU, 10M and 128 on CPU."""
+        return dataclasses.replace(
+            self,
+            model=self.model or ("slm-100m" if has_gpu else "slm-10m"),
+            seq_len=self.seq_len if self.seq_len is not None else (1024 if has_gpu else 128),
+            save_final_model=self.save_final_model
+            if self.save_final_model is not None
+            else self.dataset != SYNTHETIC,
+        )
+
+    @property
+    def steps_asked(self) -> int | None:
+        """Optimizer steps, None where the epochs decide: three repeats of ten timed steps, as the paper does."""
+        if self.max_steps is None and self.num_train_epochs is None:
+            return self.timing_warmup_steps + 3 * 10
+        return self.max_steps
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that make this another run than one with other values."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["id"]}
+
+    def problems(self) -> list[str]:
+        """Every field whose value makes no sense, as a sentence."""
+        at_least_one = (
+            *(
+                "seq_len",
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "max_steps",
+                "eval_steps",
+            ),
+            *("eval_batches", "save_steps", "save_total_limit"),
+        )
+        at_least_zero = ("timing_warmup_steps", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
+        values = dataclasses.asdict(self)
+        found = [
+            f"--{n} is {values[n]}: at least 1"
+            for n in at_least_one
+            if values[n] is not None and values[n] < 1
+        ]
+        found += [f"--{n} is {values[n]}: not below 0" for n in at_least_zero if not values[n] >= 0]
+        if self.seq_len is not None and self.seq_len < 2:
+            found.append(f"--seq_len is {self.seq_len}: a token needs a next one, at least 2")
+        if not 0 < self.learning_rate < float("inf"):
+            found.append(f"--learning_rate is {self.learning_rate}: above 0")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < float("inf"):
+            found.append(f"--num_train_epochs is {self.num_train_epochs}: above 0")
+        if not 1 <= self.validation_split_percentage <= 50:
+            found.append(f"--validation_split_percentage is {self.validation_split_percentage}: 1 to 50")
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            found.append("--max_steps and --num_train_epochs both say how long: give one")
+        if self.num_train_epochs is not None and self.dataset == SYNTHETIC:
+            found.append("--num_train_epochs with synthetic tokens, which never end: give --max_steps")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= values[name] < 1:
+                found.append(f"--{name} is {values[name]}: 0 to below 1")
+        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+            found.append(f"--run_name is {self.run_name!r}: a name, no path; --output_dir says where")
+        return found
+
+    def check(self) -> None:
+        """Raises one ValueError with all `problems`."""
+        if found := self.problems():
+            raise ValueError("\n".join(found) + "\nhint: `--help` explains each flag")
+
+
+def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(RunConfig):
+        if f.name in leave_out:
+            continue
+        meta = f.metadata
+        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        several = grid and meta["grid"]
+        kind = _value_type(f.type)
+        options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
+        options["choices"] = meta["choices"]
+        options["metavar"] = (
+            None if meta["choices"] else kind.__name__.upper() if kind is not bool else "true|false"
+        )
+        if several:
+            options["nargs"] = "*" if kind is bool else "+"
+        elif kind is bool:
+            options.update(nargs="?", const=True)
+        shown = (
+            ""
+            if f.default is None
+            else f" (default: {str(f.default).lower() if kind is bool else f.default})"
+        )
+        options["help"] = (
+            meta["help"] + shown + ("; several values make a grid" if several else "")
+        ).replace("%", "%%")
+        group.add_argument(*(f"--{name}" for name in (f.name, *meta["aliases"])), **options)
+
+
+def config_from_args(args: argparse.Namespace) -> RunConfig:
+    """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    return RunConfig(
+        **{name: value for name, value in vars(args).items() if name in names and value is not None}
+    )
+
+
+def flags_of(config: RunConfig) -> list[str]:
+    """The command line that stands for `config`: each field that differs from its default."""
+    given = []
+    for f in dataclasses.fields(RunConfig):
+        value = getattr(config, f.name)
+        if value != f.default:
+            given += [f"--{f.name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return given
+
+
+def with_underscores(argv: list[str]) -> list[str]:
+    """Accept `--seq-len` where the flag is `--seq_len`."""
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        words.append(
+            name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else word
+        )
+    return words
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors look like ours: one line, a hint, exit code 2."""
+
+    def error(self, message: str) -> None:
+        print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _value_type(annotation: Any) -> type:
+    """int of `int | None`."""
+    if get_origin(annotation) is None:
+        return annotation
+    return next(kind for kind in get_args(annotation) if kind is not type(None))
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "false", "0", "no"):
+        return text.lower() in ("true", "1", "yes")
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")

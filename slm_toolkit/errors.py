@@ -1,0 +1,17 @@
+"""A user's mistake becomes one line with a hint and exit code 2; a bug keeps its traceback."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Print a ValueError as `error: ...` (rank 0 only) and exit with 2."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,265 @@
+"""ModelSpec: the shape of a Llama-like model and what follows from it, without torch.
+
+The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale Large Language Models"
+(PMLR v262, arXiv 2410.19456); its appendix B gives the family and the fit behind it.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a decoder-only model with RMSNorm and a gated feed-forward network (Llama, Qwen2)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool = False
+    "the input embedding and the output head share one matrix"
+    qkv_bias: bool = False
+    "query, key and value projections carry a bias (Qwen2)"
+    model_type: str = "llama"
+    "transformers' name of the architecture"
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10_000.0
+    source: str = ""
+    "where the shape comes from"
+    path: str | None = None
+    "a local folder, config.json or hub id whose configuration is used whole"
+
+    @property
+    def matmul_params_per_layer(self) -> int:
+        """Weights of one layer that take part in a matrix product."""
+        query_and_output = 2 * self.hidden_size * self.num_heads * self.head_dim
+        key_and_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        gate_up_down = 3 * self.hidden_size * self.ffn_size
+        return query_and_output + key_and_value + gate_up_down
+
+    @property
+    def params_per_layer(self) -> int:
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        two_norms = 2 * self.hidden_size
+        return self.matmul_params_per_layer + biases + two_norms
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of one vocabulary matrix."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, a tied matrix counted once."""
+        vocabulary_matrices = 1 if self.tied else 2
+        final_norm = self.hidden_size
+        return (
+            vocabulary_matrices * self.embedding_params + self.num_layers * self.params_per_layer + final_norm
+        )
+
+    @property
+    def largest_layer_params(self) -> int:
+        """Parameters of the largest single module, as DeepSpeed's ZeRO-3 estimator means it."""
+        projection = self.hidden_size * max(self.ffn_size, self.num_heads * self.head_dim)
+        return max(self.embedding_params, projection)
+
+
+def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int, source: str) -> ModelSpec:
+    """A member of the paper's family: 32000 words, untied, full attention with heads of 64."""
+    heads = hidden_size // 64
+    return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 32_000, source=source)
+
+
+def _byte_level(name: str, num_layers: int, hidden_size: int, ffn_size: int) -> ModelSpec:
+    """A model for CPU work over ByT5's 384 byte-level tokens."""
+    heads = hidden_size // 64
+    return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 384, source="this project")
+
+
+_PAPER = "paper, appendix B, table 2; heads and FFN recovered from its printed parameter counts"
+_HW = "the paper's size with widths in multiples of 128"
+_LITGPT = "litgpt config.py @26857050fe"
+
+PRESETS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        _paper("slm-100m", 9, 832, 2332, _PAPER),  # the paper prints 864; its 130,569,920 parameters say 832
+        _paper("slm-500m", 15, 1536, 4147, _PAPER),
+        _paper("slm-1b", 19, 1920, 5184, _PAPER),
+        _paper("slm-2b", 24, 2496, 6739, _PAPER),
+        _paper("slm-100m-hw", 9, 896, 2432, _HW),
+        _paper("slm-500m-hw", 15, 1536, 4096, _HW),
+        _paper("slm-1b-hw", 19, 1920, 5120, _HW),
+        _paper("slm-2b-hw", 24, 2560, 6912, _HW),
+        _byte_level("slm-1m", 4, 128, 384),  # 951,424 parameters
+        _byte_level("slm-3m", 4, 256, 640),  # 3,213,568
+        _byte_level("slm-10m", 8, 320, 864),  # 10,163,520
+        _byte_level("slm-30m", 10, 512, 1344),  # 31,533,568
+        ModelSpec(
+            *("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49_152, True),
+            max_position_embeddings=8192,
+            rope_theta=100_000.0,
+            source=_LITGPT,
+        ),
+        ModelSpec(
+            *("smollm2-360m", 32, 960, 15, 5, 64, 2560, 49_152, True),
+            max_position_embeddings=8192,
+            rope_theta=100_000.0,
+            source=_LITGPT,
+        ),
+        ModelSpec(
+            *("smollm2-1.7b", 24, 2048, 32, 32, 64, 8192, 49_152, True),
+            max_position_embeddings=8192,
+            rope_theta=130_000.0,
+            source=_LITGPT,
+        ),
+        ModelSpec("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32_000, source=_LITGPT),
+        ModelSpec(
+            *("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, True),
+            max_position_embeddings=131_072,
+            rope_theta=500_000.0,
+            source=_LITGPT,
+        ),
+        ModelSpec(
+            *("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, True, True, "qwen2"),
+            max_position_embeddings=32_768,
+            rope_theta=1_000_000.0,
+            source=_LITGPT,
+        ),
+        ModelSpec(
+            *("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151_936, True, True, "qwen2"),
+            max_position_embeddings=32_768,
+            rope_theta=1_000_000.0,
+            source=_LITGPT,
+        ),
+    )
+}
+
+SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
+
+
+def spec_from_size(billions: float, name: str) -> ModelSpec:
+    """A model of the paper's family for any nominal size, by the fit of its appendix B (figure 5).
+
+    hidden = 1951.37 x^0.353 and layers = 18.93 x^0.318, x in billions. Layers are rounded; the width is the
+    nearest multiple of 96, its FFN int(2.7 x width); the heads are 64 wide, so what does not fill a head is cut.
+    As in the paper, the two vocabulary matrices come on top of the nominal size of a small model.
+    """
+    if not SMALLEST_FIT_BILLIONS <= billions <= LARGEST_FIT_BILLIONS:
+        raise ValueError(
+            f"model {name!r}: the paper's fit serves {SMALLEST_FIT_BILLIONS:g}b to {LARGEST_FIT_BILLIONS:g}b\n"
+            f"hint: smaller ones are {', '.join(small_models())}"
+        )
+    width = 96 * round(1951.37 * billions**0.353 / 96)
+    num_layers = round(18.93 * billions**0.318)
+    return _paper(name, num_layers, 64 * (width // 64), int(2.7 * width), "paper, appendix B, figure 5's fit")
+
+
+def small_models() -> list[str]:
+    """Names of the byte-level models that a CPU trains in seconds."""
+    return [spec.name for spec in PRESETS.values() if spec.vocab_size == 384]
+
+
+def find_model(name: str) -> ModelSpec:
+    """The model a user means: a preset, `slm-<size>`, a local folder or config.json, or a hub id.
+
+    A hub id's shape is asked of the hub (`load_hub_config` in transformers), all else needs no network.
+    Raises ValueError with a hint where nothing of the kind exists.
+    """
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()]
+    if size := re.fullmatch(r"slm-(\d+(?:\.\d+)?)([mb])", name.lower()):
+        return spec_from_size(float(size[1]) / (1000 if size[2] == "m" else 1), name.lower())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.is_file():
+        return spec_from_config_file(path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
+        return _spec_from_hub(name)
+    raise ValueError(
+        f"unknown model {name!r}\nhint: one of {', '.join(PRESETS)}; any size as slm-700m; "
+        "a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
+    )
+
+
+def spec_from_config_file(path: Path) -> ModelSpec:
+    """ModelSpec of a Hugging Face config.json on disk."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"can't read the model configuration {path}: {error}\nhint: give a folder with config.json"
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}\nhint: give a Hugging Face config.json") from None
+    return _spec_from_config(config, name=path.parent.resolve().name, path=str(path))
+
+
+def _spec_from_hub(hub_id: str) -> ModelSpec:
+    from transformers import AutoConfig  # 3 s: only where a hub id asks for it
+
+    try:
+        config = AutoConfig.from_pretrained(hub_id)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"can't get model {hub_id!r} from the hub: {str(error).splitlines()[0]}\n"
+            f"hint: check the name and the network, or use a preset: {', '.join(PRESETS)}"
+        ) from None
+    return _spec_from_config(config.to_dict(), name=hub_id.split("/")[-1].lower(), path=hub_id)
+
+
+def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
+    """ModelSpec from the keys of a Hugging Face configuration; all that is missing or odd is reported at once."""
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
+    model_type = config.get("model_type", "llama")
+    if model_type not in ("llama", "qwen2", "mistral"):
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not supported\nhint: Llama-like models are: llama, qwen2, mistral"
+        )
+    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    bad = [key for key in required if not _is_positive_int(config.get(key))]
+    if bad:
+        raise ValueError(
+            f"{path}: {', '.join(bad)} must be positive whole numbers\nhint: is it a language model?"
+        )
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if not (_is_positive_int(kv_heads) and _is_positive_int(head_dim)) or heads % kv_heads:
+        raise ValueError(
+            f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
+        )
+    if "head_dim" not in config and config["hidden_size"] % heads:
+        raise ValueError(
+            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\nhint: set head_dim"
+        )
+    rope = config.get("rope_parameters") or {}
+    return ModelSpec(
+        name,
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        heads,
+        kv_heads,
+        head_dim,
+        config["intermediate_size"],
+        config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2",
+        model_type=model_type,
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+        source=path,
+        path=path,
+    )
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,1 @@
+"""Pure arithmetic on models, strategies and hardware; no torch."""

@@ -1,0 +1,166 @@
+"""RunRecord: the raw facts of one run as JSON, written whole or not at all."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec
+from slm_toolkit.strategy import Strategy
+
+SCHEMA_VERSION = 1
+RECORD_FILE = "record.json"
+STATUSES = ("ok", "oom", "failed", "timeout")
+_PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What was asked, what ran, and what was observed. Rates, MFU and dollars are derived where they are shown."""
+
+    run_name: str
+    identity: str
+    "hash of everything asked, versions and GPU"
+    status: str
+    "ok, oom, failed or timeout"
+    strategy: str
+    asked: dict[str, Any]
+    "the RunConfig's identity, the strategy's files and the number of processes"
+    model: dict[str, Any]
+    "ModelSpec, with num_params"
+    versions: dict[str, str]
+    started_at: str
+    "ISO 8601, UTC"
+    reason: str | None = None
+    "why the status is not ok"
+    command: str | None = None
+    seconds_total: float | None = None
+    "from the start of the process to the record"
+    gpu: str | None = None
+    "as the driver names it; None on CPU"
+    cpu: str = field(default_factory=lambda: platform.processor() or platform.machine())
+    world_size: int | None = None
+    engine: str | None = None
+    "probed after prepare, like the next two"
+    zero_stage: int | None = None
+    reshard_after_forward: bool | None = None
+    attn_implementation: str | None = None
+    tokens_per_step: int | None = None
+    "over all ranks and micro-steps"
+    first_step: int = 0
+    "above 0 where the run resumed"
+    timing_warmup_steps: int = 0
+    "the first of the steps below that don't count as timed"
+    losses: list[float | None] = field(default_factory=list)
+    "mean over all ranks and micro-steps of each step's fp32 loss; None where it was not finite"
+    grad_norms: list[float | None] = field(default_factory=list)
+    "before clipping; of each step"
+    eval_losses: list[dict[str, float]] = field(default_factory=list)
+    "step and loss"
+    step_seconds: list[list[float]] = field(default_factory=list)
+    "of each rank, of each step"
+    state_bytes: list[dict[str, int]] = field(default_factory=list)
+    "of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors"
+    peak_allocated_bytes: list[int] | None = None
+    "of each rank; None on CPU"
+    peak_reserved_bytes: list[int] | None = None
+    peak_rss_bytes: list[int] | None = None
+    "peak resident memory of each rank's process"
+    deepspeed_estimate: dict[str, int] | None = None
+    "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
+    model_dir: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what decides a run's speed, by package."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # DeepSpeed exists for Linux only
+            continue
+    return found
+
+
+def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
+    """What a run is asked to do; two runs with equal answers are repeats of each other."""
+    accelerate_config = dict(strategy.accelerate_config or {})
+    accelerate_config.pop("num_processes", None)
+    if "deepspeed_config_file" in accelerate_config.get(
+        "deepspeed_config", {}
+    ):  # a path: the content is what counts
+        section = {**accelerate_config["deepspeed_config"], "deepspeed_config_file": None}
+        accelerate_config["deepspeed_config"] = section
+    return {
+        "config": config.identity,
+        "strategy": strategy.name,
+        "accelerate_config": accelerate_config,
+        "deepspeed_config": strategy.deepspeed_config,
+        "num_processes": num_processes,
+    }
+
+
+def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None) -> str:
+    """12 hexadecimal digits over everything asked, versions and GPU."""
+    text = json.dumps([asked, versions, gpu], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def run_name_of(spec: ModelSpec, strategy: Strategy, identity: str) -> str:
+    return f"{spec.name}-{strategy.name}-{identity}"
+
+
+def model_facts(spec: ModelSpec) -> dict[str, Any]:
+    return {**dataclasses.asdict(spec), "num_params": spec.num_params}
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def write_record(record: RunRecord, folder: Path) -> Path:
+    """Write `folder`/record.json whole or not at all: beside, then renamed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RECORD_FILE
+    beside = folder / f".{RECORD_FILE}.{os.getpid()}"
+    beside.write_text(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
+    beside.replace(path)
+    return path
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read one record. Raises ValueError for a file that is no record of this version."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"can't read record {path}: {error}\nhint: records are runs/*/{RECORD_FILE}"
+        ) from None
+    known = {f.name: f for f in dataclasses.fields(RunRecord)}
+    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} is no record of version {SCHEMA_VERSION}\nhint: records are runs/*/{RECORD_FILE}"
+        )
+    required = {name for name, f in known.items() if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := required - content.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}\nhint: was it written by another tool?")
+    return RunRecord(**{key: value for key, value in content.items() if key in known})
+
+
+def find_records(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
+    """All records in folders (at any depth) and files, in order of name."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
+        files += sorted(path.rglob(RECORD_FILE)) if path.is_dir() else [path]
+    return [(file, read_record(file)) for file in files]

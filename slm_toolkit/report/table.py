@@ -1,0 +1,150 @@
+"""Rows as a rich table; no figure is ever cut, narrow terminals get fewer columns."""
+
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from slm_toolkit.report.rows import Row
+
+DASH = "-"
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
+_SETTINGS = (  # shown as a column where rows differ in them, else once above the table
+    ("model", "model"),
+    ("gpu", "GPU"),
+    ("world_size", "ranks"),
+    ("numerics", "numerics"),
+    ("seq_len", "seq"),
+    ("per_device_train_batch_size", "batch"),
+    ("gradient_accumulation_steps", "accum."),
+    ("gradient_checkpointing", "checkpointing"),
+    ("attn_implementation", "attention"),
+    ("torch_compile", "compile"),
+    ("optim", "optimizer"),
+    ("seed", "seed"),
+)
+
+
+def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
+    """The table with its heading and notes. `width` below what all columns need drops the least telling ones."""
+    settings = [(name, title) for name, title in _SETTINGS if _differs(rows, name)]
+    on_gpu = any(row.gpu for row in rows)
+    columns: list[
+        tuple[str, Callable[[Row], str], int]
+    ] = [  # title, cell, order in which columns are dropped
+        *((title, lambda row, name=name: _setting(getattr(row, name)), 0) for name, title in settings),
+        ("strategy", lambda row: row.strategy, 0),
+        ("status", lambda row: row.status, 0),
+        ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
+        ("spread", _spread, 1),
+        (
+            f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
+            lambda row: _rate(row.tokens_per_second_per_gpu),
+            2,
+        ),
+        ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 4),
+        ("peak GiB" if on_gpu else "peak GiB\n(process)", _peak, 0),
+        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
+        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 5),
+        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 6),
+        ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 7),
+    ]
+    dropped: list[str] = []
+    while True:
+        table = _build(rows, columns)
+        droppable = [column for column in columns if column[2]]
+        if table.__rich_measure__(Console(width=10_000), Console(width=10_000).options).minimum <= width:
+            break
+        if not droppable:
+            break
+        victim = min(droppable, key=lambda column: column[2])
+        columns.remove(victim)
+        dropped.append(victim[0].replace("\n", " "))
+    return Group(_heading(rows, settings), table, *_notes(rows, dropped))
+
+
+def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]) -> Table:
+    table = Table(header_style="bold")
+    for title, cell, _ in columns:
+        numeric = all(cell(row)[:1] in f"0123456789${DASH}~±" for row in rows)
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        cells = [Text(cell(row)) for _, cell, _ in columns]
+        status = [title for title, _, _ in columns].index("status")
+        cells[status].stylize(_STATUS_STYLE[row.status])
+        table.add_row(*cells)
+    return table
+
+
+def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
+    varying = {name for name, _ in settings}
+    row = rows[0]
+    same = []
+    if "model" not in varying:
+        same.append(row.model)
+    if "world_size" not in varying and (size := _common(rows, "world_size")) is not None:
+        same.append(f"{size} x {row.gpu}" if row.gpu else f"{size} CPU process{'es' if size > 1 else ''}")
+    if "numerics" not in varying:
+        same.append(f"numerics {row.numerics}")
+    if "seq_len" not in varying:
+        same.append(f"sequence {row.seq_len}")
+    if "per_device_train_batch_size" not in varying:
+        same.append(f"batch {row.per_device_train_batch_size} per process")
+    if "attn_implementation" not in varying and (kernel := _common(rows, "attn_implementation")):
+        same.append(f"attention {kernel}")
+    return Text("measured: " + ", ".join(same), style="bold")
+
+
+def _notes(rows: list[Row], dropped: list[str]) -> list[Text]:
+    notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
+    prices = sorted({row.price for row in rows if row.price})
+    notes += [Text(f"price: {price}", style="dim") for price in prices]
+    if not prices and any(row.status == "ok" for row in rows):
+        notes.append(Text("no price known for this hardware: --usd_per_gpu_hour gives one", style="dim"))
+    if any(row.deepspeed_bytes for row in rows):
+        notes.append(
+            Text("DeepSpeed's estimate: its own function; model states only, no activations", style="dim")
+        )
+    if dropped:
+        notes.append(Text(f"left out for want of width: {', '.join(dropped)} (--json has all)", style="dim"))
+    return notes
+
+
+def _common(rows: list[Row], name: str) -> object:
+    """The value that all rows which have one share."""
+    return next((getattr(row, name) for row in rows if getattr(row, name) is not None), None)
+
+
+def _differs(rows: list[Row], name: str) -> bool:
+    return len({getattr(row, name) for row in rows if getattr(row, name) is not None}) > 1
+
+
+def _setting(value: object) -> str:
+    if value is None:
+        return DASH
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def _spread(row: Row) -> str:
+    """Half of the way from the slowest repeat to the fastest, as a share of the median."""
+    if row.tokens_per_second is None or row.tokens_per_second_highest == row.tokens_per_second_lowest:
+        return DASH
+    half = (row.tokens_per_second_highest - row.tokens_per_second_lowest) / 2
+    return f"±{half / row.tokens_per_second:.1%}"
+
+
+def _peak(row: Row) -> str:
+    return _gib(row.peak_allocated_bytes if row.gpu else row.peak_rss_bytes)
+
+
+def _gib(value: int | None) -> str:
+    return DASH if value is None else f"{value / 2**30:.2f}"
+
+
+def _dollars(value: float | None) -> str:
+    return DASH if value is None else f"${value:.4f}"

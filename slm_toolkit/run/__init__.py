@@ -1,0 +1,1 @@
+"""What a training process needs: engine, data, loss, clocks, checkpoints. Imports torch."""

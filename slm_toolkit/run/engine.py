@@ -1,0 +1,149 @@
+"""The Accelerator for a launched strategy, on GPUs or CPU processes, and the proof of which engine really runs."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations import unset_hf_deepspeed_config
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.run.launched import Launch, absolute_deepspeed_config
+from slm_toolkit.run.optimizer import AdamWWithMasterWeights
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """What `probe_engine` found in the prepared model."""
+
+    engine: str
+    zero_stage: int | None
+    reshard_after_forward: bool | None
+    world_size: int
+
+
+def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) -> Accelerator:
+    """The Accelerator of this process; without a GPU the same YAML runs over gloo.
+
+    accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one process.
+    Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
+    """
+    engine = launch.strategy.engine
+    mixed_precision = "no" if config.numerics == "fp32" else "bf16"
+    if config.numerics == "aligned" and engine != "deepspeed":
+        mixed_precision = "no"  # the module itself is bf16, its master weights live in the optimizer
+    options = {
+        "mixed_precision": mixed_precision,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "dataloader_config": DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
+        "dynamo_plugin": TorchDynamoPlugin(
+            backend="inductor" if config.torch_compile else "no",
+            use_regional_compilation=config.torch_compile,
+        ),
+        "log_with": None if config.report_to == "none" else config.report_to,
+        "project_dir": project_dir,
+    }
+    absolute_deepspeed_config(launch.strategy)
+    if torch.cuda.is_available():
+        accelerator = Accelerator(**options)
+    elif engine == "deepspeed":
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+    elif engine == "fsdp2":
+        PartialState(backend="gloo")
+        PartialState._shared_state["distributed_type"] = (
+            DistributedType.MULTI_GPU
+        )  # private: nothing public does it
+        accelerator = Accelerator(**options)
+    else:
+        accelerator = Accelerator(cpu=True, **options)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if not accelerator.deepspeed_plugin.zero3_init_flag:
+            # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model in
+            # pieces and draw other weights than under any other strategy.
+            unset_hf_deepspeed_config()
+        # "auto" or absent would be 1.0 whatever the script says, and a micro-batch needs a dataloader to be found.
+        accelerator.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "gradient_clipping": config.max_grad_norm,
+        }
+    return accelerator
+
+
+def check_world(accelerator: Accelerator, launch: Launch) -> None:
+    """Raises ValueError where fewer processes found each other than were asked for: unconnected copies don't shard."""
+    if accelerator.num_processes != launch.num_processes:
+        raise ValueError(
+            f"{launch.strategy.path or launch.strategy.name} asks for {launch.num_processes} processes, "
+            f"{accelerator.num_processes} run together: nothing would be sharded\n"
+            "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
+        )
+
+
+def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:
+    """AdamW, weight decay on matrices only; fp32 master weights where the engine does not hold its own."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    masters = config.numerics == "aligned" and engine != "deepspeed"
+    kind = AdamWWithMasterWeights if masters else torch.optim.AdamW
+    return kind(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        fused=config.optim == "adamw_torch_fused",
+        foreach=None if config.optim == "adamw_torch_fused" else True,
+    )
+
+
+def probe_engine(model: torch.nn.Module) -> RunningEngine:
+    """Read engine, stage and world size off a prepared model, never off a configuration."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if hasattr(
+        model, "zero_optimization_stage"
+    ):  # deepspeed.DeepSpeedEngine, without importing deepspeed for DDP
+        return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
+    if isinstance(model, FSDPModule):
+        world_size = next(model.parameters()).device_mesh.size()
+        layer = next(module for module in model.model.layers if isinstance(module, FSDPModule))
+        reshard = (
+            layer._get_fsdp_state()._fsdp_param_group._reshard_after_forward
+        )  # private: nothing public says it
+        return RunningEngine("fsdp2", None, reshard, world_size)
+    if isinstance(model, FullyShardedDataParallel):
+        return RunningEngine("fsdp1", None, None, model.process_group.size())
+    if isinstance(model, DistributedDataParallel):
+        return RunningEngine("ddp", None, None, model.process_group.size())
+    return RunningEngine("single", None, None, 1)
+
+
+def check_engine(running: RunningEngine, launch: Launch) -> None:
+    """Raises ValueError unless what runs is what the YAML asked for."""
+    strategy = launch.strategy
+    engine = "single" if strategy.engine == "ddp" and launch.num_processes == 1 else strategy.engine
+    asked = RunningEngine(engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes)
+    if running == asked:
+        return
+    names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
+    differences = [
+        f"{name} {getattr(asked, name)!r} asked, {getattr(running, name)!r} runs"
+        for name in names
+        if getattr(asked, name) != getattr(running, name)
+    ]
+    raise ValueError(
+        f"{strategy.path or strategy.name}: {'; '.join(differences)}\n"
+        "hint: an option of `accelerate launch` or a variable of the environment overrides the YAML: "
+        f"{', '.join(name for name in os.environ if name.startswith(('ACCELERATE_', 'FSDP_')))}"
+    )

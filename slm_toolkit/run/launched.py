@@ -1,0 +1,124 @@
+"""What `accelerate launch` was asked for, seen from inside a process that it started."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from slm_toolkit.strategy import Strategy, deepspeed_config_path, read_strategy
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The strategy asked for, and how this process came to be."""
+
+    strategy: Strategy
+    num_processes: int
+    "ranks asked for, by `--num_processes` or the YAML"
+    command: tuple[str, ...]
+    "as typed, from `accelerate` on; empty where no launcher was found"
+
+    def command_for(self, num_processes: int) -> str:
+        """The same command, to paste, for another number of processes."""
+        words = list(self.command)
+        for index, word in enumerate(words):
+            name = word.partition("=")[0].replace("-", "_")
+            if name == "__num_processes":
+                del words[index : index + (1 if "=" in word else 2)]
+                break
+        at = words.index("launch") + 1
+        return shlex.join([*words[:at], "--num_processes", str(num_processes), *words[at:]])
+
+
+def find_launch() -> Launch:
+    """Look for `accelerate launch` among the parent processes and read the YAML it was given.
+
+    A process that torchrun or plain python started has its strategy from the environment alone.
+    Raises ValueError for a YAML that asks for what can't be.
+    """
+    for parent in psutil.Process().parents():
+        try:
+            words, folder = parent.cmdline(), parent.cwd()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):  # another user's process is not our launcher
+            continue
+        arguments = _launch_arguments(words)
+        if arguments is None:
+            continue
+        command = ("accelerate", "launch", *arguments)
+        config_file = _option(command, "config_file")
+        if config_file is None:
+            return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), command)
+        strategy = read_strategy(Path(folder, config_file))
+        asked = _option(command, "num_processes")
+        return Launch(strategy, int(asked) if asked else strategy.num_processes, command)
+    return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), ())
+
+
+def absolute_deepspeed_config(strategy: Strategy) -> None:
+    """Let accelerate find a `deepspeed_config_file` that lies beside the YAML and not in the working directory."""
+    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if named and strategy.path and (path := deepspeed_config_path(named, Path(strategy.path))):
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
+
+
+def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
+    """Raises ValueError, with the command to paste, where this machine has fewer GPUs than ranks to serve.
+
+    A machine without any GPU is no error: its ranks are CPU processes.
+    """
+    if launch.strategy.engine == "fsdp1" and num_gpus == 0:
+        raise ValueError(
+            f"{launch.strategy.path} asks for FSDP1, which needs a GPU\n"
+            "hint: write `fsdp_version: 2` under fsdp_config; without that key accelerate means 1"
+        )
+    if num_gpus == 0 or local_processes <= num_gpus:
+        return
+    paste = f": {launch.command_for(num_gpus)}" if launch.command else f" with {num_gpus} processes"
+    noun = "GPU" if num_gpus == 1 else "GPUs"
+    raise ValueError(
+        f"{local_processes} processes but {num_gpus} {noun} on this machine\nhint: launch it as{paste}"
+    )
+
+
+def _launch_arguments(words: list[str]) -> list[str] | None:
+    """What follows `accelerate launch` in a command line; None where it is another command."""
+    for index, word in enumerate(words):
+        if Path(word).name == "accelerate" and words[index + 1 : index + 2] == ["launch"]:
+            return words[index + 2 :]
+        if Path(word).name == "accelerate-launch" or word == "accelerate.commands.launch":
+            return words[index + 1 :]
+    return None
+
+
+def _option(command: tuple[str, ...], name: str) -> str | None:
+    """The value of one of the launcher's own options; those after the script belong to the script."""
+    for index, word in enumerate(command):
+        if word in ("-m", "--module"):
+            return None
+        key, equals, value = word.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            return value if equals else command[index + 1]
+    return None
+
+
+def _strategy_from_environment() -> Strategy:
+    """What the variables that accelerate's launcher sets stand for."""
+    env = os.environ
+    num_processes = int(env.get("WORLD_SIZE", 1))
+    if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        from accelerate.utils import DeepSpeedPlugin
+
+        config = DeepSpeedPlugin().deepspeed_config
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+        return Strategy(f"ds_zero{stage}", "deepspeed", num_processes, stage, deepspeed_config=config)
+    if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if env.get("FSDP_VERSION", "1") != "2":
+            return Strategy("fsdp1", "fsdp1", num_processes)
+        reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+        name = "fsdp_full_shard" if reshard else "fsdp_shard_grad_op"
+        return Strategy(name, "fsdp2", num_processes, reshard_after_forward=reshard)
+    return Strategy(
+        "ddp" if num_processes > 1 else "single", "ddp" if num_processes > 1 else "single", num_processes
+    )

@@ -1,0 +1,24 @@
+"""The fp32 loss of each micro-step, kept before an engine's output cast rounds it."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+class RecordedLoss:
+    """transformers' causal language model loss, which also keeps its last value.
+
+    FSDP2's mixed precision hands a bf16 copy of whatever the model returns back to the script, the loss included,
+    so the value to report is taken where it is computed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.function = model.loss_function
+        self.last: torch.Tensor | None = None
+        model.loss_function = self
+
+    def __call__(self, **arguments: Any) -> torch.Tensor:
+        loss = self.function(**arguments)
+        self.last = loss.detach()
+        return loss

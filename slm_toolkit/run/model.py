@@ -1,0 +1,63 @@
+"""The Hugging Face model of a ModelSpec, its weights drawn from the seed or loaded, in the dtype of the numerics."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec
+
+
+def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
+    """The transformers configuration of `spec`; a user's own configuration is taken whole."""
+    if spec.path is not None:
+        return AutoConfig.from_pretrained(spec.path)
+    return AutoConfig.for_model(
+        spec.model_type,
+        num_hidden_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.ffn_size,
+        vocab_size=spec.vocab_size,
+        tie_word_embeddings=spec.tied,
+        max_position_embeddings=max(spec.max_position_embeddings, seq_len),
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+    )
+
+
+def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
+    """The model in training mode on CPU; the same weights on every rank and under every strategy.
+
+    A folder or hub id that holds weights is fine-tuned; any other model starts from the seed. fp32, but for
+    `--numerics aligned`: bf16, as the same rounding is the start of the master weights under every engine.
+    Raises ValueError where the attention kernel is unknown or not installed.
+    """
+    set_seed(config.seed)
+    options = {"attn_implementation": config.attn_implementation, "dtype": torch.float32}
+    configuration = hf_config(spec, seq_len=config.seq_len)
+    try:
+        if spec.path is not None and _holds_weights(spec.path):
+            model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
+        else:
+            model = AutoModelForCausalLM.from_config(configuration, **options)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"--attn_implementation {config.attn_implementation}: {str(error).splitlines()[0]}\n"
+            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install slm-toolkit[flash]`"
+        ) from None
+    model.config.use_cache = False
+    if model.generation_config is not None:
+        model.generation_config.use_cache = True  # of the saved model, which will generate
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(torch.bfloat16 if config.numerics == "aligned" else torch.float32).train()
+
+
+def _holds_weights(path: str) -> bool:
+    folder = Path(path).expanduser()
+    if folder.suffix == ".json":
+        return False  # a configuration alone: train from the seed
+    return not folder.exists() or any(folder.glob("*.safetensors"))  # a hub id, or a folder with weights

@@ -1,0 +1,60 @@
+"""AdamW over fp32 master weights of a bf16 module: what DeepSpeed's bf16 does, for DDP, FSDP2 and one process."""
+
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+
+class AdamWWithMasterWeights(torch.optim.AdamW):
+    """AdamW whose parameters may be bf16: each has an fp32 master copy in its state, which the step updates.
+
+    The state of a parameter holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its shape; DTensor shards of one)
+    and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [self._state_of(param, fused=bool(group["fused"])) for param in params]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [state["master"] for state in states],
+                [param.grad.float() for param in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"] for state in states],
+                foreach=group["foreach"],
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for param, state in zip(params, states, strict=True):
+                param.copy_(state["master"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts floating-point state to the parameter's dtype; this puts the fp32 values back."""
+        saved_ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, param_id in zip(params, saved_ids, strict=True):
+            for key, value in state_dict["state"].get(param_id, {}).items():
+                if key in ("master", "exp_avg", "exp_avg_sq"):
+                    self.state[param][key] = value.to(device=param.device, copy=True)
+
+    def _state_of(self, param: torch.Tensor, *, fused: bool) -> dict[str, torch.Tensor]:
+        state = self.state[param]
+        if not state:
+            state["master"] = param.detach().float().clone()  # clone: .float() of an fp32 parameter is itself
+            state["exp_avg"] = torch.zeros_like(state["master"])
+            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        return state

@@ -1,0 +1,70 @@
+"""What a run says while it trains: a bar on a terminal, lines elsewhere, and a file for `slm compare` to watch."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+PROGRESS_FILE = "progress.json"
+
+
+class TrainingProgress:
+    """Rank 0's voice; at most twice a second, so that reading the loss does not slow the steps down."""
+
+    def __init__(self, run_dir: Path, *, first_step: int, num_steps: int, tokens_per_step: int) -> None:
+        self.path = run_dir / PROGRESS_FILE
+        self.first_step, self.num_steps, self.tokens_per_step = first_step, num_steps, tokens_per_step
+        self.started = self.last_shown = self.last_line = time.monotonic()
+        self.bar: Progress | None = None
+        if sys.stderr.isatty():
+            self.bar = Progress(
+                TextColumn("training"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self.task = self.bar.add_task(
+                "training", total=num_steps, completed=first_step, loss=float("nan"), rate=0
+            )
+            self.bar.start()
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to say something after `step` steps."""
+        return time.monotonic() - self.last_shown >= 0.5 or step == self.num_steps
+
+    def show(self, step: int, loss: float) -> None:
+        self.last_shown = time.monotonic()
+        tokens_per_second = (step - self.first_step) * self.tokens_per_step / (self.last_shown - self.started)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, loss=loss, rate=tokens_per_second)
+        elif self.last_shown - self.last_line >= 10 or step == self.num_steps:
+            self.last_line = self.last_shown
+            line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            print(line, file=sys.stderr, flush=True)
+        beside = self.path.with_suffix(".new")
+        state = {
+            "step": step,
+            "num_steps": self.num_steps,
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+        }
+        beside.write_text(json.dumps(state))
+        beside.replace(self.path)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,343 @@
+"""The one training script; the YAML it is launched with decides how the training state is sharded.
+
+    accelerate launch --config_file accel_configs/fsdp_shard_grad_op.yaml -m slm_toolkit.train --model slm-100m
+    accelerate launch --config_file accel_configs/ds_zero3.yaml -m slm_toolkit.train --dataset texts/ --eval_steps 50
+    python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
+
+Read it downward: parse, build, prepare, check that what runs is what the YAML asked for, train, write the record.
+"""
+
+import dataclasses
+import gc
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, IterableDataset
+
+from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, config_from_args, with_underscores
+from slm_toolkit.errors import user_errors
+from slm_toolkit.models import find_model
+from slm_toolkit.record import (
+    RunRecord,
+    everything_asked,
+    finite,
+    identity_of,
+    installed_versions,
+    model_facts,
+    run_name_of,
+    write_record,
+)
+from slm_toolkit.run.checkpoint import find_checkpoint, save_checkpoint, save_model, step_of
+from slm_toolkit.run.data import load_datasets
+from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
+from slm_toolkit.run.engine import build_optimizer, check_engine, check_world, probe_engine, start_accelerator
+from slm_toolkit.run.launched import check_devices, find_launch
+from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.measure import (
+    StepClock,
+    gather_to_all,
+    gradient_bytes,
+    on_deepspeed_step,
+    peak_memory,
+    reset_peak_memory,
+    state_bytes,
+)
+from slm_toolkit.run.model import build_model
+from slm_toolkit.run.progress import TrainingProgress
+from slm_toolkit.strategy import contradictions
+
+
+def main(argv: list[str] | None = None) -> None:
+    started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
+    add_flags(parser, grid=False)
+    arguments = with_underscores(sys.argv[1:] if argv is None else argv)
+    has_gpu = torch.cuda.is_available()
+
+    with user_errors():
+        config = config_from_args(parser.parse_args(arguments)).with_defaults(has_gpu=has_gpu)
+        config.check()
+        spec = find_model(config.model)
+        launch = find_launch()
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_processes)
+        if found := contradictions(launch.strategy, config):
+            raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+        gpu = torch.cuda.get_device_name() if has_gpu else None
+        asked, versions = (
+            everything_asked(config, launch.strategy, launch.num_processes),
+            installed_versions(),
+        )
+        identity = identity_of(asked, versions, gpu)
+        run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
+        run_dir = Path(config.output_dir).resolve() / run_name
+        checkpoint = (
+            find_checkpoint(config.resume_from_checkpoint, run_dir) if config.resume_from_checkpoint else None
+        )
+
+        accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
+        check_world(accelerator, launch)
+        sequences_per_step = (
+            config.per_device_train_batch_size
+            * accelerator.num_processes
+            * config.gradient_accumulation_steps
+        )
+        with accelerator.main_process_first():  # the others find its cache of packed documents
+            train_set, held_out_set, tokenizer = load_datasets(
+                config, spec, num_sequences=(config.steps_asked or 0) * sequences_per_step
+            )
+        model = build_model(spec, config)
+
+    record = RunRecord(
+        run_name=run_name,
+        identity=identity,
+        status="failed",
+        strategy=launch.strategy.name,
+        asked=asked,
+        model=model_facts(spec),
+        versions=versions,
+        started_at=started_at,
+        command=" ".join(launch.command)
+        or " ".join([Path(sys.executable).name, "-m slm_toolkit.train", *arguments]),
+        gpu=gpu,
+        timing_warmup_steps=config.timing_warmup_steps,
+    )
+    try:
+        loss_recorder = RecordedLoss(model)
+        optimizer = build_optimizer(model, config, engine=launch.strategy.engine)
+        set_seed(config.seed)
+        loader = make_loader(train_set, config, train=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        eval_loader = (
+            accelerator.prepare_data_loader(make_loader(held_out_set, config, train=False))
+            if held_out_set
+            else None
+        )
+        with user_errors():
+            running = probe_engine(model)
+            check_engine(running, launch)
+            num_steps = count_steps(config, loader)
+        record = dataclasses.replace(
+            record,
+            world_size=running.world_size,
+            engine=running.engine,
+            zero_stage=running.zero_stage,
+            reshard_after_forward=running.reshard_after_forward,
+            attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
+            tokens_per_step=sequences_per_step * config.seq_len,
+            first_step=step_of(checkpoint) if checkpoint else 0,
+            deepspeed_estimate=deepspeed_estimate_of(
+                spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_processes
+            ),
+        )
+        if checkpoint is not None:
+            accelerator.load_state(str(checkpoint))
+        if accelerator.is_main_process:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        accelerator.wait_for_everyone()
+        observed = train(
+            *(accelerator, model, optimizer, loader, eval_loader, loss_recorder, config, run_dir),
+            first_step=record.first_step,
+            num_steps=num_steps,
+            tokens_per_step=record.tokens_per_step,
+        )
+        if config.save_final_model:
+            observed["model_dir"] = str(save_model(accelerator, model, tokenizer, run_dir / "model"))
+        record = dataclasses.replace(record, status="ok", **observed)
+    except Exception as error:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        record = dataclasses.replace(record, status="oom" if out_of_memory else "failed", reason=reason)
+        write_record(dataclasses.replace(record, seconds_total=time.monotonic() - started), run_dir)
+        raise
+    if accelerator.is_main_process:
+        path = write_record(dataclasses.replace(record, seconds_total=time.monotonic() - started), run_dir)
+        print(f"record: {path}", file=sys.stderr)
+    del model, optimizer, loader, eval_loader
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()  # destroys the process group
+
+
+def train(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    eval_loader: DataLoader | None,
+    loss_recorder: RecordedLoss,
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    first_step: int,
+    num_steps: int,
+    tokens_per_step: int,
+) -> dict[str, Any]:
+    """Steps `first_step` to `num_steps`; returns the record's fields that were observed, the same on all ranks."""
+    device, deepspeed = accelerator.device, hasattr(model, "zero_optimization_stage")
+    progress = None
+    if accelerator.is_main_process:
+        progress = TrainingProgress(
+            run_dir, first_step=first_step, num_steps=num_steps, tokens_per_step=tokens_per_step
+        )
+    if config.report_to != "none":
+        accelerator.init_trackers("slm_toolkit", config=flat(config), init_kwargs=tracker_options(run_dir))
+    clock = StepClock(device)
+    losses: list[torch.Tensor] = []
+    grad_norms: list[torch.Tensor | float] = []
+    eval_losses: list[dict[str, float]] = []
+    gradients = 0
+
+    def count_gradients() -> None:
+        nonlocal gradients
+        gradients = gradient_bytes(accelerator, model)
+
+    batches = endless(accelerator, loader, skip=first_step * config.gradient_accumulation_steps)
+    reset_peak_memory(device)
+    for step in range(first_step, num_steps):
+        count_now = step == first_step
+        if count_now and deepspeed:
+            on_deepspeed_step(accelerator, count_gradients)
+        with clock:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, num_steps)
+            step_loss = torch.zeros((), device=device)
+            for _ in range(config.gradient_accumulation_steps):
+                tokens = next(batches)["input_ids"]
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        if count_now and not deepspeed:
+                            count_gradients()
+                        grad_norms.append(clip_gradients(accelerator, model, config.max_grad_norm))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                step_loss += loss_recorder.last / config.gradient_accumulation_steps
+            losses.append(step_loss)
+
+        done = step + 1
+        if progress is not None and progress.due(done):
+            progress.show(done, losses[-1].item())
+        if config.report_to != "none":
+            mean_loss = accelerator.reduce(losses[-1], reduction="mean").item()
+            rate = tokens_per_step / max(gather_to_all(clock.seconds[-1]))
+            lr = learning_rate(config, step, num_steps)
+            accelerator.log({"loss": mean_loss, "learning_rate": lr, "tokens_per_second": rate}, step=done)
+        if eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
+            eval_loss = evaluate(accelerator, model, eval_loader, loss_recorder, config.eval_batches)
+            eval_losses.append({"step": done, "loss": finite(eval_loss)})
+            if config.report_to != "none":
+                accelerator.log({"eval_loss": eval_loss}, step=done)
+        if config.save_steps and done % config.save_steps == 0:
+            save_checkpoint(accelerator, run_dir, done, keep=config.save_total_limit)
+    if progress is not None:
+        progress.close()
+
+    mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist() if losses else []
+    peaks = gather_to_all(peak_memory(device))
+    return {
+        "losses": [finite(loss) for loss in mean_losses],
+        "grad_norms": [finite(float(norm)) for norm in grad_norms],
+        "eval_losses": eval_losses,
+        "step_seconds": gather_to_all(clock.seconds),
+        "state_bytes": gather_to_all(state_bytes(accelerator, model, optimizer, gradients)),
+        "peak_allocated_bytes": None if device.type == "cpu" else [peak["allocated"] for peak in peaks],
+        "peak_reserved_bytes": None if device.type == "cpu" else [peak["reserved"] for peak in peaks],
+        "peak_rss_bytes": [peak["rss"] for peak in peaks],
+    }
+
+
+def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    share_done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
+
+
+def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
+    """Clip (0: only measure) and return the norm before; DeepSpeed clips by itself, as its config was written."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    if norm is None:  # DeepSpeed has no norm before its first step
+        return float("nan")
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    loader: DataLoader,
+    loss_recorder: RecordedLoss,
+    num_batches: int,
+) -> float:
+    """Mean loss over the first `num_batches` held-out batches of every rank."""
+    model.eval()
+    losses = []
+    for _, batch in zip(range(num_batches), loader, strict=False):
+        model(input_ids=batch["input_ids"], labels=batch["input_ids"])
+        losses.append(loss_recorder.last)
+    model.train()
+    return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+
+
+def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
+    """Batches of (per_device_train_batch_size, seq_len) tokens, shuffled where they are real text to train on."""
+    shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset, batch_size=config.per_device_train_batch_size, shuffle=shuffle, drop_last=train
+    )
+
+
+def count_steps(config: RunConfig, loader: DataLoader) -> int:
+    """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
+    try:
+        num_batches = len(loader)
+    except TypeError:  # a stream
+        if config.steps_asked is None:
+            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false") from None
+        return config.steps_asked
+    if num_batches == 0:
+        raise ValueError(
+            f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
+            f"of {config.seq_len} tokens on each process\nhint: lower --per_device_train_batch_size or --seq_len"
+        )
+    if config.steps_asked is not None:
+        return config.steps_asked
+    return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
+
+
+def endless(accelerator: Accelerator, loader: DataLoader, *, skip: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's batches, epoch after epoch, from batch number `skip` on."""
+    try:
+        epoch, skip = divmod(skip, len(loader))
+    except TypeError:  # a stream: all that was seen is read again
+        epoch = 0
+    while True:
+        loader.set_epoch(epoch)
+        yield from accelerator.skip_first_batches(loader, skip) if skip else loader
+        epoch, skip = epoch + 1, 0
+
+
+def flat(config: RunConfig) -> dict[str, str | int | float | bool]:
+    """The configuration as trackers take it: no None."""
+    return {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
+
+
+def tracker_options(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Each tracker's word for the name of a run."""
+    return {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
+
+
+if __name__ == "__main__":
+    main()
