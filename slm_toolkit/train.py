@@ -39,7 +39,14 @@ from slm_toolkit.record import (
 from slm_toolkit.run.checkpoint import find_checkpoint, save_checkpoint, save_model, step_of
 from slm_toolkit.run.data import load_datasets
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
-from slm_toolkit.run.engine import build_optimizer, check_engine, check_world, probe_engine, start_accelerator
+from slm_toolkit.run.engine import (
+    build_optimizer,
+    check_engine,
+    check_world,
+    optimizer_step,
+    probe_engine,
+    start_accelerator,
+)
 from slm_toolkit.run.launched import check_devices, find_launch
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
@@ -219,9 +226,9 @@ def train(
                     if accelerator.sync_gradients:
                         if count_now and not deepspeed:
                             count_gradients()
-                        grad_norms.append(clip_gradients(accelerator, model, config.max_grad_norm))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        grad_norms.append(
+                            optimizer_step(accelerator, model, optimizer, max_grad_norm=config.max_grad_norm)
+                        )
                 step_loss += loss_recorder.last / config.gradient_accumulation_steps
             losses.append(step_loss)
 
@@ -263,14 +270,6 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
         return config.learning_rate * (step + 1) / config.warmup_steps
     share_done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
-
-
-def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
-    """Clip (0: only measure) and return the norm before; DeepSpeed clips by itself, as its config was written."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-    if norm is None:  # DeepSpeed has no norm before its first step
-        return float("nan")
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 @torch.no_grad()

@@ -20,12 +20,12 @@ _FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".
 class MarkovTokens(Dataset):
     """Endless-looking sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
 
-    With probability 0.8 the next token is the present one's fixed successor, else one drawn from a Zipf law. A model
+    With probability 0.5 the next token is the present one's fixed successor, else one drawn from a Zipf law. A model
     first learns how often each token comes, then who follows whom, so that losses fall from the first steps on.
     Item i is (seq_len,) int64 and depends on seed, i and vocabulary only.
     """
 
-    FOLLOW = 0.8
+    FOLLOW = 0.5
 
     def __init__(
         self, *, vocab_size: int, seq_len: int, num_sequences: int, seed: int, first: int = 0

@@ -12,6 +12,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -95,15 +96,41 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
-    masters = config.numerics == "aligned" and engine != "deepspeed"
-    kind = AdamWWithMasterWeights if masters else torch.optim.AdamW
-    return kind(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        fused=config.optim == "adamw_torch_fused",
-        foreach=None if config.optim == "adamw_torch_fused" else True,
-    )
+    options = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "fused": config.optim == "adamw_torch_fused",
+        "foreach": None if config.optim == "adamw_torch_fused" else True,
+    }
+    if config.numerics == "aligned" and engine != "deepspeed":
+        return AdamWWithMasterWeights(groups, max_grad_norm=config.max_grad_norm, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_grad_norm: float,
+) -> torch.Tensor | float:
+    """Clip (0: don't), step and clear; returns the gradient norm before clipping, over all ranks.
+
+    DeepSpeed did all of it inside accelerate's backward, our master weight optimizer clips in its step.
+    """
+    if hasattr(model, "zero_optimization_stage"):
+        norm = model.get_global_grad_norm()
+        return float("nan") if norm is None else norm
+    inner = optimizer.optimizer
+    if isinstance(inner, AdamWWithMasterWeights):
+        optimizer.step()
+        norm = inner.grad_norm
+    else:
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def probe_engine(model: torch.nn.Module) -> RunningEngine:
