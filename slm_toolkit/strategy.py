@@ -115,7 +115,9 @@ def read_strategy(path: Path) -> Strategy:
             )
         return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
     if distributed_type == "DEEPSPEED":
-        deepspeed = _read_deepspeed_config(_mapping(config, "deepspeed_config", path), path)
+        deepspeed = _read_deepspeed_config(
+            _mapping(config, "deepspeed_config", path), path, mixed_precision=config.get("mixed_precision")
+        )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"{path}: ZeRO stage {stage!r}\nhint: zero_optimization.stage is 0, 1, 2 or 3")
@@ -192,7 +194,7 @@ def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_deepspeed_config(section: dict[str, Any], path: Path) -> dict[str, Any]:
+def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precision: object) -> dict[str, Any]:
     """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for."""
     named = section.get("deepspeed_config_file")
     if named is None:  # the settings stand in the YAML itself
@@ -217,6 +219,8 @@ def _read_deepspeed_config(section: dict[str, Any], path: Path) -> dict[str, Any
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
         raise ValueError(f"{json_path} holds no DeepSpeed settings\nhint: compare with ds_configs/zero2.json")
     problems = []
+    if mixed_precision is not None:
+        problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
     for key, json_keys in _KEYS_OF_THE_JSON.items():
         if key not in section:
             continue

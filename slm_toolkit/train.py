@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -42,12 +43,11 @@ from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
     build_optimizer,
     check_engine,
-    check_world,
     optimizer_step,
     probe_engine,
     start_accelerator,
 )
-from slm_toolkit.run.launched import check_devices, find_launch
+from slm_toolkit.run.launched import check_devices, check_environment, find_launch
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
     StepClock,
@@ -64,7 +64,7 @@ from slm_toolkit.strategy import contradictions
 
 
 def main(argv: list[str] | None = None) -> None:
-    started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    started = psutil.Process().create_time()
     parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
     add_flags(parser, grid=False)
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         spec = find_model(config.model)
         launch = find_launch()
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        check_environment(launch)
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_processes)
         if found := contradictions(launch.strategy, config):
             raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
@@ -92,7 +93,6 @@ def main(argv: list[str] | None = None) -> None:
         )
 
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-        check_world(accelerator, launch)
         sequences_per_step = (
             config.per_device_train_batch_size
             * accelerator.num_processes
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         asked=asked,
         model=model_facts(spec),
         versions=versions,
-        started_at=started_at,
+        started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=" ".join(launch.command)
         or " ".join([Path(sys.executable).name, "-m slm_toolkit.train", *arguments]),
         gpu=gpu,
@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> None:
             running = probe_engine(model)
             check_engine(running, launch)
             num_steps = count_steps(config, loader)
+            first_step = step_of(checkpoint) if checkpoint else 0
+            if first_step >= num_steps:
+                raise ValueError(f"{checkpoint} has all {num_steps} steps done\nhint: give more --max_steps")
         record = dataclasses.replace(
             record,
             world_size=running.world_size,
@@ -141,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
             reshard_after_forward=running.reshard_after_forward,
             attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
             tokens_per_step=sequences_per_step * config.seq_len,
-            first_step=step_of(checkpoint) if checkpoint else 0,
+            first_step=first_step,
             deepspeed_estimate=deepspeed_estimate_of(
                 spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_processes
             ),
@@ -164,10 +167,10 @@ def main(argv: list[str] | None = None) -> None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         record = dataclasses.replace(record, status="oom" if out_of_memory else "failed", reason=reason)
-        write_record(dataclasses.replace(record, seconds_total=time.monotonic() - started), run_dir)
+        write_record(dataclasses.replace(record, seconds_total=time.time() - started), run_dir)
         raise
     if accelerator.is_main_process:
-        path = write_record(dataclasses.replace(record, seconds_total=time.monotonic() - started), run_dir)
+        path = write_record(dataclasses.replace(record, seconds_total=time.time() - started), run_dir)
         print(f"record: {path}", file=sys.stderr)
     del model, optimizer, loader, eval_loader
     accelerator.free_memory()

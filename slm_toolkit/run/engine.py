@@ -1,11 +1,13 @@
 """The Accelerator for a launched strategy, on GPUs or CPU processes, and the proof of which engine really runs."""
 
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
@@ -38,11 +40,13 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
     """
     engine = launch.strategy.engine
-    mixed_precision = "no" if config.numerics == "fp32" else "bf16"
-    if config.numerics == "aligned" and engine != "deepspeed":
-        mixed_precision = "no"  # the module itself is bf16, its master weights live in the optimizer
+    if config.report_to not in ("none", *(str(tracker) for tracker in get_available_trackers())):
+        raise ValueError(
+            f"--report_to {config.report_to}: no such tracker is installed\n"
+            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb]; or the package of your tracker"
+        )
     options = {
-        "mixed_precision": mixed_precision,
+        "mixed_precision": _mixed_precision(launch, config),
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "dataloader_config": DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
         "dynamo_plugin": TorchDynamoPlugin(
@@ -79,14 +83,20 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     return accelerator
 
 
-def check_world(accelerator: Accelerator, launch: Launch) -> None:
-    """Raises ValueError where fewer processes found each other than were asked for: unconnected copies don't shard."""
-    if accelerator.num_processes != launch.num_processes:
-        raise ValueError(
-            f"{launch.strategy.path or launch.strategy.name} asks for {launch.num_processes} processes, "
-            f"{accelerator.num_processes} run together: nothing would be sharded\n"
-            "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
+def _mixed_precision(launch: Launch, config: RunConfig) -> str:
+    """accelerate's word for the numerics; a user's YAML has its way in `stock` only, else it is told that it hasn't."""
+    of_yaml = (launch.strategy.accelerate_config or {}).get("mixed_precision")
+    of_yaml = "no" if of_yaml is False else of_yaml  # YAML reads a bare no as false
+    if config.numerics == "stock":
+        return of_yaml or "bf16"
+    # aligned: the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
+    wanted = "bf16" if config.numerics == "aligned" and launch.strategy.engine == "deepspeed" else "no"
+    if of_yaml and of_yaml != wanted and os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: {launch.strategy.path} says mixed_precision {of_yaml}; --numerics {config.numerics} overrides it",
+            file=sys.stderr,
         )
+    return wanted
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:
@@ -159,9 +169,11 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
 def check_engine(running: RunningEngine, launch: Launch) -> None:
     """Raises ValueError unless what runs is what the YAML asked for."""
     strategy = launch.strategy
-    engine = "single" if strategy.engine == "ddp" and launch.num_processes == 1 else strategy.engine
-    asked = RunningEngine(engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes)
-    if running == asked:
+    asked = RunningEngine(
+        strategy.engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes
+    )
+    ddp_of_one = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
+    if running == asked or (ddp_of_one and launch.num_processes == 1):
         return
     names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
     differences = [

@@ -63,6 +63,23 @@ def absolute_deepspeed_config(strategy: Strategy) -> None:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
+def check_environment(launch: Launch) -> None:
+    """Raises ValueError where the launcher did not do what its YAML asks for: then nothing would be sharded.
+
+    `accelerate launch --cpu`, for one, starts a single process whatever the YAML says.
+    """
+    started = _strategy_from_environment()
+    engine = "ddp" if started.engine == "single" and launch.num_processes == 1 else started.engine
+    ddp_of_one = launch.strategy.engine in ("single", "ddp") and engine == "ddp"
+    if started.num_processes == launch.num_processes and (engine == launch.strategy.engine or ddp_of_one):
+        return
+    raise ValueError(
+        f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} on {launch.num_processes} "
+        f"processes, the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
+        "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu or --multi_gpu"
+    )
+
+
 def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
     """Raises ValueError, with the command to paste, where this machine has fewer GPUs than ranks to serve.
 
