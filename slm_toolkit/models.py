@@ -4,6 +4,7 @@ The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale
 (PMLR v262, arXiv 2410.19456); its appendix B gives the family and the fit behind it.
 """
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class ModelSpec:
     source: str = ""
     "where the shape comes from"
     path: str | None = None
-    "a local folder, config.json or hub id whose configuration is used whole"
+    "a local folder or hub id (weights are loaded if there are any), or a config.json; used whole"
 
     @property
     def matmul_params_per_layer(self) -> int:
@@ -178,7 +179,7 @@ def find_model(name: str) -> ModelSpec:
         return spec_from_size(float(size[1]) / (1000 if size[2] == "m" else 1), name.lower())
     path = Path(name).expanduser()
     if path.is_dir():
-        path = path / "config.json"
+        return dataclasses.replace(spec_from_config_file(path / "config.json"), path=str(path))
     if path.suffix == ".json" or path.is_file():
         return spec_from_config_file(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
@@ -190,7 +191,7 @@ def find_model(name: str) -> ModelSpec:
 
 
 def spec_from_config_file(path: Path) -> ModelSpec:
-    """ModelSpec of a Hugging Face config.json on disk."""
+    """ModelSpec of a Hugging Face config.json on disk; of the configuration alone, weights beside it don't count."""
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,100 @@
+"""What the tests share: real launches, each done once per session."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300) -> Finished:
+    done = subprocess.run(
+        words, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def slm(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Finished:
+    """Run the `slm` command of this environment."""
+    return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env)
+
+
+def launch(
+    *arguments: str,
+    config: str | Path,
+    script: str | Path | None = None,
+    launcher: tuple[str, ...] = (),
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGUMENTS`, or a script in the module's place."""
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    target = ("-m", "slm_toolkit.train") if script is None else (str(script),)
+    return run(
+        *(accelerate, "launch", "--main_process_port", "0", *launcher, "--config_file", str(config)),
+        *(*target, *arguments),
+        cwd=cwd,
+        env=env,
+    )
+
+
+def record_under(folder: Path) -> dict:
+    """The one record under a folder."""
+    (path,) = folder.rglob("record.json")
+    return json.loads(path.read_text())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished `slm compare --json` and its rows by strategy."""
+
+    finished: Finished
+    rows: dict[str, dict]
+    folder: Path
+
+
+def compare(*arguments: str, folder: Path) -> Comparison:
+    finished = slm("compare", "--json", "--model", "slm-1m", "--output_dir", str(folder), *arguments)
+    assert finished.out, finished.err
+    return Comparison(finished, {row["strategy"]: row for row in json.loads(finished.out)}, folder)
+
+
+@pytest.fixture(scope="session")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """All six strategies on two CPU processes in bf16, as `slm compare` does by default."""
+    return compare(folder=tmp_path_factory.mktemp("aligned"))
+
+
+@pytest.fixture(scope="session")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """All six strategies on two CPU processes in fp32."""
+    return compare("--numerics", "fp32", "--max_steps", "20", folder=tmp_path_factory.mktemp("fp32"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real English prose: the licence texts and documentation strings of the standard library."""
+    folder = tmp_path_factory.mktemp("texts")
+    shutil.copyfile(ROOT / "LICENSE", folder / "licence.txt")
+    for name in ("argparse", "collections", "decimal", "inspect", "logging", "typing", "unittest", "email"):
+        module = __import__(name)
+        (folder / f"{name}.txt").write_text(
+            Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+        )
+    return folder

@@ -1,0 +1,118 @@
+"""Six strategies really trained through `slm compare`: engines, shares of the state, losses."""
+
+import json
+
+import pytest
+from conftest import Comparison, slm
+
+from slm_toolkit.compare.parity import compare_losses
+from slm_toolkit.record import find_records
+from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
+
+KEYS = """strategy status engine zero_stage world_size losses tokens_per_second tokens_per_second_per_gpu mfu
+peak_allocated_bytes peak_rss_bytes state_bytes_per_rank deepspeed_bytes usd_per_million_tokens record""".split()
+SHARDED = [
+    (name, part)
+    for name in STUDIED_STRATEGIES
+    for part in ("parameters", "gradients", "optimizer")
+    if part in find_strategy(name).sharded_parts
+]
+
+
+def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> None:
+    assert aligned.finished.code == 0, aligned.finished.err
+    assert list(aligned.rows) == list(STUDIED_STRATEGIES)
+    for row in aligned.rows.values():
+        assert row["status"] == "ok"
+        assert not [key for key in KEYS if key not in row]
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> None:
+    row, strategy = aligned.rows[name], find_strategy(name)
+    assert row["world_size"] == 2
+    assert (row["engine"], row["zero_stage"]) == (strategy.engine, strategy.zero_stage)
+    assert row["reshard_after_forward"] == strategy.reshard_after_forward
+
+
+@pytest.mark.parametrize(("name", "part"), SHARDED)
+@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+def test_what_a_strategy_shards_is_half_of_ddps_on_two_ranks(
+    numerics: str, name: str, part: str, request: pytest.FixtureRequest
+) -> None:
+    rows = request.getfixturevalue(numerics).rows
+    mine, of_ddp = rows[name]["state_bytes_per_rank"][part], rows["ddp"]["state_bytes_per_rank"][part]
+    assert mine == pytest.approx(of_ddp / 2, rel=0.02)
+
+
+def test_ddp_holds_sixteen_bytes_per_parameter(aligned: Comparison, fp32: Comparison) -> None:
+    # slm-1m has 951,424: bf16 weights and gradients 2 + 2, fp32 master 4, Adam 8; in fp32 4 + 4 + 8
+    for comparison, wanted in ((aligned, (2, 2, 4, 8)), (fp32, (4, 4, 0, 8))):
+        state = comparison.rows["ddp"]["state_bytes_per_rank"]
+        parts = [state[part] for part in ("parameters", "gradients", "master_weights", "optimizer")]
+        assert parts == pytest.approx([951_424 * bytes_each for bytes_each in wanted], rel=1e-3)
+
+
+def test_on_cpu_gpu_figures_are_unknown_and_process_memory_is_not(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        assert row["mfu"] is row["peak_allocated_bytes"] is row["usd_per_million_tokens"] is None
+        assert 2e8 < row["peak_rss_bytes"] < 4e9
+
+
+def test_rates_count_both_ranks(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_second_per_gpu"])
+        record = json.load(open(row["record"]))
+        assert record["tokens_per_step"] == 2 * 4 * 128
+        assert len(record["step_seconds"]) == 2
+        slowest = [max(seconds) for seconds in zip(*record["step_seconds"], strict=True)][3:]
+        by_hand = sorted(10 * 2 * 4 * 128 / sum(slowest[start : start + 10]) for start in (0, 10, 20))[1]
+        assert row["tokens_per_second"] == pytest.approx(by_hand)
+
+
+def test_deepspeeds_estimate_stands_beside_zero_2_and_3_only(aligned: Comparison) -> None:
+    found = {name: row["deepspeed_bytes"] for name, row in aligned.rows.items() if row["deepspeed_bytes"]}
+    # stage 2: 2P + 18P/2; stage 3: 4 * largest layer (384 * 128 = 128 * 384 = 49,152) + 18P/2; P = 951,424
+    assert found == {"ds_zero2": 11 * 951_424, "ds_zero3": 4 * 49_152 + 9 * 951_424}
+
+
+@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
+    numerics: str, request: pytest.FixtureRequest
+) -> None:
+    comparison = request.getfixturevalue(numerics)
+    records = {record.strategy: record for _, record in find_records([comparison.folder])}
+    reference = records.pop("ddp")
+    assert reference.losses[0] - reference.losses[19] >= 0.5
+    for name, record in records.items():
+        agreement = compare_losses(reference, record)
+        assert agreement.num_steps == 20
+        assert agreement.tolerance == {"aligned": 0.003, "fp32": 1e-5}[numerics]
+        assert agreement.agrees, f"{name}: {agreement}"
+
+
+def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
+    again = slm("compare", "--json", "--model", "slm-1m", "--output_dir", str(aligned.folder))
+    assert again.out == aligned.finished.out
+    assert again.err.count("kept from before") == 6
+
+
+def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
+    as_json = json.loads(slm("report", str(aligned.folder), "--json").out)
+    assert {row["strategy"]: row for row in as_json} == aligned.rows
+    table = slm("report", str(aligned.folder), "--usd_per_gpu_hour", "1.5").out
+    for row in aligned.rows.values():
+        assert f"{row['tokens_per_second']:,.0f}" in table
+        assert f"{row['final_loss']:.4f}" in table
+    # dollars per million tokens: 1e6 / rate seconds at 2 * $1.5 an hour
+    ddp = aligned.rows["ddp"]["tokens_per_second"]
+    assert f"${1e6 / ddp * 3 / 3600:.4f}" in table
+    assert "losses agree with ddp's" in table
+
+
+def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        folder = aligned.folder / row["record"].split("/")[-2]
+        assert find_strategy(str(folder / "launch" / f"{row['strategy']}.yaml")).engine == row["engine"]
+        assert (folder / "log.txt").is_file()
+        assert not (folder / "progress.json").exists()
