@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     compare = verbs.add_parser(
         "compare",
         help="run a grid of models, batches and strategies, then print the table",
-        description="Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two CPU "
-        "processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated.",
+        description="Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
+        "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated.",
     )
     compare.add_argument(
         "--strategy",
@@ -163,7 +163,19 @@ def _report(args: argparse.Namespace) -> int:
         records = find_records(args.records)
         if not records:
             raise ValueError(f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records")
-    return _print(records, args)
+    return _print(sorted(records, key=_order), args)
+
+
+def _order(found: tuple[Path, RunRecord]) -> tuple:
+    """Models by size, then what was asked, then strategies as the study lists them."""
+    record = found[1]
+    known = [*STUDIED_STRATEGIES, record.strategy]
+    return (
+        record.model["num_params"],
+        str(record.asked["config"]),
+        known.index(record.strategy),
+        str(found[0]),
+    )
 
 
 def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, num_missing: int = 0) -> int:
@@ -180,7 +192,7 @@ def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, n
         console = Console()
         width = console.width if console.is_terminal else 200  # a pipe has no width: nothing may be left out
         console.width = width
-        console.print(comparison_table(rows, width=width))
+        console.print(comparison_table(rows, width=width), crop=False)
         for note in notes:
             console.print(note, highlight=False)
     all_well = all(row.status in ("ok", "oom") for row in rows) and parity_holds and not num_missing
@@ -193,29 +205,34 @@ def _parity_notes(records: list[RunRecord]) -> tuple[list[str], bool]:
 
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
-        if record.status == "ok" and record.losses and record.first_step == 0 and record.world_size:
+        if record.status == "ok" and record.losses and record.first_step == 0:
             key = json.dumps([record.asked["config"], record.world_size, record.gpu], sort_keys=True)
             groups.setdefault(key, []).append(record)
+    configs = [group[0].asked["config"] for group in groups.values()]
+    varying = [
+        name for name in (configs or [{}])[0] if len({str(config.get(name)) for config in configs}) > 1
+    ]
     notes, holds = [], True
     for group in groups.values():
         reference = next((record for record in group if record.engine in ("ddp", "single")), None)
         others = [record for record in group if record is not reference]
         if reference is None or not others:
             continue
-        found = {record.strategy: compare_losses(reference, record) for record in others}
-        worst_name, worst = max(found.items(), key=lambda item: item[1].largest_relative_difference)
-        num_steps = f"the first {worst.num_steps} steps"
+        found = [(record.strategy, compare_losses(reference, record)) for record in others]
+        worst_name, worst = max(found, key=lambda item: item[1].largest_relative_difference)
+        label = "".join(f"{name} {reference.asked['config'].get(name)}: " for name in varying)
         if worst.agrees:
             notes.append(
-                f"losses agree with {reference.strategy}'s at each of {num_steps} within "
-                f"{worst.largest_relative_difference:.2g} (allowed {worst.tolerance:g}, of the loss)"
+                f"{label}losses agree with {reference.strategy}'s at each of the first {worst.num_steps} "
+                f"steps within {worst.largest_relative_difference:.2g} of the loss "
+                f"(allowed {worst.tolerance:g})"
             )
         else:
             holds = False
             notes.append(
-                f"[red]losses of {worst_name} differ from {reference.strategy}'s by "
-                f"{worst.largest_relative_difference:.2%} at step {worst.worst_step} (allowed {worst.tolerance:.2%}): "
-                "the rows do not compute the same thing[/]"
+                f"[red]{label}losses of {worst_name} differ from {reference.strategy}'s by "
+                f"{worst.largest_relative_difference:.2%} at step {worst.worst_step} "
+                f"(allowed {worst.tolerance:.2g}): the rows do not compute the same thing[/]"
             )
     return notes, holds
 

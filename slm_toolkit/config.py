@@ -1,4 +1,4 @@
-"""RunConfig: everything that must be equal for a fair comparison; the flags of every verb come from its fields."""
+"""RunConfig: what must be equal for a fair comparison; the flags of every verb are its fields."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ def _flag(
     grid: bool = False,
     identity: bool = True,
 ) -> Any:
-    """A field with what its flag needs: `grid` takes several values in `compare`, `identity` makes it another run."""
+    """A field and its flag; `grid`: several values in `compare`, `identity`: makes another run."""
     return field(
         default=default,
         metadata={
@@ -112,7 +112,7 @@ class RunConfig:
         grid=True,
     )
     learning_rate: float = _flag(
-        1e-3, "peak learning rate; it falls to a tenth on a cosine", group="optimizer"
+        3e-4, "peak learning rate; it falls to a tenth on a cosine", group="optimizer"
     )
     warmup_steps: int = _flag(0, "steps over which the learning rate rises", group="optimizer")
     weight_decay: float = _flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
@@ -128,7 +128,7 @@ class RunConfig:
     save_total_limit: int = _flag(2, "checkpoints kept", group="saving", identity=False)
     save_final_model: bool | None = _flag(
         None,
-        "write a Hugging Face model folder at the end (default: yes with a dataset, no with synthetic tokens)",
+        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no)",
         group="saving",
         identity=False,
     )
@@ -159,7 +159,7 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps, None where the epochs decide: three repeats of ten timed steps, as the paper does."""
+        """Optimizer steps, None where epochs decide; by default three repeats of ten after the warm-up."""
         if self.max_steps is None and self.num_train_epochs is None:
             return self.timing_warmup_steps + 3 * 10
         return self.max_steps

@@ -6,9 +6,9 @@ from slm_toolkit.models import ModelSpec
 def flops_per_token(spec: ModelSpec, *, seq_len: int, with_attention: bool = True) -> float:
     """Forward and backward of one token, PaLM's convention (arXiv 2204.02311, appendix B): 6 N + 12 L H S.
 
-    N counts the weights that take part in a matrix product, so the output head but not the input embedding; H is the
-    width of all heads together. The attention term counts the whole square, not its causal half, and recomputation
-    is never counted: it is work, but no progress.
+    N counts the weights that take part in a matrix product, so the output head but not the input embedding; H
+    is the width of all heads together. The attention term counts the whole square, not its causal half.
+    Recomputation is never counted: it is work, but no progress.
     """
     matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
     weights = 6.0 * matmul_params

@@ -44,7 +44,8 @@ class Price:
     def __str__(self) -> str:
         if self.kind == "given":
             return f"${self.usd_per_gpu_hour:g} per GPU-hour, {self.source}"
-        return f"${self.usd_per_gpu_hour:.2f} per GPU-hour, {self.provider} {self.kind}, {self.as_of} ({self.source})"
+        dollars = f"${self.usd_per_gpu_hour:.2f} per GPU-hour"
+        return f"{dollars}, {self.provider} {self.kind}, {self.as_of} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def find_gpu(driver_name: str | None) -> Gpu | None:
 
 
 def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
-    """The user's own price, else the newest on-demand price in our table (of one day: the lowest), else None."""
+    """The user's own price, else our table's newest on-demand price (of one day: the lowest), else None."""
     if usd_per_gpu_hour is not None:
         return Price(usd_per_gpu_hour, "", "", "given", None, "given by --usd_per_gpu_hour")
     gpu = find_gpu(driver_name)

@@ -149,12 +149,13 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
     """A model of the paper's family for any nominal size, by the fit of its appendix B (figure 5).
 
     hidden = 1951.37 x^0.353 and layers = 18.93 x^0.318, x in billions. Layers are rounded; the width is the
-    nearest multiple of 96, its FFN int(2.7 x width); the heads are 64 wide, so what does not fill a head is cut.
+    nearest multiple of 96, its FFN int(2.7 x width); the heads are 64 wide, what does not fill one is cut.
     As in the paper, the two vocabulary matrices come on top of the nominal size of a small model.
     """
     if not SMALLEST_FIT_BILLIONS <= billions <= LARGEST_FIT_BILLIONS:
         raise ValueError(
-            f"model {name!r}: the paper's fit serves {SMALLEST_FIT_BILLIONS:g}b to {LARGEST_FIT_BILLIONS:g}b\n"
+            f"model {name!r}: the paper's fit serves "
+            f"{SMALLEST_FIT_BILLIONS:g}b to {LARGEST_FIT_BILLIONS:g}b\n"
             f"hint: smaller ones are {', '.join(small_models())}"
         )
     width = 96 * round(1951.37 * billions**0.353 / 96)
@@ -191,13 +192,13 @@ def find_model(name: str) -> ModelSpec:
 
 
 def spec_from_config_file(path: Path) -> ModelSpec:
-    """ModelSpec of a Hugging Face config.json on disk; of the configuration alone, weights beside it don't count."""
+    """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"can't read the model configuration {path}: {error}\nhint: give a folder with config.json"
-        )
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}\nhint: give a Hugging Face config.json") from None
     return _spec_from_config(config, name=path.parent.resolve().name, path=str(path))
@@ -217,13 +218,14 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
 
 
 def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
-    """ModelSpec from the keys of a Hugging Face configuration; all that is missing or odd is reported at once."""
+    """ModelSpec from a Hugging Face configuration's keys; all that is missing is reported at once."""
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
     model_type = config.get("model_type", "llama")
     if model_type not in ("llama", "qwen2", "mistral"):
         raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported\nhint: Llama-like models are: llama, qwen2, mistral"
+            f"{path}: model_type {model_type!r} is not supported\n"
+            "hint: Llama-like models are: llama, qwen2, mistral"
         )
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     bad = [key for key in required if not _is_positive_int(config.get(key))]

@@ -23,7 +23,7 @@ _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What was asked, what ran, and what was observed. Rates, MFU and dollars are derived where they are shown."""
+    """What was asked, what ran, what was observed. Rates, MFU and dollars are derived where shown."""
 
     run_name: str
     identity: str

@@ -1,4 +1,4 @@
-"""Strategy: how the training state is sharded, as an accelerate YAML (and the DeepSpeed JSON it names) says."""
+"""Strategy: how the training state is sharded, as an accelerate YAML and its DeepSpeed JSON say."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ class Strategy:
 
 
 def config_dir(kind: str) -> Path:
-    """The folder of shipped configurations, `accel_configs` or `ds_configs`: in the wheel or in the checkout."""
+    """The folder of shipped configurations, `accel_configs` or `ds_configs`, in wheel or checkout."""
     package = Path(__file__).parent
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
@@ -82,7 +82,8 @@ def find_strategy(name_or_path: str) -> Strategy:
     path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
     if not path.is_file():
         raise ValueError(
-            f"unknown strategy {name_or_path!r}\nhint: one of {', '.join(shipped_strategies())}, or a YAML file"
+            f"unknown strategy {name_or_path!r}\n"
+            f"hint: one of {', '.join(shipped_strategies())}, or a YAML file"
         )
     return read_strategy(path)
 
@@ -123,18 +124,19 @@ def read_strategy(path: Path) -> Strategy:
             raise ValueError(f"{path}: ZeRO stage {stage!r}\nhint: zero_optimization.stage is 0, 1, 2 or 3")
         return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
     raise ValueError(
-        f"{path}: distributed_type {distributed_type!r} is not supported\nhint: NO, MULTI_GPU, FSDP or DEEPSPEED"
+        f"{path}: distributed_type {distributed_type!r} is not supported\n"
+        "hint: NO, MULTI_GPU, FSDP or DEEPSPEED"
     )
 
 
 def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
-    """Where a `deepspeed_config_file` lies: accelerate looks from the working directory, we also from the YAML."""
+    """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""
     candidates = (Path(named).expanduser(), yaml_path.parent / named, yaml_path.parent.parent / named)
     return next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
 
 
 def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:
-    """Write the YAML (and JSON) that will really be launched into `folder`, all paths absolute; returns the YAML."""
+    """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
     if strategy.engine == "deepspeed" and "deepspeed_config_file" in config["deepspeed_config"]:
@@ -147,7 +149,7 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
 
 
 def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
-    """Where the DeepSpeed JSON fixes a value that the flags fix otherwise; empty where all is well or "auto"."""
+    """Where the DeepSpeed JSON fixes a value that the flags fix otherwise; "auto" never does."""
     deepspeed = strategy.deepspeed_config or {}
     flags = {
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -155,7 +157,8 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
         "gradient_clipping": "max_grad_norm",
     }
     problems = [
-        f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, --{flag} says {getattr(config, flag)}"
+        f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, "
+        f"--{flag} says {getattr(config, flag)}"
         for key, flag in flags.items()
         if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
     ]
@@ -178,7 +181,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise ValueError(
-            f"{path} is not YAML{where}: {getattr(error, 'problem', error)}\nhint: `slm configs --copy DIR` has good ones"
+            f"{path} is not YAML{where}: {getattr(error, 'problem', error)}\n"
+            "hint: `slm configs --copy DIR` writes good ones"
         ) from None
     if not isinstance(config, dict):
         raise ValueError(
@@ -228,7 +232,8 @@ def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisi
         for json_key in json_keys:
             value = value.get(json_key) if isinstance(value, dict) else None
         problems.append(
-            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, which says {'.'.join(json_keys)} {value!r}"
+            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+            f"which says {'.'.join(json_keys)} {value!r}"
         )
     if problems:
         raise ValueError(

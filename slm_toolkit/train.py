@@ -1,10 +1,10 @@
 """The one training script; the YAML it is launched with decides how the training state is sharded.
 
-    accelerate launch --config_file accel_configs/fsdp_shard_grad_op.yaml -m slm_toolkit.train --model slm-100m
-    accelerate launch --config_file accel_configs/ds_zero3.yaml -m slm_toolkit.train --dataset texts/ --eval_steps 50
+    accelerate launch --config_file accel_configs/fsdp_shard_grad_op.yaml -m slm_toolkit.train
+    accelerate launch --config_file accel_configs/ds_zero3.yaml -m slm_toolkit.train --dataset texts/
     python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
 
-Read it downward: parse, build, prepare, check that what runs is what the YAML asked for, train, write the record.
+Read it downward: parse, build, prepare, check that what runs is what the YAML asked for, train, record.
 """
 
 import dataclasses
@@ -28,12 +28,14 @@ from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, config_f
 from slm_toolkit.errors import user_errors
 from slm_toolkit.models import find_model
 from slm_toolkit.record import (
+    RECORD_FILE,
     RunRecord,
     everything_asked,
     finite,
     identity_of,
     installed_versions,
     model_facts,
+    read_record,
     run_name_of,
     write_record,
 )
@@ -167,7 +169,9 @@ def main(argv: list[str] | None = None) -> None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         record = dataclasses.replace(record, status="oom" if out_of_memory else "failed", reason=reason)
-        write_record(dataclasses.replace(record, seconds_total=time.time() - started), run_dir)
+        write_failure(
+            dataclasses.replace(record, seconds_total=time.time() - started), run_dir, started=started
+        )
         raise
     if accelerator.is_main_process:
         path = write_record(dataclasses.replace(record, seconds_total=time.time() - started), run_dir)
@@ -192,7 +196,7 @@ def train(
     num_steps: int,
     tokens_per_step: int,
 ) -> dict[str, Any]:
-    """Steps `first_step` to `num_steps`; returns the record's fields that were observed, the same on all ranks."""
+    """Steps `first_step` to `num_steps`; returns the observed fields of the record, the same on all ranks."""
     device, deepspeed = accelerator.device, hasattr(model, "zero_optimization_stage")
     progress = None
     if accelerator.is_main_process:
@@ -267,6 +271,14 @@ def train(
     }
 
 
+def write_failure(record: RunRecord, run_dir: Path, *, started: float) -> None:
+    """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
+    path = run_dir / RECORD_FILE
+    first = not path.is_file() or path.stat().st_mtime < started
+    if first or (record.status == "oom" and read_record(path).status != "oom"):
+        write_record(record, run_dir)
+
+
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
     if step < config.warmup_steps:
@@ -294,7 +306,7 @@ def evaluate(
 
 
 def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
-    """Batches of (per_device_train_batch_size, seq_len) tokens, shuffled where they are real text to train on."""
+    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled."""
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
     return DataLoader(
         dataset, batch_size=config.per_device_train_batch_size, shuffle=shuffle, drop_last=train
@@ -312,7 +324,8 @@ def count_steps(config: RunConfig, loader: DataLoader) -> int:
     if num_batches == 0:
         raise ValueError(
             f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
-            f"of {config.seq_len} tokens on each process\nhint: lower --per_device_train_batch_size or --seq_len"
+            f"of {config.seq_len} tokens on each process\n"
+            "hint: lower --per_device_train_batch_size or --seq_len"
         )
     if config.steps_asked is not None:
         return config.steps_asked

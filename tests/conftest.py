@@ -43,7 +43,7 @@ def launch(
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
 ) -> Finished:
-    """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGUMENTS`, or a script in the module's place."""
+    """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGS`, or a script in its place."""
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     target = ("-m", "slm_toolkit.train") if script is None else (str(script),)
     return run(

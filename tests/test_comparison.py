@@ -1,6 +1,7 @@
 """Six strategies really trained through `slm compare`: engines, shares of the state, losses."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import Comparison, slm
@@ -9,8 +10,11 @@ from slm_toolkit.compare.parity import compare_losses
 from slm_toolkit.record import find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 
-KEYS = """strategy status engine zero_stage world_size losses tokens_per_second tokens_per_second_per_gpu mfu
-peak_allocated_bytes peak_rss_bytes state_bytes_per_rank deepspeed_bytes usd_per_million_tokens record""".split()
+KEYS = (
+    *("strategy", "status", "engine", "zero_stage", "world_size", "losses", "tokens_per_second"),
+    *("tokens_per_second_per_gpu", "mfu", "peak_allocated_bytes", "peak_rss_bytes", "state_bytes_per_rank"),
+    *("deepspeed_bytes", "usd_per_million_tokens", "record"),
+)
 SHARDED = [
     (name, part)
     for name in STUDIED_STRATEGIES
@@ -62,7 +66,7 @@ def test_on_cpu_gpu_figures_are_unknown_and_process_memory_is_not(aligned: Compa
 def test_rates_count_both_ranks(aligned: Comparison) -> None:
     for row in aligned.rows.values():
         assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_second_per_gpu"])
-        record = json.load(open(row["record"]))
+        record = json.loads(Path(row["record"]).read_text())
         assert record["tokens_per_step"] == 2 * 4 * 128
         assert len(record["step_seconds"]) == 2
         slowest = [max(seconds) for seconds in zip(*record["step_seconds"], strict=True)][3:]

@@ -41,7 +41,7 @@ def test_half_of_the_chains_tokens_follow_their_predecessor() -> None:
     tokens = [chain[i]["input_ids"].tolist() for i in range(4)]
     pairs = [(a, b) for row in tokens for a, b in zip(row, row[1:], strict=False)]
     followed = sum(successor[a] == b for a, b in pairs) / len(pairs)
-    # 0.5 by rule, plus draws that happen to be the successor (under 0.08, the most likely token's share being 0.15)
+    # 0.5 by rule, plus draws that happen to be the successor: under 0.08, the likeliest token's share is 0.15
     assert 0.49 < followed < 0.58
 
 

@@ -10,8 +10,9 @@ from slm_toolkit.run.model import build_model
 
 
 def test_the_paper_100m_model_by_hand() -> None:
-    # a layer: 4 * 832^2 + 3 * 832 * 2332 = 2,768,896 + 5,820,672 = 8,589,568; 9 layers + head 32000 * 832 = 26,624,000
-    # make N = 103,930,112; 6 N = 623,580,672; attention 12 * 9 * 832 * 1024 = 92,012,544
+    # a layer: 4 * 832^2 + 3 * 832 * 2332 = 2,768,896 + 5,820,672 = 8,589,568
+    # 9 layers and the head, 32000 * 832 = 26,624,000, make N = 103,930,112;
+    # 6 N = 623,580,672; attention 12 * 9 * 832 * 1024 = 92,012,544
     spec = PRESETS["slm-100m"]
     assert flops_per_token(spec, seq_len=1024, with_attention=False) == 623_580_672
     assert flops_per_token(spec, seq_len=1024) == 623_580_672 + 92_012_544

@@ -23,7 +23,7 @@ def some(count: int) -> list[torch.Tensor]:
 
 
 def test_the_first_step_by_hand() -> None:
-    # Adam's first step moves a weight by lr against the gradient's sign: 1 - 0.1 * 0.5 * 1 (decay) - 0.1 * sign
+    # Adam's first step moves a weight by lr against its sign: 1 - 0.1 * 0.5 * 1 (decay) - 0.1 * sign
     param = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
     optimizer = AdamWWithMasterWeights([param], max_grad_norm=0, lr=0.1, weight_decay=0.5, eps=1e-12)
     param.grad = torch.tensor([3.0, -4.0], dtype=torch.bfloat16)

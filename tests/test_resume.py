@@ -23,7 +23,7 @@ def train(strategy: str, output_dir: Path, texts: Path, *more: str) -> dict:
 def test_losses_after_a_resume_equal_those_of_the_run_that_never_stopped(
     strategy: str, tmp_path: Path, texts: Path
 ) -> None:
-    # the licence's 11 kB make 177 sequences of 64: 22 batches per rank, so 8 steps of 2 batches stay in one epoch
+    # the licence's 11 kB make 177 sequences of 64, 22 batches per rank: 8 steps of 2 stay in one epoch
     whole = train(strategy, tmp_path / "whole", texts, "--save_steps", str(STOP))
     checkpoint = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STOP}"
     resumed = train(strategy, tmp_path / "resumed", texts, "--resume_from_checkpoint", str(checkpoint))

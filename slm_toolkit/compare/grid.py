@@ -37,8 +37,8 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """All combinations of `given` (field name to a value or a list of values) with all strategies.
 
-    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one. Raises one
-    ValueError with every problem of every combination.
+    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one.
+    Raises one ValueError with every problem of every combination.
     """
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [

@@ -39,7 +39,7 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 
 
 def execute(run: PlannedRun, *, timeout_seconds: float, retries: int, on_progress: Progress) -> RunRecord:
-    """Launch one run, again up to `retries` times while it fails or times out; returns its record, written."""
+    """Launch one run, again up to `retries` times while it fails or times out; returns its record."""
     record = _execute_once(run, timeout_seconds=timeout_seconds, on_progress=on_progress)
     while record.status in ("failed", "timeout") and retries > 0:
         retries -= 1
@@ -84,14 +84,18 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         finally:
             _end_tree(process)
     (folder / "progress.json").unlink(missing_ok=True)
+    killed = "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace")
     if (folder / RECORD_FILE).is_file():
         record = read_record(folder / RECORD_FILE)
-        if record.status != "ok" or process.returncode == 0:
+        broken_off = (
+            record.status == "failed" and killed
+        )  # what the others saw of a rank's end is not the cause
+        if not broken_off and not timed_out and (record.status != "ok" or process.returncode == 0):
             return record
     status, reason = "failed", reason_in_log(folder / LOG_FILE)
     if timed_out:
         status, reason = "timeout", f"stopped after {timeout_seconds:g} s; {reason}"
-    elif "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace"):
+    elif killed:
         reason = "a rank was killed (signal 9), most often by the kernel for want of host memory"
     record = RunRecord(
         run_name=run.run_name,

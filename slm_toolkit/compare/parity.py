@@ -25,7 +25,7 @@ class LossAgreement:
 
 
 def compare_losses(reference: RunRecord, record: RunRecord, *, num_steps: int = NUM_STEPS) -> LossAgreement:
-    """Relative difference at each of the first steps. Raises ValueError where the two have no step in common."""
+    """Relative difference at each of the first steps. Raises ValueError where they share no step."""
     pairs = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
     if not pairs:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")

@@ -27,7 +27,10 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
-    """The table with its heading and notes. `width` below what all columns need drops the least telling ones."""
+    """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
+
+    Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
+    """
     settings = [(name, title) for name, title in _SETTINGS if _differs(rows, name)]
     on_gpu = any(row.gpu for row in rows)
     columns: list[
@@ -51,14 +54,15 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 7),
     ]
     dropped: list[str] = []
-    while True:
-        table = _build(rows, columns)
-        droppable = [column for column in columns if column[2]]
-        if table.__rich_measure__(Console(width=10_000), Console(width=10_000).options).minimum <= width:
-            break
-        if not droppable:
-            break
-        victim = min(droppable, key=lambda column: column[2])
+
+    def says_something(column: tuple[str, Callable[[Row], str], int]) -> bool:
+        return any(column[1](row) != DASH for row in rows)
+
+    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
+        victim = min(
+            (column for column in columns if column[2]),
+            key=lambda column: (says_something(column), column[2]),
+        )
         columns.remove(victim)
         dropped.append(victim[0].replace("\n", " "))
     return Group(_heading(rows, settings), table, *_notes(rows, dropped))
@@ -74,6 +78,10 @@ def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]
         status = [title for title, _, _ in columns].index("status")
         cells[status].stylize(_STATUS_STYLE[row.status])
         table.add_row(*cells)
+    roomy = Console(width=10_000)
+    table.width = table.__rich_measure__(
+        roomy, roomy.options
+    ).maximum  # fixed, or rich would cut figures to fit
     return table
 
 

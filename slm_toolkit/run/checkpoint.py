@@ -61,7 +61,7 @@ def find_checkpoint(asked: str, run_dir: Path) -> Path:
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype that was computed with."""
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with."""
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
         hf_model = accelerator.unwrap_model(model)

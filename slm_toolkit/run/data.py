@@ -18,10 +18,11 @@ _FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".
 
 
 class MarkovTokens(Dataset):
-    """Endless-looking sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
+    """Sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
 
-    With probability 0.5 the next token is the present one's fixed successor, else one drawn from a Zipf law. A model
-    first learns how often each token comes, then who follows whom, so that losses fall from the first steps on.
+    With probability 0.5 the next token is the present one's fixed successor, else one drawn from a Zipf law.
+    A model first learns how often each token comes, then who follows whom, so that losses fall from the
+    first steps on.
     Item i is (seq_len,) int64 and depends on seed, i and vocabulary only.
     """
 
@@ -52,10 +53,10 @@ class MarkovTokens(Dataset):
 
 
 def load_datasets(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> tuple[Any, Any, Any]:
-    """Training sequences, held-out sequences (None without --eval_steps) and the tokenizer (None for synthetic).
+    """Training sequences, held-out ones (None without --eval_steps) and the tokenizer (None for synthetic).
 
-    Each sequence is {"input_ids": (seq_len,) int64}. `num_sequences` is how many the run can use, for data that
-    never ends. Raises ValueError, with a hint, for data that isn't there or holds no text.
+    Each sequence is {"input_ids": (seq_len,) int64}. `num_sequences` is how many the run can use, for data
+    that never ends. Raises ValueError, with a hint, for data that isn't there or holds no text.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
@@ -106,11 +107,13 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\nhint: --tokenizer_name byte needs none"
+                f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\n"
+                "hint: --tokenizer_name byte needs none"
             ) from None
     if len(tokenizer) > spec.vocab_size:
         raise ValueError(
-            f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, model {spec.name} only {spec.vocab_size}\n"
+            f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, "
+            f"model {spec.name} only {spec.vocab_size}\n"
             "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
     return tokenizer
@@ -162,7 +165,8 @@ def _load_documents(config: RunConfig) -> tuple[Any, bool]:
     if first is None or config.text_column not in first:
         columns = ", ".join(first) if first else "none"
         raise ValueError(
-            f"{config.dataset} has no column {config.text_column!r} (columns: {columns})\nhint: --text_column names it"
+            f"{config.dataset} has no column {config.text_column!r} (columns: {columns})\n"
+            "hint: --text_column names it"
         )
     if not streaming and not any(text and text.strip() for text in documents[config.text_column]):
         raise ValueError(
@@ -193,7 +197,7 @@ def _local_files(dataset: str) -> list[str]:
 
 
 def _pack(texts: list[str], tokenizer: Any, seq_len: int) -> dict[str, list[list[int]]]:
-    """Join documents, an end-of-text token after each, and cut full sequences; the rest of a batch is dropped."""
+    """Join documents, end-of-text after each, and cut full sequences; the rest of a batch is dropped."""
     texts = [text for text in texts if text and text.strip()]
     documents = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     tokens = list(chain.from_iterable([*document, tokenizer.eos_token_id] for document in documents))

@@ -13,8 +13,8 @@ def deepspeed_estimate(
 ) -> dict[str, int] | None:
     """Bytes per GPU and per node's host for ZeRO-2 and ZeRO-3 without offload; None for any other stage.
 
-    DeepSpeed counts model states only, fp32 gradients included, neither activations nor logits. Its `*_all_live`
-    functions count nothing on a meta model, so the plain ones are called.
+    DeepSpeed counts model states only, fp32 gradients included, neither activations nor logits. Its
+    `*_all_live` functions count nothing on a meta model, so the plain ones are called.
     """
     if zero_stage == 2:
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs

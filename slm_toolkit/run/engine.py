@@ -1,4 +1,4 @@
-"""The Accelerator for a launched strategy, on GPUs or CPU processes, and the proof of which engine really runs."""
+"""The Accelerator of a launched strategy, on GPUs or CPU processes, and the proof of which engine runs."""
 
 import os
 import sys
@@ -36,14 +36,14 @@ class RunningEngine:
 def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) -> Accelerator:
     """The Accelerator of this process; without a GPU the same YAML runs over gloo.
 
-    accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one process.
-    Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
+    accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one
+    process. Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
     """
     engine = launch.strategy.engine
     if config.report_to not in ("none", *(str(tracker) for tracker in get_available_trackers())):
         raise ValueError(
             f"--report_to {config.report_to}: no such tracker is installed\n"
-            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb]; or the package of your tracker"
+            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb], or your tracker's package"
         )
     options = {
         "mixed_precision": _mixed_precision(launch, config),
@@ -71,10 +71,10 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         accelerator = Accelerator(cpu=True, **options)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not accelerator.deepspeed_plugin.zero3_init_flag:
-            # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model in
-            # pieces and draw other weights than under any other strategy.
+            # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
+            # in pieces and draw other weights than under any other strategy.
             unset_hf_deepspeed_config()
-        # "auto" or absent would be 1.0 whatever the script says, and a micro-batch needs a dataloader to be found.
+        # "auto" or absent would clip at 1.0 whatever the script says, and accumulate as the JSON says.
         accelerator.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -84,7 +84,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
-    """accelerate's word for the numerics; a user's YAML has its way in `stock` only, else it is told that it hasn't."""
+    """accelerate's word for the numerics; a user's YAML has its way in `stock` only, else is told so."""
     of_yaml = (launch.strategy.accelerate_config or {}).get("mixed_precision")
     of_yaml = "no" if of_yaml is False else of_yaml  # YAML reads a bare no as false
     if config.numerics == "stock":
@@ -93,7 +93,8 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
     wanted = "bf16" if config.numerics == "aligned" and launch.strategy.engine == "deepspeed" else "no"
     if of_yaml and of_yaml != wanted and os.environ.get("RANK", "0") == "0":
         print(
-            f"note: {launch.strategy.path} says mixed_precision {of_yaml}; --numerics {config.numerics} overrides it",
+            f"note: {launch.strategy.path} says mixed_precision {of_yaml}; "
+            f"--numerics {config.numerics} overrides it",
             file=sys.stderr,
         )
     return wanted

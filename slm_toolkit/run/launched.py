@@ -57,7 +57,7 @@ def find_launch() -> Launch:
 
 
 def absolute_deepspeed_config(strategy: Strategy) -> None:
-    """Let accelerate find a `deepspeed_config_file` that lies beside the YAML and not in the working directory."""
+    """Let accelerate find a `deepspeed_config_file` that lies beside the YAML, not in the working folder."""
     named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if named and strategy.path and (path := deepspeed_config_path(named, Path(strategy.path))):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
@@ -74,9 +74,10 @@ def check_environment(launch: Launch) -> None:
     if started.num_processes == launch.num_processes and (engine == launch.strategy.engine or ddp_of_one):
         return
     raise ValueError(
-        f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} on {launch.num_processes} "
-        f"processes, the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
-        "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu or --multi_gpu"
+        f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
+        f"on {launch.num_processes} processes, "
+        f"the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
+        "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
     )
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 class RecordedLoss:
     """transformers' causal language model loss, which also keeps its last value.
 
-    FSDP2's mixed precision hands a bf16 copy of whatever the model returns back to the script, the loss included,
-    so the value to report is taken where it is computed.
+    FSDP2's mixed precision hands a bf16 copy of whatever the model returns back to the script, the loss
+    included, so the value to report is taken where it is computed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

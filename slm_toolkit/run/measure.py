@@ -1,4 +1,4 @@
-"""Clocks and bytes of a training process: seconds per step, peak memory, and the state that each rank holds."""
+"""Clocks and bytes of a training process: seconds per step, peak memory, the state each rank holds."""
 
 import resource
 import time
@@ -44,7 +44,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident memory since it began."""
+    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident since it began."""
     on_gpu = device.type == "cuda"
     return {
         "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
@@ -73,7 +73,7 @@ def gradient_bytes(accelerator: Accelerator, model: torch.nn.Module) -> int:
 
 
 def on_deepspeed_step(accelerator: Accelerator, callback: Any) -> None:
-    """Call `callback` once, when DeepSpeed's next step begins: accelerate runs backward and step as one call."""
+    """Call `callback` once, as DeepSpeed's next step begins: accelerate runs backward and step as one."""
     optimizer = _deepspeed_engine(accelerator).optimizer
     original = optimizer.step
 

@@ -1,4 +1,4 @@
-"""The Hugging Face model of a ModelSpec, its weights drawn from the seed or loaded, in the dtype of the numerics."""
+"""The Hugging Face model of a ModelSpec, weights drawn from the seed or loaded, in the numerics' dtype."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""AdamW over fp32 master weights of a bf16 module: what DeepSpeed's bf16 does, for DDP, FSDP2 and one process."""
+"""AdamW over fp32 master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 class AdamWWithMasterWeights(torch.optim.AdamW):
     """AdamW whose parameters may be bf16: each has an fp32 master copy in its state, which the step updates.
 
-    The state of a parameter holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its shape; DTensor shards of one)
+    The state of a parameter holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its shape; shards of a DTensor)
     and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
     """
 

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a bar on a terminal, lines elsewhere, and a file for `slm compare` to watch."""
+"""What a run says while it trains: a bar on a terminal, lines elsewhere, a file for `slm compare`."""
 
 import json
 import sys

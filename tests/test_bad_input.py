@@ -1,0 +1,106 @@
+"""A user's mistake is one clear line with a hint, exit code 2, and nothing left behind."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import run, slm
+
+DS = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
+FILES = {
+    "broken.yaml": "a: [1, 2",
+    "beside.yaml": DS + "  zero_stage: 2\n",
+    "fixed.yaml": DS,
+    "mine.json": json.dumps({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 32}),
+    "blank.txt": "\n\n  \n",
+    "broken.json": "{",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+        (["--model", "broken.json"], "broken.json is not JSON"),
+        (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--strategy", "broken.yaml"], "broken.yaml is not YAML at line 1"),
+        (["--strategy", "beside.yaml"], "zero_stage 2 contradicts mine.json"),
+        (
+            ["--strategy", "fixed.yaml"],
+            "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",
+        ),
+        (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
+        (["--per_device_train_batch_size", "four"], "invalid int value: 'four'"),
+        (["--dataset", "nowhere.txt"], "no such file: nowhere.txt"),
+        (["--dataset", "blank.txt"], "blank.txt holds no text"),
+        (["--num_processes", "0"], "--num_processes is 0"),
+        (["--usd_per_gpu_hour", "-1"], "--usd_per_gpu_hour is -1"),
+        (["--numerics", "fp4"], "invalid choice: 'fp4'"),
+    ],
+)
+def test_compare_says_what_is_wrong(arguments: list[str], says: str, tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    done = slm("compare", *arguments, cwd=tmp_path)
+    assert done.code == 2, done.err
+    assert says in done.err
+    assert [line[:5] for line in done.err.splitlines() if line[:6] in ("error:", "hint: ")] == [
+        "error",
+        "hint:",
+    ]
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
+        (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
+        (["--attn_implementation", "magic"], "--attn_implementation magic"),
+        (["--report_to", "paper"], "--report_to paper: no such tracker"),
+        (["--resume_from_checkpoint", "latest"], "no checkpoint under"),
+        (["--dataset", "blank.txt"], "blank.txt holds no text"),
+        (["--max_steps", "5", "--num_train_epochs", "1"], "both say how long"),
+    ],
+)
+def test_train_says_what_is_wrong(arguments: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text("\n \n")
+    model = [] if "--model" in arguments else ["--model", "slm-1m"]
+    done = run(sys.executable, "-m", "slm_toolkit.train", *model, *arguments, cwd=tmp_path)
+    assert done.code == 2, done.err
+    assert says in done.err
+    assert [line[:5] for line in done.err.splitlines() if line[:6] in ("error:", "hint: ")] == [
+        "error",
+        "hint:",
+    ]
+    assert "Traceback" not in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["blank.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such folder"),
+        ("{", "can't read record"),
+        ("{}", "no record of version 1"),
+        ("[]", "no record"),
+    ],
+)
+def test_report_says_what_is_wrong(content: str | None, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    if content is not None:
+        folder.mkdir()
+        (folder / "record.json").write_text(content)
+    done = slm("report", str(folder))
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert "hint: " in done.err
+
+
+def test_no_verb_and_an_unknown_verb_point_to_help() -> None:
+    assert slm().code == slm("paint").code == 2
+    assert "hint: slm --help" in slm("paint").err

@@ -1,0 +1,117 @@
+"""An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Comparison, compare, slm
+
+FAULTY = """
+import os
+if os.environ.get("RANK") == "1" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
+    import builtins, sys, importlib.abc, importlib.util
+
+    def strike():
+        kind = os.environ["TEST_FAULT"]
+        if kind == "oom":
+            import torch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if kind == "crash":
+            raise RuntimeError("the sky is falling")
+        if kind == "kill":
+            os.kill(os.getpid(), 9)
+
+    class Patch(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != "slm_toolkit.run.loss":
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+            def exec_module(module):
+                load(module)
+                call, count = module.RecordedLoss.__call__, [0]
+                def third_fails(self, **arguments):
+                    count[0] += 1
+                    if count[0] == 3:
+                        strike()
+                    return call(self, **arguments)
+                module.RecordedLoss.__call__ = third_fails
+            spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Patch())
+"""
+
+
+def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
+    """DDP struck on rank 1 in its third step, then FSDP untouched."""
+    (folder / "site").mkdir(exist_ok=True)
+    (folder / "site" / "sitecustomize.py").write_text(FAULTY)
+    env = {"PYTHONPATH": str(folder / "site"), "TEST_FAULT": kind}
+    arguments = ("--model", "slm-1m", "--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard")
+    finished = slm("compare", "--json", *arguments, "--output_dir", str(folder / "runs"), *more, env=env)
+    rows = {row["strategy"]: row for row in json.loads(finished.out)}
+    return Comparison(finished, rows, folder / "runs")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "reason", "code"),
+    [
+        ("oom", "oom", "CUDA out of memory. Tried to allocate 2.00 GiB", 0),
+        ("crash", "failed", "the sky is falling", 1),
+        ("kill", "failed", "a rank was killed (signal 9)", 1),
+    ],
+)
+def test_a_fault_on_one_rank_is_a_row_and_the_next_run_goes_on(
+    kind: str, status: str, reason: str, code: int, tmp_path: Path
+) -> None:
+    comparison = faulty_comparison(kind, tmp_path)
+    ddp, fsdp = comparison.rows["ddp"], comparison.rows["fsdp_full_shard"]
+    assert (ddp["status"], fsdp["status"], comparison.finished.code) == (status, "ok", code)
+    assert reason in ddp["reason"]
+    assert ddp["tokens_per_second"] is None
+
+    # without the fault: an OOM is an answer and is kept, a failure is tried again
+    again = compare(*("--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard"), folder=comparison.folder)
+    assert again.rows["ddp"]["status"] == ("oom" if kind == "oom" else "ok")
+    assert again.finished.err.count("kept from before") == (2 if kind == "oom" else 1)
+    if kind == "oom":
+        forced = compare("--max_steps", "6", "--strategy", "ddp", "--force", folder=comparison.folder)
+        assert forced.rows["ddp"]["status"] == "ok"
+
+
+def test_a_run_over_its_time_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
+    comparison = compare(
+        *("--strategy", "ddp", "--max_steps", "100000", "--timeout", "5", "--retry", "1"), folder=tmp_path
+    )
+    row = comparison.rows["ddp"]
+    assert (row["status"], comparison.finished.code) == ("timeout", 1)
+    assert "stopped after 5 s" in row["reason"]
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_a_grid_has_a_row_for_each_combination(tmp_path: Path) -> None:
+    finished = slm(
+        *(
+            "compare",
+            "--json",
+            "--strategy",
+            "single",
+            "--model",
+            "slm-1m",
+            "--max_steps",
+            "4",
+            "--seq_len",
+            "32",
+        ),
+        *("--per_device_train_batch_size", "1", "2", "--gradient_accumulation_steps", "3"),
+        *("--output_dir", str(tmp_path)),
+    )
+    assert finished.code == 0, finished.err
+    rows = json.loads(finished.out)
+    assert [row["per_device_train_batch_size"] for row in rows] == [1, 2]
+    tokens = [json.loads(Path(row["record"]).read_text())["tokens_per_step"] for row in rows]
+    assert tokens == [1 * 32 * 3, 2 * 32 * 3]

@@ -1,0 +1,41 @@
+"""What must start at once does not wait for torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "slm_toolkit.cli",
+        "slm_toolkit.report.table",
+        "slm_toolkit.report.rows",
+        "slm_toolkit.predict.cost",
+        "slm_toolkit.compare.local",
+    ],
+)
+def test_a_module_starts_without_the_heavy_libraries(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_arrows_between_rooms_point_one_way() -> None:
+    program = (
+        "import sys, {module}; "
+        "print([name for name in sys.modules if name.startswith('slm_toolkit.{forbidden}')])"
+    )
+    for module, forbidden in (
+        ("slm_toolkit.compare.local", "run"),
+        ("slm_toolkit.compare.local", "report"),
+        ("slm_toolkit.report.table", "compare"),
+        ("slm_toolkit.train", "compare"),
+        ("slm_toolkit.train", "report"),
+    ):
+        text = program.format(module=module, forbidden=forbidden)
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+        assert done.stdout.strip().splitlines()[-1] == "[]", f"{module} imports {forbidden}"

@@ -1,0 +1,122 @@
+"""Launches that would silently do something else end with one line that says so."""
+
+from pathlib import Path
+
+import pytest
+from conftest import launch, run
+
+from slm_toolkit.run.launched import Launch, check_devices
+from slm_toolkit.strategy import find_strategy
+
+QUICK = ("--model", "slm-1m", "--max_steps", "2")
+ONE_GPU = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+from slm_toolkit.train import main
+main()
+"""
+FSDP1 = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+use_cpu: false
+"""
+
+
+def test_the_command_of_the_readme_works_as_written_without_a_gpu(tmp_path: Path) -> None:
+    # Only the model, the length and the folder are named, to be quick: flags after the command as written.
+    done = launch(*QUICK, "--output_dir", str(tmp_path), config="accel_configs/fsdp_shard_grad_op.yaml")
+    assert done.code == 0, done.err
+    assert "record: " in done.err
+
+
+def test_fewer_gpus_than_processes_gives_the_command_to_paste(tmp_path: Path) -> None:
+    script = tmp_path / "one_gpu.py"
+    script.write_text(ONE_GPU)
+    done = launch(
+        *QUICK, "--output_dir", str(tmp_path / "runs"), config="accel_configs/ddp.yaml", script=script
+    )
+    assert done.code != 0
+    assert done.err.count("error: 2 processes but 1 GPU on this machine") == 1
+    paste = "hint: launch it as: accelerate launch --num_processes 1 --main_process_port 0 --config_file "
+    assert f"{paste}accel_configs/ddp.yaml {script} --model slm-1m" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "pasted"),
+    [
+        (
+            "accelerate launch --config_file a.yaml -m slm_toolkit.train",
+            "--num_processes 4 --config_file a.yaml -m",
+        ),
+        (
+            "accelerate launch --num_processes 8 --config_file a.yaml -m x",
+            "--num_processes 4 --config_file a.yaml -m",
+        ),
+        (
+            "accelerate launch --config_file a.yaml --num-processes=8 -m x",
+            "--num_processes 4 --config_file a.yaml -m",
+        ),
+    ],
+)
+def test_the_pasted_command_has_one_number_of_processes(typed: str, pasted: str) -> None:
+    command = Launch(find_strategy("ddp"), 8, tuple(typed.split())).command_for(4)
+    assert command.startswith(f"accelerate launch {pasted}")
+    assert "8" not in command
+
+
+def test_enough_gpus_or_none_at_all_are_no_error() -> None:
+    check_devices(Launch(find_strategy("ddp"), 2, ()), num_gpus=0, local_processes=2)
+    check_devices(Launch(find_strategy("ddp"), 2, ()), num_gpus=2, local_processes=2)
+
+
+def test_fsdp1_without_a_gpu_says_which_key_is_missing(tmp_path: Path) -> None:
+    config = tmp_path / "fsdp1.yaml"
+    config.write_text(FSDP1)
+    done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config)
+    assert done.code != 0
+    assert done.err.count("asks for FSDP1, which needs a GPU\nhint: write `fsdp_version: 2`") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "ds_zero2"])
+def test_a_launch_with_cpu_would_not_shard_and_says_so(strategy: str, tmp_path: Path) -> None:
+    config = f"accel_configs/{strategy}.yaml"
+    done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config, launcher=("--cpu",))
+    assert done.code != 0
+    assert "the launcher started single on 1: it would not shard" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_engine_that_is_not_the_one_asked_for_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "no_fsdp.py"  # what accelerate does by itself on a machine without a GPU
+    script.write_text(
+        "from accelerate import Accelerator\nfrom slm_toolkit import train\n"
+        "train.start_accelerator = lambda launch, config, project_dir: Accelerator(cpu=True)\ntrain.main()\n"
+    )
+    config = "accel_configs/fsdp_full_shard.yaml"
+    done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config, script=script)
+    assert done.code != 0
+    assert "engine 'fsdp2' asked, 'ddp' runs" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plain_python_trains_in_one_process(tmp_path: Path) -> None:
+    import sys
+
+    done = run(sys.executable, "-m", "slm_toolkit.train", *QUICK, "--output_dir", str(tmp_path))
+    assert done.code == 0, done.err
+
+
+def test_a_yaml_with_mixed_precision_is_overridden_in_aligned_and_told(tmp_path: Path) -> None:
+    config = tmp_path / "mixed.yaml"
+    config.write_text(Path("accel_configs/ddp.yaml").read_text() + "mixed_precision: fp16\n")
+    done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config)
+    assert done.code == 0, done.err
+    assert done.err.count("says mixed_precision fp16; --numerics aligned overrides it") == 1
