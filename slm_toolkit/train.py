@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, config_from_args, with_underscores
+from slm_toolkit.config import Parser, RunConfig, add_flags, config_from_args, with_underscores
 from slm_toolkit.errors import user_errors
 from slm_toolkit.models import find_model
 from slm_toolkit.record import (
@@ -39,6 +38,7 @@ from slm_toolkit.record import (
     run_name_of,
     write_record,
 )
+from slm_toolkit.run.batches import count_steps, endless, make_loader
 from slm_toolkit.run.checkpoint import find_checkpoint, save_checkpoint, save_model, step_of
 from slm_toolkit.run.data import load_datasets
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
@@ -303,45 +303,6 @@ def evaluate(
         losses.append(loss_recorder.last)
     model.train()
     return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
-
-
-def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
-    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled."""
-    shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
-    return DataLoader(
-        dataset, batch_size=config.per_device_train_batch_size, shuffle=shuffle, drop_last=train
-    )
-
-
-def count_steps(config: RunConfig, loader: DataLoader) -> int:
-    """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
-    try:
-        num_batches = len(loader)
-    except TypeError:  # a stream
-        if config.steps_asked is None:
-            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false") from None
-        return config.steps_asked
-    if num_batches == 0:
-        raise ValueError(
-            f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
-            f"of {config.seq_len} tokens on each process\n"
-            "hint: lower --per_device_train_batch_size or --seq_len"
-        )
-    if config.steps_asked is not None:
-        return config.steps_asked
-    return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
-
-
-def endless(accelerator: Accelerator, loader: DataLoader, *, skip: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from batch number `skip` on."""
-    try:
-        epoch, skip = divmod(skip, len(loader))
-    except TypeError:  # a stream: all that was seen is read again
-        epoch = 0
-    while True:
-        loader.set_epoch(epoch)
-        yield from accelerator.skip_first_batches(loader, skip) if skip else loader
-        epoch, skip = epoch + 1, 0
 
 
 def flat(config: RunConfig) -> dict[str, str | int | float | bool]:

@@ -1,0 +1,50 @@
+"""Each rank's batches: as many as the run needs, in an order that depends on nothing but the seed."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
+
+from slm_toolkit.config import SYNTHETIC, RunConfig
+
+
+def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
+    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled."""
+    shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset, batch_size=config.per_device_train_batch_size, shuffle=shuffle, drop_last=train
+    )
+
+
+def count_steps(config: RunConfig, loader: DataLoader) -> int:
+    """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
+    try:
+        num_batches = len(loader)
+    except TypeError:  # a stream
+        if config.steps_asked is None:
+            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false") from None
+        return config.steps_asked
+    if num_batches == 0:
+        raise ValueError(
+            f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
+            f"of {config.seq_len} tokens on each process\n"
+            "hint: lower --per_device_train_batch_size or --seq_len"
+        )
+    if config.steps_asked is not None:
+        return config.steps_asked
+    return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
+
+
+def endless(accelerator: Accelerator, loader: DataLoader, *, skip: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's batches, epoch after epoch, from batch number `skip` on."""
+    try:
+        epoch, skip = divmod(skip, len(loader))
+    except TypeError:  # a stream: all that was seen is read again
+        epoch = 0
+    while True:
+        loader.set_epoch(epoch)
+        yield from accelerator.skip_first_batches(loader, skip) if skip else loader
+        epoch, skip = epoch + 1, 0
