@@ -11,8 +11,10 @@ import dataclasses
 import gc
 import math
 import os
+import shlex
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from slm_toolkit.config import Parser, RunConfig, add_flags, config_from_args, with_underscores
 from slm_toolkit.errors import user_errors
-from slm_toolkit.models import find_model
+from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
     RECORD_FILE,
     RunRecord,
@@ -49,13 +52,12 @@ from slm_toolkit.run.engine import (
     probe_engine,
     start_accelerator,
 )
-from slm_toolkit.run.launched import check_devices, check_environment, find_launch
+from slm_toolkit.run.launched import Launch, check_devices, check_environment, find_launch
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
+    GradientCounter,
     StepClock,
     gather_to_all,
-    gradient_bytes,
-    on_deepspeed_step,
     peak_memory,
     reset_peak_memory,
     state_bytes,
@@ -65,190 +67,183 @@ from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.strategy import contradictions
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run that is set up: all that a user can get wrong has been checked, nothing is written yet."""
+
+    config: RunConfig
+    spec: ModelSpec
+    launch: Launch
+    accelerator: Accelerator
+    run_dir: Path
+    checkpoint: Path | None
+    train_set: Any
+    held_out_set: Any
+    tokenizer: Any
+    model: PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `accelerator.prepare` made of a job: each object is the engine's own from here on."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+    eval_loader: DataLoader | None
+    loss_recorder: RecordedLoss
+    num_steps: int
+
+
 def main(argv: list[str] | None = None) -> None:
     started = psutil.Process().create_time()
     parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
     add_flags(parser, grid=False)
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)
-    has_gpu = torch.cuda.is_available()
-
     with user_errors():
-        config = config_from_args(parser.parse_args(arguments)).with_defaults(has_gpu=has_gpu)
-        config.check()
-        spec = find_model(config.model)
-        launch = find_launch()
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        check_environment(launch)
-        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_processes)
-        if found := contradictions(launch.strategy, config):
-            raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
-        gpu = torch.cuda.get_device_name() if has_gpu else None
-        asked, versions = (
-            everything_asked(config, launch.strategy, launch.num_processes),
-            installed_versions(),
-        )
-        identity = identity_of(asked, versions, gpu)
-        run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
-        run_dir = Path(config.output_dir).resolve() / run_name
-        checkpoint = (
-            find_checkpoint(config.resume_from_checkpoint, run_dir) if config.resume_from_checkpoint else None
-        )
-
-        accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-        sequences_per_step = (
-            config.per_device_train_batch_size
-            * accelerator.num_processes
-            * config.gradient_accumulation_steps
-        )
-        with accelerator.main_process_first():  # the others find its cache of packed documents
-            train_set, held_out_set, tokenizer = load_datasets(
-                config, spec, num_sequences=(config.steps_asked or 0) * sequences_per_step
-            )
-        model = build_model(spec, config)
-
-    record = RunRecord(
-        run_name=run_name,
-        identity=identity,
-        status="failed",
-        strategy=launch.strategy.name,
-        asked=asked,
-        model=model_facts(spec),
-        versions=versions,
-        started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        command=" ".join(launch.command)
-        or " ".join([Path(sys.executable).name, "-m slm_toolkit.train", *arguments]),
-        gpu=gpu,
-        timing_warmup_steps=config.timing_warmup_steps,
-    )
+        config = config_from_args(parser.parse_args(arguments))
+        job, record = set_up(config.with_defaults(has_gpu=torch.cuda.is_available()), arguments, started)
     try:
-        loss_recorder = RecordedLoss(model)
-        optimizer = build_optimizer(model, config, engine=launch.strategy.engine)
-        set_seed(config.seed)
-        loader = make_loader(train_set, config, train=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        eval_loader = (
-            accelerator.prepare_data_loader(make_loader(held_out_set, config, train=False))
-            if held_out_set
-            else None
-        )
-        with user_errors():
-            running = probe_engine(model)
-            check_engine(running, launch)
-            num_steps = count_steps(config, loader)
-            first_step = step_of(checkpoint) if checkpoint else 0
-            if first_step >= num_steps:
-                raise ValueError(f"{checkpoint} has all {num_steps} steps done\nhint: give more --max_steps")
-        record = dataclasses.replace(
-            record,
-            world_size=running.world_size,
-            engine=running.engine,
-            zero_stage=running.zero_stage,
-            reshard_after_forward=running.reshard_after_forward,
-            attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
-            tokens_per_step=sequences_per_step * config.seq_len,
-            first_step=first_step,
-            deepspeed_estimate=deepspeed_estimate_of(
-                spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_processes
-            ),
-        )
-        if checkpoint is not None:
-            accelerator.load_state(str(checkpoint))
-        if accelerator.is_main_process:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        accelerator.wait_for_everyone()
-        observed = train(
-            *(accelerator, model, optimizer, loader, eval_loader, loss_recorder, config, run_dir),
-            first_step=record.first_step,
-            num_steps=num_steps,
-            tokens_per_step=record.tokens_per_step,
-        )
-        if config.save_final_model:
-            observed["model_dir"] = str(save_model(accelerator, model, tokenizer, run_dir / "model"))
-        record = dataclasses.replace(record, status="ok", **observed)
+        prepared, record = prepare(job, record)
+        record = dataclasses.replace(record, status="ok", **train(job, prepared, record))
     except Exception as error:
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        record = dataclasses.replace(record, status="oom" if out_of_memory else "failed", reason=reason)
-        write_failure(
-            dataclasses.replace(record, seconds_total=time.time() - started), run_dir, started=started
-        )
+        write_failure(record, error, job.run_dir, started=started)
         raise
-    if accelerator.is_main_process:
-        path = write_record(dataclasses.replace(record, seconds_total=time.time() - started), run_dir)
-        print(f"record: {path}", file=sys.stderr)
-    del model, optimizer, loader, eval_loader
+    if job.accelerator.is_main_process:
+        record = dataclasses.replace(record, seconds_total=time.time() - started)
+        print(f"record: {write_record(record, job.run_dir)}", file=sys.stderr)
+    accelerator = job.accelerator
+    del job, prepared  # or gloo's threads may outlive the interpreter, which then aborts
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
 
 
-def train(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader,
-    eval_loader: DataLoader | None,
-    loss_recorder: RecordedLoss,
-    config: RunConfig,
-    run_dir: Path,
-    *,
-    first_step: int,
-    num_steps: int,
-    tokens_per_step: int,
-) -> dict[str, Any]:
-    """Steps `first_step` to `num_steps`; returns the observed fields of the record, the same on all ranks."""
-    device, deepspeed = accelerator.device, hasattr(model, "zero_optimization_stage")
+def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
+    """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
+    config.check()
+    spec, launch = find_model(config.model), find_launch()
+    check_environment(launch)
+    check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
+    if found := contradictions(launch.strategy, config):
+        raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    gpu = None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all ranks would open GPU 0
+        gpu = torch.cuda.get_device_name()
+    asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
+    identity = identity_of(asked, versions, gpu)
+    run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
+    run_dir = Path(config.output_dir).resolve() / run_name
+    resume = config.resume_from_checkpoint
+    checkpoint = find_checkpoint(resume, run_dir) if resume else None
+
+    accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
+    num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
+    with accelerator.main_process_first():  # the others find its cache of packed documents
+        train_set, held_out_set, tokenizer = load_datasets(config, spec, num_sequences=num_sequences)
+    model = build_model(spec, config)
+    job = Job(
+        config, spec, launch, accelerator, run_dir, checkpoint, train_set, held_out_set, tokenizer, model
+    )
+    record = RunRecord(
+        run_name=run_name,
+        identity=identity,
+        status="failed",  # until it is ok
+        strategy=launch.strategy.name,
+        asked=asked,
+        model=model_facts(spec),
+        versions=versions,
+        started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+        command=shlex.join(launch.command or ("python", "-m", "slm_toolkit.train", *arguments)),
+        gpu=gpu,
+        first_step=step_of(checkpoint) if checkpoint else 0,
+        timing_warmup_steps=config.timing_warmup_steps,
+    )
+    return job, record
+
+
+def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
+    """Hand everything to the engine, and go on only if it is the engine that the YAML asks for."""
+    config, accelerator = job.config, job.accelerator
+    loss_recorder = RecordedLoss(job.model)
+    optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
+    set_seed(config.seed)
+    loader = make_loader(job.train_set, config, train=True)
+    model, optimizer, loader = accelerator.prepare(job.model, optimizer, loader)
+    eval_loader = None
+    if job.held_out_set is not None:
+        eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))
+    with user_errors():
+        running = probe_engine(model)
+        check_engine(running, job.launch)
+        num_steps = count_steps(config, loader)
+        if record.first_step >= num_steps:
+            raise ValueError(f"{job.checkpoint} has all {num_steps} steps done\nhint: give more --max_steps")
+    if job.checkpoint is not None:
+        accelerator.load_state(str(job.checkpoint))
+    record = dataclasses.replace(
+        record,
+        world_size=running.world_size,
+        engine=running.engine,
+        zero_stage=running.zero_stage,
+        reshard_after_forward=running.reshard_after_forward,
+        attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
+        tokens_per_step=sequences_per_step(config, accelerator) * config.seq_len,
+        deepspeed_estimate=deepspeed_estimate_of(
+            job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
+        ),
+    )
+    return Prepared(model, optimizer, loader, eval_loader, loss_recorder, num_steps), record
+
+
+def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
+    """All steps; returns the record's fields that were observed, the same on all ranks."""
+    config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
+    model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
+    num_steps, accumulation = prepared.num_steps, config.gradient_accumulation_steps
+    device = accelerator.device
     progress = None
     if accelerator.is_main_process:
-        progress = TrainingProgress(
-            run_dir, first_step=first_step, num_steps=num_steps, tokens_per_step=tokens_per_step
-        )
+        run_dir.mkdir(parents=True, exist_ok=True)
+        progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
     if config.report_to != "none":
         accelerator.init_trackers("slm_toolkit", config=flat(config), init_kwargs=tracker_options(run_dir))
-    clock = StepClock(device)
+    accelerator.wait_for_everyone()
+
     losses: list[torch.Tensor] = []
     grad_norms: list[torch.Tensor | float] = []
     eval_losses: list[dict[str, float]] = []
-    gradients = 0
-
-    def count_gradients() -> None:
-        nonlocal gradients
-        gradients = gradient_bytes(accelerator, model)
-
-    batches = endless(accelerator, loader, skip=first_step * config.gradient_accumulation_steps)
+    clock, gradients = StepClock(device), GradientCounter(accelerator, model)
+    batches = endless(accelerator, prepared.loader, skip=record.first_step * accumulation)
     reset_peak_memory(device)
-    for step in range(first_step, num_steps):
-        count_now = step == first_step
-        if count_now and deepspeed:
-            on_deepspeed_step(accelerator, count_gradients)
+    for step in range(record.first_step, num_steps):
         with clock:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step, num_steps)
+            lr = set_learning_rate(optimizer, config, step, num_steps)
             step_loss = torch.zeros((), device=device)
-            for _ in range(config.gradient_accumulation_steps):
+            for _ in range(accumulation):
                 tokens = next(batches)["input_ids"]
                 with accelerator.accumulate(model):
                     loss = model(input_ids=tokens, labels=tokens).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        if count_now and not deepspeed:
-                            count_gradients()
-                        grad_norms.append(
-                            optimizer_step(accelerator, model, optimizer, max_grad_norm=config.max_grad_norm)
+                        gradients.count()
+                        norm = optimizer_step(
+                            accelerator, model, optimizer, max_grad_norm=config.max_grad_norm
                         )
-                step_loss += loss_recorder.last / config.gradient_accumulation_steps
+                step_loss += loss_recorder.last / accumulation
             losses.append(step_loss)
+            grad_norms.append(norm)
 
         done = step + 1
         if progress is not None and progress.due(done):
-            progress.show(done, losses[-1].item())
+            progress.show(done, step_loss.item())
         if config.report_to != "none":
-            mean_loss = accelerator.reduce(losses[-1], reduction="mean").item()
-            rate = tokens_per_step / max(gather_to_all(clock.seconds[-1]))
-            lr = learning_rate(config, step, num_steps)
+            mean_loss = accelerator.reduce(step_loss, reduction="mean").item()
+            rate = record.tokens_per_step / max(gather_to_all(clock.seconds[-1]))
             accelerator.log({"loss": mean_loss, "learning_rate": lr, "tokens_per_second": rate}, step=done)
-        if eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
-            eval_loss = evaluate(accelerator, model, eval_loader, loss_recorder, config.eval_batches)
+        if prepared.eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
+            eval_loss = evaluate(accelerator, prepared, config.eval_batches)
             eval_losses.append({"step": done, "loss": finite(eval_loss)})
             if config.report_to != "none":
                 accelerator.log({"eval_loss": eval_loss}, step=done)
@@ -257,52 +252,74 @@ def train(
     if progress is not None:
         progress.close()
 
-    mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist() if losses else []
-    peaks = gather_to_all(peak_memory(device))
+    peaks = gather_to_all(peak_memory(device))  # before the model is gathered to be saved
+    saved = (
+        save_model(accelerator, model, job.tokenizer, run_dir / "model") if config.save_final_model else None
+    )
+    on_gpu = device.type == "cuda"
     return {
-        "losses": [finite(loss) for loss in mean_losses],
+        "losses": [
+            finite(loss) for loss in accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
+        ],
         "grad_norms": [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
         "step_seconds": gather_to_all(clock.seconds),
-        "state_bytes": gather_to_all(state_bytes(accelerator, model, optimizer, gradients)),
-        "peak_allocated_bytes": None if device.type == "cpu" else [peak["allocated"] for peak in peaks],
-        "peak_reserved_bytes": None if device.type == "cpu" else [peak["reserved"] for peak in peaks],
+        "state_bytes": gather_to_all(state_bytes(accelerator, model, optimizer, gradients.num_bytes)),
+        "peak_allocated_bytes": [peak["allocated"] for peak in peaks] if on_gpu else None,
+        "peak_reserved_bytes": [peak["reserved"] for peak in peaks] if on_gpu else None,
         "peak_rss_bytes": [peak["rss"] for peak in peaks],
+        "model_dir": str(saved) if saved else None,
     }
 
 
-def write_failure(record: RunRecord, run_dir: Path, *, started: float) -> None:
+def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, started: float) -> None:
     """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
+    status = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
     path = run_dir / RECORD_FILE
     first = not path.is_file() or path.stat().st_mtime < started
-    if first or (record.status == "oom" and read_record(path).status != "oom"):
-        write_record(record, run_dir)
+    if first or (status == "oom" and read_record(path).status != "oom"):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        seconds = time.time() - started
+        write_record(
+            dataclasses.replace(record, status=status, reason=reason, seconds_total=seconds), run_dir
+        )
 
 
-def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: RunConfig, step: int, num_steps: int
+) -> float:
     """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    share_done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
+        rate = config.learning_rate * (step + 1) / config.warmup_steps
+    else:
+        share_done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+        rate = config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 @torch.no_grad()
-def evaluate(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    loader: DataLoader,
-    loss_recorder: RecordedLoss,
-    num_batches: int,
-) -> float:
+def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> float:
     """Mean loss over the first `num_batches` held-out batches of every rank."""
-    model.eval()
+    prepared.model.eval()
     losses = []
-    for _, batch in zip(range(num_batches), loader, strict=False):
-        model(input_ids=batch["input_ids"], labels=batch["input_ids"])
-        losses.append(loss_recorder.last)
-    model.train()
+    for _, batch in zip(range(num_batches), prepared.eval_loader, strict=False):
+        prepared.model(input_ids=batch["input_ids"], labels=batch["input_ids"])
+        losses.append(prepared.loss_recorder.last)
+    prepared.model.train()
     return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+
+
+def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
+    """Over all ranks and micro-steps."""
+    of_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return of_rank * accelerator.num_processes
+
+
+def local_world_size() -> int:
+    """Processes of this launch on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def flat(config: RunConfig) -> dict[str, str | int | float | bool]:

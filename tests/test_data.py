@@ -115,6 +115,9 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
         ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
         ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
+        ({"a.txt": " \n\t\n"}, {"streaming": True}, "shorter than one sequence"),
+        ({"a.txt": "short"}, {"streaming": True}, "shorter than one sequence"),
+        ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "one to hold out"),
     ],
 )
 def test_data_that_cannot_serve_is_an_error_with_a_hint(

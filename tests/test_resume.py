@@ -47,6 +47,30 @@ def test_a_resume_in_the_second_epoch_sees_the_batches_of_that_epoch(tmp_path: P
     assert record_under(tmp_path / "b")["losses"] == record_under(tmp_path / "a")["losses"][7:]
 
 
+def test_a_stream_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:
+    arguments = (
+        "--model",
+        "slm-1m",
+        "--max_steps",
+        "6",
+        "--dataset",
+        str(texts),
+        "--seq_len",
+        "64",
+        "--streaming",
+    )
+    arguments += ("--save_final_model", "false", "--run_name", "run", "--save_steps", "4")
+    arguments += ("--eval_steps", "6", "--eval_batches", "1")
+    whole = launch(*arguments, "--output_dir", str(tmp_path / "a"), config="accel_configs/ddp.yaml")
+    assert whole.code == 0, whole.err
+    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoints/step_4"))
+    again = launch(*arguments, *resume, "--output_dir", str(tmp_path / "b"), config="accel_configs/ddp.yaml")
+    assert again.code == 0, again.err
+    of_whole, of_resumed = record_under(tmp_path / "a"), record_under(tmp_path / "b")
+    assert of_resumed["losses"] == of_whole["losses"][4:]
+    assert of_resumed["eval_losses"] == of_whole["eval_losses"]
+
+
 def test_latest_is_the_newest_and_old_checkpoints_go(tmp_path: Path) -> None:
     arguments = ("--model", "slm-1m", "--max_steps", "8", "--save_steps", "2", "--output_dir", str(tmp_path))
     first = launch(*arguments, config="accel_configs/ddp.yaml")

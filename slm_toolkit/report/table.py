@@ -24,6 +24,7 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("optim", "optimizer"),
     ("seed", "seed"),
 )
+_SWITCHES = (("gradient_checkpointing", "activations recomputed"), ("torch_compile", "compiled"))
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
@@ -101,6 +102,9 @@ def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
         same.append(f"batch {row.per_device_train_batch_size} per process")
     if "attn_implementation" not in varying and (kernel := _common(rows, "attn_implementation")):
         same.append(f"attention {kernel}")
+    if "gradient_accumulation_steps" not in varying and row.gradient_accumulation_steps > 1:
+        same.append(f"{row.gradient_accumulation_steps} micro-steps")
+    same += [title for name, title in _SWITCHES if name not in varying and getattr(row, name)]
     return Text("measured: " + ", ".join(same), style="bold")
 
 

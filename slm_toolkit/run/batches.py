@@ -21,12 +21,11 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
 
 def count_steps(config: RunConfig, loader: DataLoader) -> int:
     """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
-    try:
-        num_batches = len(loader)
-    except TypeError:  # a stream
+    if isinstance(loader.dataset, IterableDataset):
         if config.steps_asked is None:
-            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false") from None
+            raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
         return config.steps_asked
+    num_batches = len(loader)
     if num_batches == 0:
         raise ValueError(
             f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
@@ -39,12 +38,18 @@ def count_steps(config: RunConfig, loader: DataLoader) -> int:
 
 
 def endless(accelerator: Accelerator, loader: DataLoader, *, skip: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from batch number `skip` on."""
-    try:
-        epoch, skip = divmod(skip, len(loader))
-    except TypeError:  # a stream: all that was seen is read again
-        epoch = 0
+    """This rank's batches, epoch after epoch, from number `skip` on; a stream is read again up to there."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    epoch, skip = (0, skip) if is_stream else divmod(skip, len(loader))
     while True:
         loader.set_epoch(epoch)
-        yield from accelerator.skip_first_batches(loader, skip) if skip else loader
-        epoch, skip = epoch + 1, 0
+        num_batches = 0
+        for batch in accelerator.skip_first_batches(loader, skip) if skip and not is_stream else loader:
+            num_batches += 1
+            if is_stream and skip > 0:
+                skip -= 1
+            else:
+                yield batch
+        if num_batches == 0:
+            raise ValueError("the stream holds less than one batch for each process")
+        epoch, skip = epoch + 1, skip if is_stream else 0

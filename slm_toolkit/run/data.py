@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.models import ModelSpec
@@ -205,31 +205,32 @@ def _pack(texts: list[str], tokenizer: Any, seq_len: int) -> dict[str, list[list
     return {"input_ids": [tokens[start : start + seq_len] for start in range(0, last_start + 1, seq_len)]}
 
 
-def _split_stream(documents: Any, tokenizer: Any, config: RunConfig, evaluate: bool) -> tuple[Any, Any, Any]:
-    """Streamed documents packed as they come; the first `eval_batches` worth of documents are held out."""
-    column, seq_len = config.text_column, config.seq_len
+class _PackedStream(IterableDataset):
+    """Sequences of streamed documents, packed as they come; every pass reads the source again."""
 
-    def pack_stream(source: Any) -> Iterator[dict[str, torch.Tensor]]:
-        tokens: list[int] = []
-        for document in source:
-            if not (document[column] and document[column].strip()):
-                continue
-            tokens += [
-                *tokenizer(document[column], add_special_tokens=False)["input_ids"],
-                tokenizer.eos_token_id,
-            ]
+    def __init__(self, source: Any, tokenizer: Any, config: RunConfig) -> None:
+        self.source, self.tokenizer, self.config = source, tokenizer, config
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        column, seq_len, tokens = self.config.text_column, self.config.seq_len, []
+        for document in self.source:
+            if document[column] and document[column].strip():
+                tokens += self.tokenizer(document[column], add_special_tokens=False)["input_ids"]
+                tokens.append(self.tokenizer.eos_token_id)
             while len(tokens) >= seq_len:
                 yield {"input_ids": torch.tensor(tokens[:seq_len])}
                 tokens = tokens[seq_len:]
 
-    class Packed(torch.utils.data.IterableDataset):
-        def __init__(self, source: Any) -> None:
-            self.source = source
 
-        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-            return pack_stream(self.source)
-
-    if not evaluate:
-        return Packed(documents), None, tokenizer
-    num_held_out = config.eval_batches * config.per_device_train_batch_size
-    return Packed(documents.skip(num_held_out)), Packed(documents.take(num_held_out)), tokenizer
+def _split_stream(documents: Any, tokenizer: Any, config: RunConfig, evaluate: bool) -> tuple[Any, Any, Any]:
+    """Streamed documents: the first ones, as many as an evaluation has sequences, are held out, in memory."""
+    num_held_out = config.eval_batches * config.per_device_train_batch_size if evaluate else 0
+    train = _PackedStream(documents.skip(num_held_out) if evaluate else documents, tokenizer, config)
+    held_out = list(_PackedStream(documents.take(num_held_out), tokenizer, config)) if evaluate else None
+    if next(iter(train), None) is None or held_out == []:
+        raise ValueError(
+            f"{config.dataset}: the text is shorter than one sequence of {config.seq_len} tokens"
+            f"{' to train on and one to hold out' if evaluate else ''}\n"
+            "hint: lower --seq_len, leave out --streaming, or give more text"
+        )
+    return train, held_out, tokenizer

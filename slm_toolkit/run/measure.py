@@ -63,26 +63,35 @@ def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(seen.values())
 
 
-def gradient_bytes(accelerator: Accelerator, model: torch.nn.Module) -> int:
-    """Bytes of gradients that this rank holds between backward and the optimizer's step."""
-    gradients = [param.grad for param in model.parameters()]
-    if (engine := _deepspeed_engine(accelerator)) is not None:
-        for group in getattr(engine.optimizer, "averaged_gradients", {}).values():
-            gradients += group or []
-    return tensor_bytes(gradients)
+class GradientCounter:
+    """Bytes of gradients that this rank holds between backward and the optimizer's first step.
 
+    accelerate runs DeepSpeed's backward and step as one call, so there the count hangs on the step itself.
+    """
 
-def on_deepspeed_step(accelerator: Accelerator, callback: Any) -> None:
-    """Call `callback` once, as DeepSpeed's next step begins: accelerate runs backward and step as one."""
-    optimizer = _deepspeed_engine(accelerator).optimizer
-    original = optimizer.step
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        self.model, self.engine = model, _deepspeed_engine(accelerator)
+        self.num_bytes: int | None = None
+        if self.engine is not None:
+            zero = self.engine.optimizer
+            original = zero.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer.step = original
-        callback()
-        return original(*args, **kwargs)
+            def count_and_step(*args: Any, **kwargs: Any) -> Any:
+                zero.step = original
+                self.count()
+                return original(*args, **kwargs)
 
-    optimizer.step = step
+            zero.step = count_and_step
+
+    def count(self) -> None:
+        """Count, if this was not done yet."""
+        if self.num_bytes is not None:
+            return
+        gradients = [param.grad for param in self.model.parameters()]
+        if self.engine is not None:
+            for group in getattr(self.engine.optimizer, "averaged_gradients", {}).values():
+                gradients += group or []
+        self.num_bytes = tensor_bytes(gradients)
 
 
 def state_bytes(

@@ -21,7 +21,7 @@ PROGRESS_FILE = "progress.json"
 class TrainingProgress:
     """Rank 0's voice; at most twice a second, so that reading the loss does not slow the steps down."""
 
-    def __init__(self, run_dir: Path, *, first_step: int, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tokens_per_step: int) -> None:
         self.path = run_dir / PROGRESS_FILE
         self.first_step, self.num_steps, self.tokens_per_step = first_step, num_steps, tokens_per_step
         self.started = self.last_shown = self.last_line = time.monotonic()
