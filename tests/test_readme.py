@@ -1,0 +1,92 @@
+"""What the README shows is true: its commands parse or run, its tables are what the code says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Comparison, launch, record_under, slm
+
+from slm_toolkit.cli import _parser
+from slm_toolkit.config import Parser, add_flags, with_underscores
+from slm_toolkit.models import find_model
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.strip()
+]
+TRAIN = [words for words in COMMANDS if words[:2] == ["accelerate", "launch"]]
+SLM = [words for words in COMMANDS if words[0] == "slm"]
+
+
+def test_ci_runs_the_two_commands_as_the_readme_has_them() -> None:
+    script = (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
+    assert "pip install -e . && slm compare\n" in README
+    assert 'pip install -e ".[test]" && pytest\n' in README
+    assert re.search(r"pip install -e \. && .*slm compare\n", script)
+    assert 'pip install -e ".[test]"\n' in script
+    assert "\npytest\n" in script
+
+
+@pytest.mark.parametrize("words", TRAIN, ids=" ".join)
+def test_a_training_command_names_a_config_that_is_there_and_flags_that_exist(words: list[str]) -> None:
+    launcher, arguments = words[2 : words.index("-m")], words[words.index("-m") + 2 :]
+    assert (ROOT / launcher[launcher.index("--config_file") + 1]).is_file()
+    parser = Parser(prog="train")
+    add_flags(parser, grid=False)
+    parser.parse_args(with_underscores(arguments))
+
+
+@pytest.mark.parametrize("words", SLM, ids=" ".join)
+def test_an_slm_command_parses(words: list[str]) -> None:
+    _parser().parse_args(with_underscores(words[1:]))
+
+
+def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
+    first, second = [words for words in TRAIN if "--run_name" in words]
+    for words in (first, second):
+        arguments = words[words.index("slm_toolkit.train") + 1 :]
+        done = launch(*arguments, "--output_dir", str(tmp_path), config="accel_configs/ddp.yaml")
+        assert done.code == 0, done.err
+    record = record_under(tmp_path)
+    assert record["first_step"] == 40
+    assert len(record["losses"]) == 20
+    assert record["losses"][-1] < 4.0  # from 5.95, the logarithm of 384 tokens
+    assert (Path(record["model_dir"]) / "model.safetensors").is_file()
+
+
+def test_the_table_shown_is_the_report_of_the_records_shipped() -> None:
+    shown = re.search(r"```text\n(.*?)```", README, re.S)[1]
+    assert slm("report", "results/cpu").out == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    re.findall(r"`(slm-[\w-]+)`", README)
+    and [
+        pair
+        for names, counts in re.findall(r"^\| ((?:`slm-[\w-]+`(?:, )?)+) \| ([\d.,M ]+) \|", README, re.M)
+        for pair in zip(re.findall(r"`([\w-]+)`", names), counts.split(", "), strict=True)
+    ],
+)
+def test_a_models_size_is_the_one_in_the_table(name: str, printed: str) -> None:
+    millions = find_model(name).num_params / 1e6
+    decimals = len(printed.removesuffix("M").partition(".")[2])
+    assert f"{millions:,.{decimals}f}M" == printed
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"), re.findall(r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$", README, re.M)
+)
+def test_bytes_per_parameter_are_those_that_were_counted(
+    name: str, formula: str, aligned: Comparison
+) -> None:
+    if name == "single":
+        pytest.skip("not part of the comparison; test_optimizer holds its sixteen bytes")
+    state = aligned.rows[name]["state_bytes_per_rank"]
+    whole, _, shared = formula.partition(" + ") if "+" in formula else ("0", "", formula)
+    per_rank = float(shared.split("/")[0]) / (2 if "/N" in shared else 1) + float(whole)
+    assert sum(state.values()) / 951_424 == pytest.approx(per_rank, rel=0.01)
