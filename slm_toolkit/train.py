@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -52,7 +53,13 @@ from slm_toolkit.run.engine import (
     probe_engine,
     start_accelerator,
 )
-from slm_toolkit.run.launched import Launch, check_devices, check_environment, find_launch
+from slm_toolkit.run.launched import (
+    Launch,
+    absolute_deepspeed_config,
+    check_devices,
+    check_environment,
+    find_launch,
+)
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
     GradientCounter,
@@ -65,6 +72,11 @@ from slm_toolkit.run.measure import (
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.strategy import contradictions
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
+)
+"how CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator say it when it is not torch.OutOfMemoryError"
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
+    absolute_deepspeed_config(launch.strategy)
     check_environment(launch)
     check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
     if found := contradictions(launch.strategy, config):
@@ -179,7 +192,10 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         check_engine(running, job.launch)
         num_steps = count_steps(config, loader)
         if record.first_step >= num_steps:
-            raise ValueError(f"{job.checkpoint} has all {num_steps} steps done\nhint: give more --max_steps")
+            raise ValueError(
+                f"{job.checkpoint} has all {num_steps} steps done\n"
+                f"hint: to go on, --max_steps above {num_steps} and --resume_from_checkpoint {job.checkpoint}"
+            )
     if job.checkpoint is not None:
         accelerator.load_state(str(job.checkpoint))
     record = dataclasses.replace(
@@ -274,7 +290,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
 
 def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, started: float) -> None:
     """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
-    status = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
+    out_of_memory = isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error))
+    status = "oom" if out_of_memory else "failed"
     path = run_dir / RECORD_FILE
     first = not path.is_file() or path.stat().st_mtime < started
     if first or (status == "oom" and read_record(path).status != "oom"):

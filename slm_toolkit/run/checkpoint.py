@@ -64,8 +64,7 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any,
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with."""
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
-        hf_model = accelerator.unwrap_model(model)
-        hf_model = getattr(hf_model, "_orig_mod", hf_model)
+        hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
         hf_model.save_pretrained(folder, state_dict=state_dict)

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
@@ -11,15 +12,15 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    TorchDynamoPlugin,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.run.launched import Launch, absolute_deepspeed_config
+from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 
 
@@ -47,28 +48,29 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         )
     options = {
         "mixed_precision": _mixed_precision(launch, config),
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "dataloader_config": DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
-        "dynamo_plugin": TorchDynamoPlugin(
-            backend="inductor" if config.torch_compile else "no",
-            use_regional_compilation=config.torch_compile,
+        # Without this, the last batch of an epoch would end a step early and shift all that follow.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
+        "dataloader_config": DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": project_dir,
     }
-    absolute_deepspeed_config(launch.strategy)
+    # Rank 0 packs documents while the others wait for it: longer than NCCL's ten minutes on a large dataset.
+    patience = {"timeout": timedelta(hours=1)}
     if torch.cuda.is_available():
-        accelerator = Accelerator(**options)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
     elif engine == "deepspeed":
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+        gloo = InitProcessGroupKwargs(backend="gloo", **patience)
+        accelerator = Accelerator(kwargs_handlers=[gloo], **options)
     elif engine == "fsdp2":
-        PartialState(backend="gloo")
+        PartialState(backend="gloo", **patience)
         PartialState._shared_state["distributed_type"] = (
             DistributedType.MULTI_GPU
         )  # private: nothing public does it
         accelerator = Accelerator(**options)
     else:
-        accelerator = Accelerator(cpu=True, **options)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not accelerator.deepspeed_plugin.zero3_init_flag:
             # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
@@ -84,16 +86,14 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
-    """accelerate's word for the numerics; a user's YAML has its way in `stock` only, else is told so."""
-    of_yaml = (launch.strategy.accelerate_config or {}).get("mixed_precision")
-    of_yaml = "no" if of_yaml is False else of_yaml  # YAML reads a bare no as false
+    """accelerate's word for the numerics; what the launch says counts in `stock` only, else is told so."""
     if config.numerics == "stock":
-        return of_yaml or "bf16"
+        return launch.mixed_precision or "bf16"
     # aligned: the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
     wanted = "bf16" if config.numerics == "aligned" and launch.strategy.engine == "deepspeed" else "no"
-    if of_yaml and of_yaml != wanted and os.environ.get("RANK", "0") == "0":
+    if launch.mixed_precision not in (None, wanted) and os.environ.get("RANK", "0") == "0":
         print(
-            f"note: {launch.strategy.path} says mixed_precision {of_yaml}; "
+            f"note: mixed_precision {launch.mixed_precision} was asked of accelerate; "
             f"--numerics {config.numerics} overrides it",
             file=sys.stderr,
         )
@@ -104,8 +104,8 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
     """AdamW, weight decay on matrices only; fp32 master weights where the engine does not hold its own."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
-        {"params": [param for param in params if param.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [param for param in params if _is_matrix(param)], "weight_decay": config.weight_decay},
+        {"params": [param for param in params if not _is_matrix(param)], "weight_decay": 0.0},
     ]
     options = {
         "lr": config.learning_rate,
@@ -116,6 +116,12 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
     if config.numerics == "aligned" and engine != "deepspeed":
         return AdamWWithMasterWeights(groups, max_grad_norm=config.max_grad_norm, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def _is_matrix(param: torch.Tensor) -> bool:
+    return (
+        len(getattr(param, "ds_shape", param.shape)) >= 2
+    )  # ds_shape: under zero3_init_flag the shape is gone
 
 
 def optimizer_step(
@@ -148,7 +154,6 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
     """Read engine, stage and world size off a prepared model, never off a configuration."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if hasattr(
         model, "zero_optimization_stage"
     ):  # deepspeed.DeepSpeedEngine, without importing deepspeed for DDP

@@ -20,6 +20,13 @@ class Launch:
     command: tuple[str, ...]
     "as typed, from `accelerate` on; empty where no launcher was found"
 
+    @property
+    def mixed_precision(self) -> str | None:
+        """What the launcher's option or the YAML asks of accelerate; None where neither does."""
+        of_yaml = (self.strategy.accelerate_config or {}).get("mixed_precision")
+        asked = _option(self.command, "mixed_precision") or of_yaml
+        return "no" if asked is False else asked  # YAML reads a bare no as false
+
     def command_for(self, num_processes: int) -> str:
         """The same command, to paste, for another number of processes."""
         words = list(self.command)

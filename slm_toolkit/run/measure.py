@@ -40,6 +40,7 @@ def gather_to_all(value: Any) -> list[Any]:
 
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # or "reserved" would count what preparing left behind
         torch.cuda.reset_peak_memory_stats(device)
 
 

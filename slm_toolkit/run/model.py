@@ -53,11 +53,18 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
         model.generation_config.use_cache = True  # of the saved model, which will generate
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(torch.bfloat16 if config.numerics == "aligned" else torch.float32).train()
+    if config.numerics == "aligned":
+        for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
+            param.data = param.data.bfloat16()
+    if config.torch_compile:
+        for layer in model.model.layers:
+            layer.compile()  # in place: names in the state dict stay, and every engine wraps the same module
+    return model.train()
 
 
 def _holds_weights(path: str) -> bool:
     folder = Path(path).expanduser()
     if folder.suffix == ".json":
         return False  # a configuration alone: train from the seed
-    return not folder.exists() or any(folder.glob("*.safetensors"))  # a hub id, or a folder with weights
+    is_hub_id = not folder.exists()
+    return is_hub_id or any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])

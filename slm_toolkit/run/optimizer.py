@@ -1,5 +1,6 @@
 """AdamW over fp32 master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,19 +24,22 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clip in fp32, where DeepSpeed clips too: a norm of bf16 gradients would have 8 bits."""
+        """Clip in fp32, where DeepSpeed clips too (a norm of bf16 gradients would have 8 bits), then update.
+
+        All on this rank's own shards: as DTensors, each operation would cost the host ten times as much.
+        """
         assert closure is None
-        groups = [
-            [param for param in group["params"] if param.grad is not None] for group in self.param_groups
+        gradients = [
+            param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
         ]
-        gradients = [[param.grad.float() for param in params] for params in groups]
-        every_gradient = [gradient for of_group in gradients for gradient in of_group]
-        norm = torch.nn.utils.get_total_norm(every_gradient)
-        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.max_grad_norm > 0:
-            torch._foreach_mul_(every_gradient, (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
-        for group, params, of_group in zip(self.param_groups, groups, gradients, strict=True):
-            self._update(group, params, of_group)
+        self.grad_norm = _global_norm(gradients)
+        clip = (
+            (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
+        )
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for chunk in _chunks(params):
+                self._update(group, chunk, clip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts floating-point state to the parameter's dtype; this puts the fp32 values back."""
@@ -47,17 +51,19 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 if key in ("master", "exp_avg", "exp_avg_sq"):
                     self.state[param][key] = value.to(device=param.device, copy=True)
 
-    def _update(
-        self, group: dict[str, Any], params: list[torch.Tensor], gradients: list[torch.Tensor]
-    ) -> None:
-        """One step of AdamW on the masters of a parameter group, then the parameters follow."""
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], clip: torch.Tensor | None) -> None:
+        """One step of AdamW on the masters of some parameters of a group, then the parameters follow."""
         states = [self._state_of(param, fused=bool(group["fused"])) for param in params]
+        gradients = [_local(param.grad).float() for param in params]
+        if clip is not None:
+            torch._foreach_mul_(gradients, clip)
+        masters = [_local(state["master"]) for state in states]
         beta1, beta2 = group["betas"]
         adamw(
-            [state["master"] for state in states],
+            masters,
             gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
             foreach=group["foreach"],
@@ -70,8 +76,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for param, state in zip(params, states, strict=True):
-            param.copy_(state["master"])
+        torch._foreach_copy_([_local(param) for param in params], masters)
 
     def _state_of(self, param: torch.Tensor, *, fused: bool) -> dict[str, torch.Tensor]:
         state = self.state[param]
@@ -81,3 +86,37 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
         return state
+
+
+CHUNK_ELEMENTS = 2**25
+"gradients cast to fp32 at a time: 128 MiB, where all at once would be 4 bytes per parameter at the peak"
+
+
+def _chunks(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of parameters, each as long as it stays below CHUNK_ELEMENTS (or a single one)."""
+    chunk: list[torch.Tensor] = []
+    num_elements = 0
+    for param in params:
+        if chunk and num_elements + _local(param).numel() > CHUNK_ELEMENTS:
+            yield chunk
+            chunk, num_elements = [], 0
+        chunk.append(param)
+        num_elements += _local(param).numel()
+    if chunk:
+        yield chunk
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients over all ranks, summed in fp32; an fp32 scalar."""
+    norms = torch._foreach_norm([_local(gradient) for gradient in gradients], 2, dtype=torch.float32)
+    square = torch.linalg.vector_norm(torch.stack(norms)).square()
+    if isinstance(gradients[0], DTensor):  # all of one mesh: FSDP2 shards every parameter alike
+        for dimension, placement in enumerate(gradients[0].placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(square, group=gradients[0].device_mesh.get_group(dimension))
+    return square.sqrt()
