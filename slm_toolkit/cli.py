@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -122,18 +123,20 @@ def _compare(args: argparse.Namespace) -> int:
         with console.status("looking at this machine"):
             machine = this_machine()
         runs = plan_runs(given, strategies, num_processes=args.num_processes, machine=machine)
-        _check_data(runs[0].config, runs, console)
+        _check_what_needs_torch(runs, console)
 
     records: list[tuple[Path, RunRecord]] = []
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         with Display(runs, console) as display:
             for run in runs:
                 if args.force:
                     forget(run)
                 record = kept_record(run)
-                if kept := record is not None:
-                    pass
-                else:
+                kept = record is not None
+                if record is None:
                     display.begin(run)
                     record = execute(
                         run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
@@ -147,23 +150,36 @@ def _compare(args: argparse.Namespace) -> int:
     return _print(records, args, num_missing=len(runs) - len(records))
 
 
-def _check_data(config: RunConfig, runs: list, console: Console) -> None:
-    """Let a dataset or tokenizer that can't serve be an error now, before anything is launched."""
-    if config.dataset == SYNTHETIC:
-        return
-    with console.status("reading the dataset"):
+def _check_what_needs_torch(runs: list, console: Console) -> None:
+    """Let data, a tracker or an attention kernel that can't serve be an error before anything is launched."""
+    config = runs[0].config
+    if config.report_to != "none":
+        from slm_toolkit.run.engine import check_tracker
+
+        check_tracker(config.report_to)
+    if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:
+        from slm_toolkit.run.model import check_attention
+
+        for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
+            if run.config.attn_implementation in kernels:
+                check_attention(run.spec, run.config)
+    if config.dataset != SYNTHETIC:
         from slm_toolkit.run.data import load_datasets
 
-        for run in {run.spec.name: run for run in runs}.values():
-            load_datasets(run.config, run.spec, num_sequences=0)
+        with console.status("reading the dataset"):
+            for run in {(run.spec.name, run.config.seq_len): run for run in runs}.values():
+                load_datasets(run.config, run.spec, num_sequences=0)
 
 
 def _report(args: argparse.Namespace) -> int:
     with user_errors():
-        records = find_records(args.records)
+        records, problems = find_records(args.records)
         if not records:
-            raise ValueError(f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records")
-    return _print(sorted(records, key=_order), args)
+            nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
+            raise ValueError(problems[0] if problems else nothing)
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    return max(_print(sorted(records, key=_order), args), 1 if problems else 0)
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:
@@ -183,8 +199,7 @@ def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, n
     from slm_toolkit.report.rows import as_json, row_of
     from slm_toolkit.report.table import comparison_table
 
-    with user_errors():
-        rows = [row_of(record, path, usd_per_gpu_hour=args.usd_per_gpu_hour) for path, record in records]
+    rows = [row_of(record, path, usd_per_gpu_hour=args.usd_per_gpu_hour) for path, record in records]
     notes, parity_holds = _parity_notes([record for _, record in records])
     if args.json:
         print(json.dumps(as_json(rows), indent=2))

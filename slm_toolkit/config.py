@@ -95,7 +95,9 @@ class RunConfig:
         None, "read documents as they are needed (default: where they are over 1 GiB)", group="data"
     )
     validation_split_percentage: int = _flag(
-        5, "share of the text kept for evaluation, with --eval_steps", group="data"
+        5,
+        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
+        group="data",
     )
     max_steps: int | None = _flag(
         None, "optimizer steps (default: 30 timed after the warm-up)", group="length"

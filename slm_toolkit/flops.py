@@ -3,7 +3,7 @@
 from slm_toolkit.models import ModelSpec
 
 
-def flops_per_token(spec: ModelSpec, *, seq_len: int, with_attention: bool = True) -> float:
+def flops_per_token(spec: ModelSpec, *, seq_len: int) -> float:
     """Forward and backward of one token, PaLM's convention (arXiv 2204.02311, appendix B): 6 N + 12 L H S.
 
     N counts the weights that take part in a matrix product, so the output head but not the input embedding; H
@@ -13,4 +13,4 @@ def flops_per_token(spec: ModelSpec, *, seq_len: int, with_attention: bool = Tru
     matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
     weights = 6.0 * matmul_params
     attention = 12.0 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len
-    return weights + attention if with_attention else weights
+    return weights + attention

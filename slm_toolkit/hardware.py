@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 _DATA = Path(__file__).parent / "data"
 
@@ -23,29 +24,18 @@ class Gpu:
     "regular expression found in the name that the driver gives"
     dense_bf16_flops_per_second: float
     "without sparsity"
-    memory_gb: float
-    "vendor's GB, 1e9 bytes"
-    memory_bytes_per_second: float
     source: str
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one GPU costs for an hour."""
+    """What one GPU costs for an hour, and where the figure comes from."""
 
     usd_per_gpu_hour: float
-    provider: str
-    instance: str
-    kind: str
-    "on-demand, community (private hosts), spot, reserved, or given (by the user)"
-    as_of: str | None
     source: str
 
     def __str__(self) -> str:
-        if self.kind == "given":
-            return f"${self.usd_per_gpu_hour:g} per GPU-hour, {self.source}"
-        dollars = f"${self.usd_per_gpu_hour:.2f} per GPU-hour"
-        return f"{dollars}, {self.provider} {self.kind}, {self.as_of} ({self.source})"
+        return f"${self.usd_per_gpu_hour:.2f} per GPU-hour, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +54,6 @@ def gpus() -> tuple[Gpu, ...]:
             name=row["name"],
             driver_name_pattern=row["driver_name_pattern"],
             dense_bf16_flops_per_second=float(row["dense_bf16_tflops"]) * 1e12,
-            memory_gb=float(row["memory_gb"]),
-            memory_bytes_per_second=float(row["memory_tb_per_second"]) * 1e12,
             source=row["source"],
         )
         for row in _rows("gpus.csv")
@@ -75,32 +63,46 @@ def gpus() -> tuple[Gpu, ...]:
 def find_gpu(driver_name: str | None) -> Gpu | None:
     """The Gpu that a driver's name such as "NVIDIA H100 80GB HBM3" means; None for an unknown one.
 
-    Where several patterns match ("GH200" holds "H200"), the longest match is meant.
+    Where several patterns match ("GH200" holds "H200"), the longest match is meant. A MIG slice is none.
     """
     matches = [
         (len(match[0]), gpu)
         for gpu in gpus()
-        if driver_name and (match := re.search(rf"(?:{gpu.driver_name_pattern})", driver_name))
+        if driver_name
+        and "MIG" not in driver_name
+        and (match := re.search(rf"(?:{gpu.driver_name_pattern})", driver_name))
     ]
     return max(matches, key=lambda found: found[0])[1] if matches else None
 
 
+PRICES_SINCE = "2026"
+
+
 def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
-    """The user's own price, else our table's newest on-demand price (of one day: the lowest), else None."""
+    """The user's own price, else the median over providers of our table's on-demand prices, else None.
+
+    Each provider counts once, with its newest price since PRICES_SINCE (of one day: the lowest). A single
+    provider's price would make dollars of two GPU types depend on who was asked when.
+    """
     if usd_per_gpu_hour is not None:
-        return Price(usd_per_gpu_hour, "", "", "given", None, "given by --usd_per_gpu_hour")
+        return Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour")
     gpu = find_gpu(driver_name)
-    if gpu is None:
+    rows = [
+        row
+        for row in _rows("prices.csv")
+        if gpu and row["gpu"] == gpu.name and row["kind"] == "on-demand" and row["as_of"] >= PRICES_SINCE
+    ]
+    newest_first = sorted(rows, key=lambda row: float(row["usd_per_gpu_hour"]))
+    newest_first.sort(key=lambda row: row["as_of"], reverse=True)
+    of_provider: dict[str, float] = {}
+    for row in newest_first:
+        of_provider.setdefault(row["provider"], float(row["usd_per_gpu_hour"]))
+    if not of_provider:
         return None
-    on_demand = [row for row in _rows("prices.csv") if row["gpu"] == gpu.name and row["kind"] == "on-demand"]
-    if not on_demand:
-        return None
-    newest = max(row["as_of"] for row in on_demand)
-    row = min(
-        (row for row in on_demand if row["as_of"] == newest), key=lambda row: float(row["usd_per_gpu_hour"])
-    )
-    names = ("provider", "instance", "kind", "as_of", "source")
-    return Price(float(row["usd_per_gpu_hour"]), **{name: row[name] for name in names})
+    prices = sorted(of_provider.values())
+    spread = f"${prices[0]:.2f} to ${prices[-1]:.2f}" if len(prices) > 1 else "one price"
+    providers = ", ".join(sorted(of_provider))
+    return Price(median(prices), f"median on-demand price of {PRICES_SINCE} ({spread}: {providers})")
 
 
 def this_machine() -> Machine:

@@ -17,7 +17,8 @@ from slm_toolkit.strategy import Strategy
 
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
-STATUSES = ("ok", "oom", "failed", "timeout")
+PROGRESS_FILE = "progress.json"
+"what a run writes about itself while it trains"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
@@ -67,7 +68,8 @@ class RunRecord:
     step_seconds: list[list[float]] = field(default_factory=list)
     "of each rank, of each step"
     state_bytes: list[dict[str, int]] = field(default_factory=list)
-    "of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors"
+    """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
+    the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
     peak_allocated_bytes: list[int] | None = None
     "of each rank; None on CPU"
     peak_reserved_bytes: list[int] | None = None
@@ -105,7 +107,19 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
         "accelerate_config": accelerate_config,
         "deepspeed_config": strategy.deepspeed_config,
         "num_processes": num_processes,
+        "files": {
+            path: _state_of(Path(path).expanduser()) for path in (config.dataset, config.model) if path
+        },
     }
+
+
+def _state_of(path: Path) -> str | None:
+    """Changes when a local file or a file of a folder does; None for what is no path."""
+    if not path.exists():
+        return None
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
 
 
 def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None) -> str:
@@ -156,11 +170,17 @@ def read_record(path: Path) -> RunRecord:
     return RunRecord(**{key: value for key, value in content.items() if key in known})
 
 
-def find_records(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
-    """All records in folders (at any depth) and files, in order of name."""
+def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
+    """All records in folders (at any depth) and files, in order of name; and what is wrong with others."""
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
         files += sorted(path.rglob(RECORD_FILE)) if path.is_dir() else [path]
-    return [(file, read_record(file)) for file in files]
+    records, problems = [], []
+    for file in files:
+        try:
+            records.append((file, read_record(file)))
+        except ValueError as error:
+            problems.append(str(error))
+    return records, problems

@@ -37,6 +37,8 @@ FILES = {
         (["--num_processes", "0"], "--num_processes is 0"),
         (["--usd_per_gpu_hour", "-1"], "--usd_per_gpu_hour is -1"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),
+        (["--attn_implementation", "magic"], "--attn_implementation magic"),
+        (["--report_to", "paper"], "--report_to paper: no such tracker"),
     ],
 )
 def test_compare_says_what_is_wrong(arguments: list[str], says: str, tmp_path: Path) -> None:

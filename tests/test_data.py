@@ -111,13 +111,14 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
         ({"a.txt": " \n\t\n"}, {}, "holds no text"),
         ({"a.txt": "short"}, {}, "shorter than one sequence"),
         ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
+        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "holds int, not text"),
         ({"a.jsonl": "{broken"}, {}, "can't read dataset"),
         ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
         ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
         ({"a.txt": " \n\t\n"}, {"streaming": True}, "shorter than one sequence"),
         ({"a.txt": "short"}, {"streaming": True}, "shorter than one sequence"),
-        ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "one to hold out"),
+        ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "after 80 held out"),
     ],
 )
 def test_data_that_cannot_serve_is_an_error_with_a_hint(

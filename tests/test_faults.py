@@ -1,11 +1,14 @@
 """An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Comparison, compare, slm
+from conftest import ENV, ROOT, Comparison, compare, slm
 
 FAULTY = """
 import os
@@ -117,3 +120,31 @@ def test_a_grid_has_a_row_for_each_combination(tmp_path: Path) -> None:
     assert [row["per_device_train_batch_size"] for row in rows] == [1, 2]
     tokens = [json.loads(Path(row["record"]).read_text())["tokens_per_step"] for row in rows]
     assert tokens == [1 * 32 * 3, 2 * 32 * 3]
+
+
+def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("slm")),
+        "compare",
+        "--strategy",
+        "ddp",
+        "--model",
+        "slm-1m",
+    ]
+    process = subprocess.Popen(
+        [*command, "--max_steps", "100000", "--output_dir", str(tmp_path)],
+        cwd=ROOT,
+        env=ENV,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/progress.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped after 0 of 1 runs" in err
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert left == []

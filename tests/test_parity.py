@@ -40,7 +40,7 @@ def test_two_copies_that_exchange_no_gradients_fail_the_check(
     arguments = ("--model", "slm-1m", "--numerics", numerics, *steps, "--output_dir", str(tmp_path / "runs"))
     done = launch(*arguments, config="accel_configs/ddp.yaml", script=script)
     assert done.code == 0, done.err
-    (broken,) = [record for _, record in find_records([tmp_path / "runs"])]
+    (broken,) = [record for _, record in find_records([tmp_path / "runs"])[0]]
     reference = read_record(Path(comparison.rows["ddp"]["record"]))
     assert broken.losses[0] == pytest.approx(reference.losses[0], rel=1e-5)  # same weights, same batches
     agreement = compare_losses(reference, broken)

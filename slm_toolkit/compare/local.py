@@ -18,7 +18,7 @@ import psutil
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.config import flags_of
 from slm_toolkit.hardware import num_cores
-from slm_toolkit.record import RECORD_FILE, RunRecord, model_facts, read_record, write_record
+from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, RunRecord, model_facts, read_record, write_record
 from slm_toolkit.strategy import write_resolved
 
 LOG_FILE = "log.txt"
@@ -27,13 +27,21 @@ Progress = Callable[[dict[str, float] | None], None]
 
 
 def kept_record(run: PlannedRun) -> RunRecord | None:
-    """The record of an earlier run that asked the very same and ended ok or out of memory."""
+    """The record of an earlier run that asked the very same and ended ok or out of memory.
+
+    None too where this run is to leave something that the earlier one did not: a model, a tracker's log.
+    """
     path = run.folder / RECORD_FILE
     if not path.is_file():
         return None
     try:
         record = read_record(path)
     except ValueError:  # of another version, or damaged: run again
+        return None
+    lacks_model = run.config.save_final_model and (
+        record.model_dir is None or not Path(record.model_dir).is_dir()
+    )
+    if record.status == "ok" and (lacks_model or run.config.report_to != "none"):
         return None
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
@@ -60,11 +68,12 @@ def launch_command(run: PlannedRun, yaml_path: Path) -> list[str]:
 
 def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progress) -> RunRecord:
     folder = run.folder
-    for name in (RECORD_FILE, LOG_FILE, "progress.json"):
+    for name in (RECORD_FILE, LOG_FILE, PROGRESS_FILE):
         (folder / name).unlink(missing_ok=True)
     command = launch_command(run, write_resolved(run.strategy, folder / "launch", run.num_processes))
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     timed_out = False
+    tree: dict[int, psutil.Process] = {}
     with (folder / LOG_FILE).open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -77,13 +86,15 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         try:
             while process.poll() is None:
                 on_progress(_progress_of(folder))
+                tree |= _tree_of(process.pid)
                 if time.monotonic() - started > timeout_seconds:
                     timed_out = True
                     break
                 time.sleep(0.2)
         finally:
-            _end_tree(process)
-    (folder / "progress.json").unlink(missing_ok=True)
+            _end(list((tree | _tree_of(process.pid)).values()))
+            process.wait()
+    (folder / PROGRESS_FILE).unlink(missing_ok=True)
     killed = "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace")
     if (folder / RECORD_FILE).is_file():
         record = read_record(folder / RECORD_FILE)
@@ -138,24 +149,29 @@ def _environment(run: PlannedRun) -> dict[str, str]:
 
 def _progress_of(folder: Path) -> dict[str, float] | None:
     try:
-        return json.loads((folder / "progress.json").read_text())
+        return json.loads((folder / PROGRESS_FILE).read_text())
     except (OSError, json.JSONDecodeError):  # not there yet
         return None
 
 
-def _end_tree(process: subprocess.Popen) -> None:
-    """End a launcher and every process below it: gently, then by force."""
-    if process.poll() is not None:
-        return
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+def _tree_of(pid: int) -> dict[int, psutil.Process]:
+    """A process and all below it, by number; empty once it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return {process.pid: process for process in (root, *root.children(recursive=True))}
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """End what still runs: gently, then by force. Ranks outlive a killed launcher, and hold memory."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        for member in tree:
+        for process in processes:
             try:
-                member.send_signal(signal_number)
+                process.send_signal(signal_number)
             except psutil.NoSuchProcess:
                 continue
-        _, tree = psutil.wait_procs(tree, timeout=5)
-    process.wait()
+        _, processes = psutil.wait_procs(processes, timeout=5)
 
 
 def _free_port() -> int:

@@ -1,6 +1,8 @@
 """Token sequences for training: generated from a seed, or documents packed into full sequences."""
 
 import glob
+import itertools
+import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -69,7 +71,9 @@ def load_datasets(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> 
     if streaming:
         return _split_stream(documents, tokenizer, config, evaluate)
     packed = documents.map(
-        lambda batch: _pack(batch[config.text_column], tokenizer, config.seq_len),
+        _pack,  # with arguments of its own: the cache's key must not depend on the rest of the configuration
+        fn_kwargs={"tokenizer": tokenizer, "seq_len": config.seq_len},
+        input_columns=config.text_column,
         batched=True,
         batch_size=1000,
         remove_columns=documents.column_names,
@@ -110,6 +114,11 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
                 f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\n"
                 "hint: --tokenizer_name byte needs none"
             ) from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {name!r} has no end-of-text token to put between documents\n"
+            "hint: set its eos_token, or use --tokenizer_name byte"
+        )
     if len(tokenizer) > spec.vocab_size:
         raise ValueError(
             f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, "
@@ -146,7 +155,7 @@ def _load_documents(config: RunConfig) -> tuple[Any, bool]:
         size_bytes = 0
     try:
         if not files:
-            size_bytes = load_dataset_builder(**source).info.download_size or 0
+            size_bytes = load_dataset_builder(**source).info.download_size or math.inf  # unknown: may be huge
         streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
         documents = load_dataset(**source, split="train", streaming=streaming)
         first = next(iter(documents), None)
@@ -167,6 +176,12 @@ def _load_documents(config: RunConfig) -> tuple[Any, bool]:
         raise ValueError(
             f"{config.dataset} has no column {config.text_column!r} (columns: {columns})\n"
             "hint: --text_column names it"
+        )
+    if not isinstance(first[config.text_column], str):
+        kind = type(first[config.text_column]).__name__
+        raise ValueError(
+            f"{config.dataset}: column {config.text_column!r} holds {kind}, not text\n"
+            "hint: --text_column names another"
         )
     if not streaming and not any(text and text.strip() for text in documents[config.text_column]):
         raise ValueError(
@@ -196,41 +211,48 @@ def _local_files(dataset: str) -> list[str]:
     return found
 
 
-def _pack(texts: list[str], tokenizer: Any, seq_len: int) -> dict[str, list[list[int]]]:
+def _pack(texts: list[Any], tokenizer: Any, seq_len: int) -> dict[str, list[list[int]]]:
     """Join documents, end-of-text after each, and cut full sequences; the rest of a batch is dropped."""
-    texts = [text for text in texts if text and text.strip()]
-    documents = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    tokens = list(chain.from_iterable([*document, tokenizer.eos_token_id] for document in documents))
+    tokens = list(chain.from_iterable(_tokens_of(texts, tokenizer)))
     last_start = len(tokens) - seq_len
     return {"input_ids": [tokens[start : start + seq_len] for start in range(0, last_start + 1, seq_len)]}
+
+
+def _tokens_of(texts: list[Any], tokenizer: Any) -> list[list[int]]:
+    """Each document's tokens and an end-of-text token; blank documents are left out."""
+    texts = [text for text in texts if text and text.strip()]
+    documents = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [[*document, tokenizer.eos_token_id] for document in documents]
 
 
 class _PackedStream(IterableDataset):
     """Sequences of streamed documents, packed as they come; every pass reads the source again."""
 
-    def __init__(self, source: Any, tokenizer: Any, config: RunConfig) -> None:
-        self.source, self.tokenizer, self.config = source, tokenizer, config
+    def __init__(self, source: Any, tokenizer: Any, config: RunConfig, *, skip: int = 0) -> None:
+        self.source, self.tokenizer, self.config, self.skip = source, tokenizer, config, skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return itertools.islice(self._sequences(), self.skip, None)
+
+    def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
         column, seq_len, tokens = self.config.text_column, self.config.seq_len, []
         for document in self.source:
-            if document[column] and document[column].strip():
-                tokens += self.tokenizer(document[column], add_special_tokens=False)["input_ids"]
-                tokens.append(self.tokenizer.eos_token_id)
+            tokens += chain.from_iterable(_tokens_of([document[column]], self.tokenizer))
             while len(tokens) >= seq_len:
                 yield {"input_ids": torch.tensor(tokens[:seq_len])}
                 tokens = tokens[seq_len:]
 
 
 def _split_stream(documents: Any, tokenizer: Any, config: RunConfig, evaluate: bool) -> tuple[Any, Any, Any]:
-    """Streamed documents: the first ones, as many as an evaluation has sequences, are held out, in memory."""
+    """Streamed documents: the first sequences, as many as `eval_batches` hold, are held out in memory."""
     num_held_out = config.eval_batches * config.per_device_train_batch_size if evaluate else 0
-    train = _PackedStream(documents.skip(num_held_out) if evaluate else documents, tokenizer, config)
-    held_out = list(_PackedStream(documents.take(num_held_out), tokenizer, config)) if evaluate else None
-    if next(iter(train), None) is None or held_out == []:
+    stream = _PackedStream(documents, tokenizer, config)
+    held_out = list(itertools.islice(iter(stream), num_held_out))
+    train = _PackedStream(documents, tokenizer, config, skip=num_held_out)
+    if next(iter(train), None) is None:
         raise ValueError(
             f"{config.dataset}: the text is shorter than one sequence of {config.seq_len} tokens"
-            f"{' to train on and one to hold out' if evaluate else ''}\n"
-            "hint: lower --seq_len, leave out --streaming, or give more text"
+            f"{f' after {num_held_out} held out' if evaluate else ''}\n"
+            "hint: lower --seq_len or --eval_batches, leave out --streaming, or give more text"
         )
-    return train, held_out, tokenizer
+    return train, held_out if evaluate else None, tokenizer

@@ -41,11 +41,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     process. Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
     """
     engine = launch.strategy.engine
-    if config.report_to not in ("none", *(str(tracker) for tracker in get_available_trackers())):
-        raise ValueError(
-            f"--report_to {config.report_to}: no such tracker is installed\n"
-            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb], or your tracker's package"
-        )
+    check_tracker(config.report_to)
     options = {
         "mixed_precision": _mixed_precision(launch, config),
         # Without this, the last batch of an epoch would end a step early and shift all that follow.
@@ -83,6 +79,15 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             "gradient_clipping": config.max_grad_norm,
         }
     return accelerator
+
+
+def check_tracker(name: str) -> None:
+    """Raises ValueError unless accelerate has a tracker of this name and its package is installed."""
+    if name not in ("none", *(str(tracker) for tracker in get_available_trackers())):
+        raise ValueError(
+            f"--report_to {name}: no such tracker is installed\n"
+            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb], or your tracker's package"
+        )
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:

@@ -37,17 +37,11 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     """
     set_seed(config.seed)
     options = {"attn_implementation": config.attn_implementation, "dtype": torch.float32}
-    configuration = hf_config(spec, seq_len=config.seq_len)
-    try:
-        if spec.path is not None and _holds_weights(spec.path):
-            model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
-        else:
-            model = AutoModelForCausalLM.from_config(configuration, **options)
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"--attn_implementation {config.attn_implementation}: {str(error).splitlines()[0]}\n"
-            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install slm-toolkit[flash]`"
-        ) from None
+    check_attention(spec, config)
+    if spec.path is not None and _holds_weights(spec.path):
+        model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=config.seq_len), **options)
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
@@ -60,6 +54,21 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
         for layer in model.model.layers:
             layer.compile()  # in place: names in the state dict stay, and every engine wraps the same module
     return model.train()
+
+
+def check_attention(spec: ModelSpec, config: RunConfig) -> None:
+    """Raises ValueError where the attention kernel is unknown, not installed or not for this architecture."""
+    kernel = config.attn_implementation
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(
+                hf_config(spec, seq_len=config.seq_len), attn_implementation=kernel
+            )
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
+            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install slm-toolkit[flash]`"
+        ) from None
 
 
 def _holds_weights(path: str) -> bool:

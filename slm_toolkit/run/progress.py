@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-PROGRESS_FILE = "progress.json"
+from slm_toolkit.record import PROGRESS_FILE
 
 
 class TrainingProgress:
