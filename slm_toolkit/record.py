@@ -46,7 +46,7 @@ class RunRecord:
     "from the start of the process to the record"
     gpu: str | None = None
     "as the driver names it; None on CPU"
-    cpu: str = field(default_factory=lambda: platform.processor() or platform.machine())
+    cpu: str = field(default_factory=lambda: _cpu_name())
     world_size: int | None = None
     engine: str | None = None
     "probed after prepare, like the next two"
@@ -134,6 +134,14 @@ def run_name_of(spec: ModelSpec, strategy: Strategy, identity: str) -> str:
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:
     return {**dataclasses.asdict(spec), "num_params": spec.num_params}
+
+
+def _cpu_name() -> str:
+    """What Linux calls the processor; elsewhere what Python knows of it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def finite(value: float) -> float | None:
