@@ -154,7 +154,7 @@ def _check_what_needs_torch(runs: list, console: Console) -> None:
     """Let data, a tracker or an attention kernel that can't serve be an error before anything is launched."""
     config = runs[0].config
     if config.report_to != "none":
-        from slm_toolkit.run.engine import check_tracker
+        from slm_toolkit.run.trackers import check_tracker
 
         check_tracker(config.report_to)
     if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:

@@ -9,9 +9,7 @@ Read it downward: parse, build, prepare, check that what runs is what the YAML a
 
 import dataclasses
 import gc
-import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -31,19 +29,24 @@ from slm_toolkit.config import Parser, RunConfig, add_flags, config_from_args, w
 from slm_toolkit.errors import user_errors
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
-    RECORD_FILE,
     RunRecord,
     everything_asked,
     finite,
     identity_of,
     installed_versions,
     model_facts,
-    read_record,
     run_name_of,
     write_record,
 )
 from slm_toolkit.run.batches import count_steps, endless, make_loader
-from slm_toolkit.run.checkpoint import find_checkpoint, save_checkpoint, save_model, step_of
+from slm_toolkit.run.checkpoint import (
+    check_resumable,
+    find_checkpoint,
+    run_description,
+    save_checkpoint,
+    save_model,
+    step_of,
+)
 from slm_toolkit.run.data import load_datasets
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
@@ -53,6 +56,7 @@ from slm_toolkit.run.engine import (
     probe_engine,
     start_accelerator,
 )
+from slm_toolkit.run.failure import write_failure
 from slm_toolkit.run.launched import (
     Launch,
     absolute_deepspeed_config,
@@ -71,12 +75,9 @@ from slm_toolkit.run.measure import (
 )
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.progress import TrainingProgress
+from slm_toolkit.run.schedule import set_learning_rate
+from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.strategy import contradictions
-
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
-)
-"how CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator say it when it is not torch.OutOfMemoryError"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Job:
     accelerator: Accelerator
     run_dir: Path
     checkpoint: Path | None
+    description: dict[str, Any]
+    "what a run that resumes from this one's checkpoints must have in common with it"
     train_set: Any
     held_out_set: Any
     tokenizer: Any
@@ -150,6 +153,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     run_dir = Path(config.output_dir).resolve() / run_name
     resume = config.resume_from_checkpoint
     checkpoint = find_checkpoint(resume, run_dir) if resume else None
+    description = run_description(config, launch.strategy, launch.num_processes)
+    if checkpoint is not None:
+        check_resumable(checkpoint, description)
 
     accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
@@ -157,7 +163,8 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         train_set, held_out_set, tokenizer = load_datasets(config, spec, num_sequences=num_sequences)
     model = build_model(spec, config)
     job = Job(
-        config, spec, launch, accelerator, run_dir, checkpoint, train_set, held_out_set, tokenizer, model
+        *(config, spec, launch, accelerator, run_dir, checkpoint, description),
+        *(train_set, held_out_set, tokenizer, model),
     )
     record = RunRecord(
         run_name=run_name,
@@ -224,7 +231,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         run_dir.mkdir(parents=True, exist_ok=True)
         progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
     if config.report_to != "none":
-        accelerator.init_trackers("slm_toolkit", config=flat(config), init_kwargs=tracker_options(run_dir))
+        start_tracker(accelerator, config, run_dir)
     accelerator.wait_for_everyone()
 
     losses: list[torch.Tensor] = []
@@ -264,7 +271,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
             if config.report_to != "none":
                 accelerator.log({"eval_loss": eval_loss}, step=done)
         if config.save_steps and done % config.save_steps == 0:
-            save_checkpoint(accelerator, run_dir, done, keep=config.save_total_limit)
+            save_checkpoint(accelerator, run_dir, done, job.description, keep=config.save_total_limit)
     if progress is not None:
         progress.close()
 
@@ -288,34 +295,6 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, started: float) -> None:
-    """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
-    out_of_memory = isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error))
-    status = "oom" if out_of_memory else "failed"
-    path = run_dir / RECORD_FILE
-    first = not path.is_file() or path.stat().st_mtime < started
-    if first or (status == "oom" and read_record(path).status != "oom"):
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        seconds = time.time() - started
-        write_record(
-            dataclasses.replace(record, status=status, reason=reason, seconds_total=seconds), run_dir
-        )
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, config: RunConfig, step: int, num_steps: int
-) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
-    if step < config.warmup_steps:
-        rate = config.learning_rate * (step + 1) / config.warmup_steps
-    else:
-        share_done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-        rate = config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
-
-
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> float:
     """Mean loss over the first `num_batches` held-out batches of every rank."""
@@ -337,16 +316,6 @@ def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
 def local_world_size() -> int:
     """Processes of this launch on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def flat(config: RunConfig) -> dict[str, str | int | float | bool]:
-    """The configuration as trackers take it: no None."""
-    return {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
-
-
-def tracker_options(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Each tracker's word for the name of a run."""
-    return {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
 
 
 if __name__ == "__main__":

@@ -80,3 +80,9 @@ def test_latest_is_the_newest_and_old_checkpoints_go(tmp_path: Path) -> None:
     done = launch(*arguments, "--resume_from_checkpoint", "latest", config="accel_configs/ddp.yaml")
     assert done.code != 0
     assert "step_8 has all 8 steps done" in done.err
+
+    other = ("--seed", "1", "--resume_from_checkpoint", str(folder / "step_8"), "--model", "slm-1m")
+    done = launch(*other, "--output_dir", str(tmp_path / "new"), config="accel_configs/fsdp_full_shard.yaml")
+    assert done.code != 0
+    assert "seed 0 in the checkpoint, 1 now; engine 'ddp' in the checkpoint, 'fsdp2' now" in done.err
+    assert not (tmp_path / "new").exists()

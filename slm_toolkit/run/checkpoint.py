@@ -1,5 +1,6 @@
 """Checkpoints of a run: written beside and renamed, the newest kept, and the final Hugging Face model."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -8,8 +9,33 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.strategy import Strategy
 
-def save_checkpoint(accelerator: Accelerator, run_dir: Path, step: int, *, keep: int) -> Path:
+RUN_FILE = "run.json"
+"in each checkpoint: what a run that goes on from it must have in common with the one that wrote it"
+
+
+def run_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
+    """What decides the shapes in a checkpoint and the batches that were already seen."""
+    flags = (
+        *(
+            "model",
+            "numerics",
+            "optim",
+            "seq_len",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+        ),
+        *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
+    )
+    of_launch = {"engine": strategy.engine, "zero_stage": strategy.zero_stage, "num_processes": num_processes}
+    return {**{flag: getattr(config, flag) for flag in flags}, **of_launch}
+
+
+def save_checkpoint(
+    accelerator: Accelerator, run_dir: Path, step: int, description: dict[str, Any], *, keep: int
+) -> Path:
     """Write `run_dir`/checkpoints/step_<step> after `step` steps; only the newest `keep` stay."""
     folder = run_dir / "checkpoints"
     final = folder / f"step_{step}"
@@ -21,6 +47,7 @@ def save_checkpoint(accelerator: Accelerator, run_dir: Path, step: int, *, keep:
     accelerator.save_state(str(beside))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        (beside / RUN_FILE).write_text(json.dumps(description))
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
         for old in checkpoints(run_dir)[:-keep]:
@@ -58,6 +85,26 @@ def find_checkpoint(asked: str, run_dir: Path) -> Path:
         )
     step_of(folder)
     return folder
+
+
+def check_resumable(checkpoint: Path, description: dict[str, Any]) -> None:
+    """Raises ValueError where a checkpoint was written by a run that another would not continue."""
+    try:
+        written = json.loads((checkpoint / RUN_FILE).read_text())
+    except (OSError, json.JSONDecodeError):
+        raise ValueError(
+            f"{checkpoint} has no readable {RUN_FILE}: it is not whole\nhint: resume from an earlier one"
+        ) from None
+    differences = [
+        f"{name} {written.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in description.items()
+        if written.get(name) != value
+    ]
+    if differences:
+        raise ValueError(
+            f"{checkpoint} is of another run: {'; '.join(differences)}\n"
+            "hint: give the flags and the YAML it was written with; lengths and learning rates may change"
+        )
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> Path:

@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
@@ -22,6 +21,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from slm_toolkit.config import RunConfig
 from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.trackers import check_tracker
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,6 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             "gradient_clipping": config.max_grad_norm,
         }
     return accelerator
-
-
-def check_tracker(name: str) -> None:
-    """Raises ValueError unless accelerate has a tracker of this name and its package is installed."""
-    if name not in ("none", *(str(tracker) for tracker in get_available_trackers())):
-        raise ValueError(
-            f"--report_to {name}: no such tracker is installed\n"
-            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb], or your tracker's package"
-        )
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
