@@ -119,4 +119,6 @@ def test_a_yaml_with_mixed_precision_is_overridden_in_aligned_and_told(tmp_path:
     config.write_text(Path("accel_configs/ddp.yaml").read_text() + "mixed_precision: fp16\n")
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config)
     assert done.code == 0, done.err
-    assert done.err.count("says mixed_precision fp16; --numerics aligned overrides it") == 1
+    assert (
+        done.err.count("mixed_precision fp16 was asked of accelerate; --numerics aligned overrides it") == 1
+    )
