@@ -57,8 +57,8 @@ def test_accumulated_steps_stay_whole_over_the_end_of_an_epoch(tmp_path: Path, t
     assert f"CALLS {'bbs' * 8}\n" in done.out
 
 
-def test_accumulation_gives_every_engine_the_same_losses(tmp_path: Path) -> None:
-    strategies = ("ddp", "fsdp_full_shard", "ds_zero2")
+def test_accumulation_gives_deepspeed_and_ddp_the_same_losses(tmp_path: Path) -> None:
+    strategies = ("ddp", "ds_zero2")
     arguments = (
         "--numerics",
         "fp32",
@@ -72,8 +72,7 @@ def test_accumulation_gives_every_engine_the_same_losses(tmp_path: Path) -> None
     done = compare("--strategy", *strategies, *arguments, folder=tmp_path)
     assert done.finished.code == 0, done.finished.err
     records = {record.strategy: record for _, record in find_records([tmp_path])[0]}
-    for name in strategies[1:]:
-        assert compare_losses(records["ddp"], records[name]).largest_relative_difference < 1e-6
+    assert compare_losses(records["ddp"], records["ds_zero2"]).largest_relative_difference < 1e-6
 
 
 def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path, texts: Path) -> None:
@@ -120,7 +119,7 @@ def test_tied_embeddings_train_and_reload_under_sharding(tmp_path: Path, texts: 
         "--save_final_model",
     )
     done = compare(
-        *("--model", str(tmp_path / "tied"), "--strategy", "ddp", "fsdp_full_shard", "ds_zero3", *arguments),
+        *("--model", str(tmp_path / "tied"), "--strategy", "fsdp_full_shard", "ds_zero3", *arguments),
         folder=tmp_path / "runs",
     )
     assert done.finished.code == 0, done.finished.err
