@@ -1,5 +1,6 @@
 """What `slm compare` says while it works, on stderr: live bars on a terminal, a line per run elsewhere."""
 
+import dataclasses
 import time
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.progress import (
 )
 
 from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RunRecord
 
 
@@ -70,14 +72,6 @@ class Display:
 
     def _label(self, run: PlannedRun) -> str:
         """The strategy, and what else of the grid tells this run from the others."""
-        names = (
-            "model",
-            "seq_len",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "numerics",
-            "seed",
-        )
-        names += ("attn_implementation", "gradient_checkpointing", "torch_compile", "optim")
+        names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
         varying = [name for name in names if len({getattr(other.config, name) for other in self.runs}) > 1]
         return " ".join([run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)])
