@@ -59,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"
     )
     compare.add_argument(
-        "--timeout", type=float, default=3600, metavar="SECONDS", help="per run (default: 3600)"
+        "--timeout", type=positive_number, default=3600, metavar="SECONDS", help="per run (default: 3600)"
     )
     compare.add_argument(
-        "--retry", type=int, default=0, metavar="N", help="try a failed run again up to N times"
+        "--retry", type=whole_number, default=0, metavar="N", help="try a failed run again up to N times"
     )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     _add_output_flags(compare)
@@ -94,8 +94,20 @@ def _parser() -> argparse.ArgumentParser:
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     parser.add_argument(
-        "--usd_per_gpu_hour", type=float, metavar="USD", help="your price, instead of the table's"
+        "--usd_per_gpu_hour", type=positive_number, metavar="USD", help="your price, instead of the table's"
     )
+
+
+def positive_number(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def whole_number(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return int(text)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -107,18 +119,10 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     names = {f.name for f in dataclasses.fields(RunConfig)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    given = {
-        name: [True] if value == [] else value for name, value in given.items()
-    }  # a bare --torch_compile
+    given = {name: [True] if value == [] else value for name, value in given.items()}  # --torch_compile alone
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     with user_errors():
-        if args.usd_per_gpu_hour is not None and not args.usd_per_gpu_hour > 0:
-            raise ValueError(f"--usd_per_gpu_hour is {args.usd_per_gpu_hour}\nhint: dollars, above 0")
-        if not args.timeout > 0 or args.retry < 0:
-            raise ValueError(
-                f"--timeout {args.timeout:g} --retry {args.retry}\nhint: above 0, and not below 0"
-            )
         strategies = [find_strategy(name) for name in args.strategy]
         with console.status("looking at this machine"):
             machine = this_machine()
