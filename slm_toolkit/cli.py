@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +29,11 @@ one training run:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `slm`. Exit codes: 0 all rows ok or oom, 1 a row failed or broke parity, 2 bad input."""
-    args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
+    args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        known = [f"--{name}" for name in vars(args)]
+        close = get_close_matches(unknown[0], known, n=1)
+        args.parser.error(f"unknown: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
     raise SystemExit(args.verb(args))
 
 
@@ -67,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     _add_output_flags(compare)
     add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
-    compare.set_defaults(verb=_compare)
+    compare.set_defaults(verb=_compare, parser=compare)
 
     report = verbs.add_parser(
         "report", help="print the table of recorded runs", description="The table of records."
@@ -76,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
     )
     _add_output_flags(report)
-    report.set_defaults(verb=_report)
+    report.set_defaults(verb=_report, parser=report)
 
     configs = verbs.add_parser(
         "configs",
@@ -87,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ under DIR"
     )
     configs.add_argument("--json", action="store_true", help="print as JSON")
-    configs.set_defaults(verb=_configs)
+    configs.set_defaults(verb=_configs, parser=configs)
     return parser
 
 
@@ -149,9 +154,11 @@ def _compare(args: argparse.Namespace) -> int:
                 records.append((run.folder / RECORD_FILE, record))
     except KeyboardInterrupt:
         console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
-        if not records:
-            return 130
-    return _print(records, args, num_missing=len(runs) - len(records))
+        if records:
+            _print(records, args)
+        return 130
+    console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+    return _print(records, args)
 
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:
@@ -198,7 +205,7 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     )
 
 
-def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, num_missing: int = 0) -> int:
+def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
     """Rows to stdout; returns the exit code."""
     from slm_toolkit.report.rows import as_json, row_of
     from slm_toolkit.report.table import comparison_table
@@ -214,7 +221,7 @@ def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, n
         console.print(comparison_table(rows, width=width), crop=False)
         for note in notes:
             console.print(note, highlight=False)
-    all_well = all(row.status in ("ok", "oom") for row in rows) and parity_holds and not num_missing
+    all_well = all(row.status in ("ok", "oom") for row in rows) and parity_holds
     return 0 if all_well else 1
 
 
@@ -228,9 +235,11 @@ def _parity_notes(records: list[RunRecord]) -> tuple[list[str], bool]:
             key = json.dumps([record.asked["config"], record.world_size, record.gpu], sort_keys=True)
             groups.setdefault(key, []).append(record)
     configs = [group[0].asked["config"] for group in groups.values()]
-    varying = [
-        name for name in (configs or [{}])[0] if len({str(config.get(name)) for config in configs}) > 1
+    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]] + [
+        "learning_rate",
+        "dataset",
     ]
+    varying = [name for name in names if len({str(config.get(name)) for config in configs}) > 1]
     notes, holds = [], True
     for group in groups.values():
         reference = next((record for record in group if record.engine in ("ddp", "single")), None)
@@ -253,6 +262,10 @@ def _parity_notes(records: list[RunRecord]) -> tuple[list[str], bool]:
                 f"{worst.largest_relative_difference:.2%} at step {worst.worst_step} "
                 f"(allowed {worst.tolerance:.2g}): the rows do not compute the same thing[/]"
             )
+    if not notes and len(records) > 1:
+        notes.append(
+            "losses were not compared: no ddp or single run asked the same (--strategy ddp adds one)"
+        )
     return notes, holds
 
 

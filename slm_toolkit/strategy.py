@@ -1,8 +1,10 @@
 """Strategy: how the training state is sharded, as an accelerate YAML and its DeepSpeed JSON say."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +85,18 @@ def find_strategy(name_or_path: str) -> Strategy:
     shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
     path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
     if not path.is_file():
+        if path.suffix in (".yaml", ".yml"):
+            raise ValueError(f"no such file: {name_or_path}\nhint: paths are relative to {Path.cwd()}")
+        close = get_close_matches(name_or_path, shipped_strategies(), n=1, cutoff=0.4)
+        meant = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
             f"unknown strategy {name_or_path!r}\n"
-            f"hint: one of {', '.join(shipped_strategies())}, or a YAML file"
+            f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML file"
         )
-    return read_strategy(path)
+    strategy = read_strategy(path)
+    if path.stem in shipped_strategies() and path.resolve().parent != shipped.resolve().parent:
+        return dataclasses.replace(strategy, name=f"own-{path.stem}")  # beside ours, rows would look alike
+    return strategy
 
 
 def read_strategy(path: Path) -> Strategy:

@@ -68,13 +68,13 @@ from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
     GradientCounter,
     StepClock,
-    gather_to_all,
     peak_memory,
     reset_peak_memory,
     state_bytes,
 )
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.progress import TrainingProgress
+from slm_toolkit.run.ranks import gather_to_all, rank_0_first
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.strategy import contradictions
@@ -115,9 +115,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
     add_flags(parser, grid=False)
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)
-    with user_errors():
-        config = config_from_args(parser.parse_args(arguments))
-        job, record = set_up(config.with_defaults(has_gpu=torch.cuda.is_available()), arguments, started)
+    try:
+        with user_errors():
+            config = config_from_args(parser.parse_args(arguments))
+            job, record = set_up(config.with_defaults(has_gpu=torch.cuda.is_available()), arguments, started)
+    except SystemExit:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # or gloo aborts the exit, after the message
+        raise
     try:
         prepared, record = prepare(job, record)
         record = dataclasses.replace(record, status="ok", **train(job, prepared, record))
@@ -126,7 +131,8 @@ def main(argv: list[str] | None = None) -> None:
         raise
     if job.accelerator.is_main_process:
         record = dataclasses.replace(record, seconds_total=time.time() - started)
-        print(f"record: {write_record(record, job.run_dir)}", file=sys.stderr)
+        path = write_record(record, job.run_dir)
+        print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
     accelerator = job.accelerator
     del job, prepared  # or gloo's threads may outlive the interpreter, which then aborts
     accelerator.free_memory()
@@ -152,15 +158,16 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
     run_dir = Path(config.output_dir).resolve() / run_name
     resume = config.resume_from_checkpoint
-    checkpoint = find_checkpoint(resume, run_dir) if resume else None
     description = run_description(config, launch.strategy, launch.num_processes)
+    checkpoint = find_checkpoint(resume, run_dir, description) if resume else None
     if checkpoint is not None:
         check_resumable(checkpoint, description)
 
     accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
-    with accelerator.main_process_first():  # the others find its cache of packed documents
-        train_set, held_out_set, tokenizer = load_datasets(config, spec, num_sequences=num_sequences)
+    train_set, held_out_set, tokenizer = rank_0_first(
+        lambda: load_datasets(config, spec, num_sequences=num_sequences)
+    )
     model = build_model(spec, config)
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description),
@@ -201,7 +208,8 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         if record.first_step >= num_steps:
             raise ValueError(
                 f"{job.checkpoint} has all {num_steps} steps done\n"
-                f"hint: to go on, --max_steps above {num_steps} and --resume_from_checkpoint {job.checkpoint}"
+                f"hint: to go on, --max_steps above {record.first_step} "
+                f"and --resume_from_checkpoint {job.checkpoint}"
             )
     if job.checkpoint is not None:
         accelerator.load_state(str(job.checkpoint))
@@ -230,6 +238,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
+        if job.checkpoint is not None:
+            progress.say(f"resumed from {job.checkpoint}")
     if config.report_to != "none":
         start_tracker(accelerator, config, run_dir)
     accelerator.wait_for_everyone()
@@ -268,11 +278,17 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         if prepared.eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
             eval_loss = evaluate(accelerator, prepared, config.eval_batches)
             eval_losses.append({"step": done, "loss": finite(eval_loss)})
+            if progress is not None:
+                progress.say(f"step {done}: eval loss {eval_loss:.4f}")
             if config.report_to != "none":
                 accelerator.log({"eval_loss": eval_loss}, step=done)
         if config.save_steps and done % config.save_steps == 0:
-            save_checkpoint(accelerator, run_dir, done, job.description, keep=config.save_total_limit)
+            saved = save_checkpoint(accelerator, run_dir, done, job.description, keep=config.save_total_limit)
+            if progress is not None:
+                progress.say(f"checkpoint: {saved}")
+    mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
     if progress is not None:
+        progress.show(num_steps, mean_losses[-1])
         progress.close()
 
     peaks = gather_to_all(peak_memory(device))  # before the model is gathered to be saved
@@ -281,9 +297,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     )
     on_gpu = device.type == "cuda"
     return {
-        "losses": [
-            finite(loss) for loss in accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
-        ],
+        "losses": [finite(loss) for loss in mean_losses],
         "grad_norms": [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
         "step_seconds": gather_to_all(clock.seconds),

@@ -86,3 +86,10 @@ def test_latest_is_the_newest_and_old_checkpoints_go(tmp_path: Path) -> None:
     assert done.code != 0
     assert "seed 0 in the checkpoint, 1 now; engine 'ddp' in the checkpoint, 'fsdp2' now" in done.err
     assert not (tmp_path / "new").exists()
+
+    # a shorter run in the same folder: its checkpoints stay, the other's are not rotated in their place
+    again = ("--model", "slm-1m", "--max_steps", "2", "--save_steps", "1", "--seed", "7")
+    here = ("--output_dir", str(tmp_path), "--run_name", folder.parent.name)
+    done = launch(*again, *here, config="accel_configs/ddp.yaml")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2", "step_6", "step_8"]

@@ -22,7 +22,7 @@ class Display:
     """Shows each run of a comparison from its start to its end."""
 
     def __init__(self, runs: list[PlannedRun], console: Console) -> None:
-        self.console, self.runs, self.num_done = console, runs, 0
+        self.console, self.runs, self.num_done, self.num_executed = console, runs, 0, 0
         self.started = time.monotonic()
         self.bars = Progress(
             SpinnerColumn(),
@@ -57,13 +57,16 @@ class Display:
         if not kept:
             self.bars.remove_task(self.task)
         self.num_done += 1
-        elapsed = time.monotonic() - self.started
-        left = (len(self.runs) - self.num_done) * elapsed / self.num_done
+        self.num_executed += not kept
+        per_run = (time.monotonic() - self.started) / max(1, self.num_executed)
+        left = (len(self.runs) - self.num_done) * per_run if self.num_executed else 0
         self.bars.update(
             self.overall, completed=self.num_done, says=f"about {left:.0f} s left" if left else ""
         )
         style = {"ok": "green", "oom": "yellow"}.get(record.status, "red")
-        took = "kept from before" if kept else f"{record.seconds_total:.0f} s"
+        took = f"{record.seconds_total:.0f} s"
+        if kept:
+            took = f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force measures again)"
         why = f"  {record.reason}" if record.reason else ""
         line = f"{self.num_done}/{len(self.runs)}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
         self.console.print(line, highlight=False, end="" if why else "\n")

@@ -94,6 +94,7 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         finally:
             _end(list((tree | _tree_of(process.pid)).values()))
             process.wait()
+    last = _progress_of(folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
     killed = "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace")
     if (folder / RECORD_FILE).is_file():
@@ -105,7 +106,8 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
             return record
     status, reason = "failed", reason_in_log(folder / LOG_FILE)
     if timed_out:
-        status, reason = "timeout", f"stopped after {timeout_seconds:g} s; {reason}"
+        where = f"at step {last['step']} of {last['num_steps']}" if last else "before its first step"
+        status, reason = "timeout", f"stopped after {timeout_seconds:g} s, {where}"
     elif killed:
         reason = "a rank was killed (signal 9), most often by the kernel for want of host memory"
     record = RunRecord(

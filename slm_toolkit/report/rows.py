@@ -37,6 +37,10 @@ class Row:
     torch_compile: bool
     optim: str
     seed: int
+    learning_rate: float
+    dataset: str
+    max_steps: int | None
+    "None: the default, three repeats of ten timed steps"
     losses: list[float | None]
     final_loss: float | None
     tokens_per_second: float | None
@@ -91,6 +95,7 @@ def row_of(record: RunRecord, path: Path, *, usd_per_gpu_hour: float | None = No
             for name in (
                 *("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
                 *("gradient_checkpointing", "torch_compile", "optim", "seed"),
+                *("learning_rate", "dataset", "max_steps"),
             )
         },
         losses=record.losses,

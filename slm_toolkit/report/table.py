@@ -23,6 +23,9 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("torch_compile", "compile"),
     ("optim", "optimizer"),
     ("seed", "seed"),
+    ("learning_rate", "learning rate"),
+    ("dataset", "dataset"),
+    ("max_steps", "steps asked"),
 )
 _SWITCHES = (("gradient_checkpointing", "activations recomputed"), ("torch_compile", "compiled"))
 
@@ -41,18 +44,18 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         ("strategy", lambda row: row.strategy, 0),
         ("status", lambda row: row.status, 0),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
-        ("spread", _spread, 1),
+        ("spread", _spread, 4),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: _rate(row.tokens_per_second_per_gpu),
-            2,
+            1,
         ),
-        ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 4),
+        ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
         ("peak GiB" if on_gpu else "peak GiB\n(process)", _peak, 0),
-        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
-        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 5),
-        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 6),
-        ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 7),
+        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 2),
+        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 3),
+        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 7),
+        ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
     ]
     dropped: list[str] = []
 
@@ -114,7 +117,7 @@ def _notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     notes += [Text(f"price: {price}", style="dim") for price in prices]
     if not prices and any(row.status == "ok" for row in rows):
         notes.append(Text("no price known for this hardware: --usd_per_gpu_hour gives one", style="dim"))
-    if any(row.deepspeed_bytes for row in rows):
+    if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
         notes.append(
             Text("DeepSpeed's estimate: its own function; model states only, no activations", style="dim")
         )

@@ -50,15 +50,24 @@ def save_checkpoint(
         (beside / RUN_FILE).write_text(json.dumps(description))
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
-        for old in checkpoints(run_dir)[:-keep]:
+        for old in checkpoints(run_dir, description)[:-keep]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step_*"), key=step_of)
+def checkpoints(run_dir: Path, description: dict[str, Any]) -> list[Path]:
+    """The finished checkpoints of this very run, oldest first; those of another run in its folder are not."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if _written_by(path) == description]
+    return sorted(found, key=lambda path: (path / RUN_FILE).stat().st_mtime_ns)
+
+
+def _written_by(checkpoint: Path) -> dict[str, Any] | None:
+    """The description of the run that wrote a checkpoint; None where it is not whole."""
+    try:
+        return json.loads((checkpoint / RUN_FILE).read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -71,12 +80,15 @@ def step_of(checkpoint: Path) -> int:
     return int(found[1])
 
 
-def find_checkpoint(asked: str, run_dir: Path) -> Path:
-    """The folder that --resume_from_checkpoint means. Raises ValueError where there is none."""
+def find_checkpoint(asked: str, run_dir: Path, description: dict[str, Any]) -> Path:
+    """The folder that --resume_from_checkpoint means. Raises ValueError where there is none of this run."""
     if asked == "latest":
-        found = checkpoints(run_dir)
+        found = checkpoints(run_dir, description)
         if not found:
-            raise ValueError(f"no checkpoint under {run_dir}/checkpoints\nhint: --save_steps writes them")
+            raise ValueError(
+                f"no checkpoint under {run_dir}/checkpoints of a run with these flags\n"
+                "hint: --save_steps writes them, --run_name names the folder"
+            )
         return found[-1]
     folder = Path(asked).expanduser().resolve()
     if not folder.is_dir():
@@ -89,12 +101,11 @@ def find_checkpoint(asked: str, run_dir: Path) -> Path:
 
 def check_resumable(checkpoint: Path, description: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint was written by a run that another would not continue."""
-    try:
-        written = json.loads((checkpoint / RUN_FILE).read_text())
-    except (OSError, json.JSONDecodeError):
+    written = _written_by(checkpoint)
+    if written is None:
         raise ValueError(
             f"{checkpoint} has no readable {RUN_FILE}: it is not whole\nhint: resume from an earlier one"
-        ) from None
+        )
     differences = [
         f"{name} {written.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in description.items()

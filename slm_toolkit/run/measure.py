@@ -29,15 +29,6 @@ class StepClock:
             torch.cuda.synchronize(self.device)
 
 
-def gather_to_all(value: Any) -> list[Any]:
-    """`value` of every rank, in order of rank."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or "reserved" would count what preparing left behind

@@ -67,7 +67,7 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
-            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install slm-toolkit[flash]`"
+            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install flash-attn`"
         ) from None
 
 

@@ -31,25 +31,24 @@ class TrainingProgress:
                 TextColumn("training"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+                TextColumn("{task.fields[says]}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self.task = self.bar.add_task(
-                "training", total=num_steps, completed=first_step, loss=float("nan"), rate=0
-            )
+            self.task = self.bar.add_task("training", total=num_steps, completed=first_step, says="starting")
             self.bar.start()
 
     def due(self, step: int) -> bool:
-        """Whether it is time to say something after `step` steps."""
-        return time.monotonic() - self.last_shown >= 0.5 or step == self.num_steps
+        """Whether it is time to say something after `step` steps; the last step's mean loss comes later."""
+        return time.monotonic() - self.last_shown >= 0.5 and step < self.num_steps
 
     def show(self, step: int, loss: float) -> None:
         self.last_shown = time.monotonic()
         tokens_per_second = (step - self.first_step) * self.tokens_per_step / (self.last_shown - self.started)
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, loss=loss, rate=tokens_per_second)
+            says = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            self.bar.update(self.task, completed=step, says=says)
         elif self.last_shown - self.last_line >= 10 or step == self.num_steps:
             self.last_line = self.last_shown
             line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
@@ -63,6 +62,13 @@ class TrainingProgress:
         }
         beside.write_text(json.dumps(state))
         beside.replace(self.path)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self.bar is not None:
+            self.bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -14,7 +14,7 @@ def check_tracker(name: str) -> None:
     if name not in ("none", *(str(tracker) for tracker in get_available_trackers())):
         raise ValueError(
             f"--report_to {name}: no such tracker is installed\n"
-            "hint: `pip install slm-toolkit[tensorboard]`, [trackio] or [wandb], or your tracker's package"
+            "hint: `pip install tensorboard` (or trackio, wandb, ...) installs one"
         )
 
 
