@@ -32,6 +32,7 @@ def test_losses_after_a_resume_equal_those_of_the_run_that_never_stopped(
     assert resumed["losses"] == whole["losses"][STOP:]
 
 
+@pytest.mark.slow
 def test_a_resume_in_the_second_epoch_sees_the_batches_of_that_epoch(tmp_path: Path, texts: Path) -> None:
     small = tmp_path / "small.txt"
     small.write_text(
