@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -99,10 +100,11 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
     killed = "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace")
     if (folder / RECORD_FILE).is_file():
         record = read_record(folder / RECORD_FILE)
-        broken_off = (
-            record.status == "failed" and killed
-        )  # what the others saw of a rank's end is not the cause
-        if not broken_off and not timed_out and (record.status != "ok" or process.returncode == 0):
+        # What the others saw of a rank's end, a closed connection, is not the cause; their own crash is.
+        broken_off = killed and record.status == "failed" and "peer" in (record.reason or "")
+        ended_well = record.status == "ok" and process.returncode == 0 and not timed_out
+        told_why = record.status == "failed" and not broken_off and not timed_out
+        if record.status == "oom" or ended_well or told_why:
             return record
     status, reason = "failed", reason_in_log(folder / LOG_FILE)
     if timed_out:
@@ -120,7 +122,7 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         versions=run.versions,
         started_at=started_at,
         reason=reason,
-        command=" ".join(["accelerate", "launch", *command[3:]]),
+        command=shlex.join(["accelerate", "launch", *command[3:]]),
         seconds_total=time.monotonic() - started,
         gpu=run.gpu,
     )
