@@ -13,6 +13,7 @@ from rich.console import Console
 from slm_toolkit import __version__
 from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, with_underscores
 from slm_toolkit.errors import user_errors
+from slm_toolkit.output import print_records
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
@@ -69,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--retry", type=whole_number, default=0, metavar="N", help="try a failed run again up to N times"
     )
+    compare.add_argument(
+        "--repeats",
+        type=count,
+        default=1,
+        metavar="N",
+        help="launch each run N times; with 3 or more, intervals are those of the launches (default: 1)",
+    )
+    compare.add_argument(
+        "--parity",
+        type=count,
+        metavar="K",
+        help="do K steps, of the same weights and batches in one fp32 process too, and compare losses and "
+        "gradient norms: exit code 1 where they differ",
+    )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     _add_output_flags(compare)
     add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
@@ -101,12 +116,33 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--usd_per_gpu_hour", type=positive_number, metavar="USD", help="your price, instead of the table's"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
+    )
+    parser.add_argument(
+        "--baseline",
+        type=existing_path,
+        metavar="DIR",
+        help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
+    )
 
 
 def positive_number(text: str) -> float:
     if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return float(text)
+
+
+def existing_path(text: str) -> Path:
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"no such folder: {text}")
+    return Path(text)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
 
 
 def whole_number(text: str) -> int:
@@ -131,7 +167,14 @@ def _compare(args: argparse.Namespace) -> int:
         strategies = [find_strategy(name) for name in args.strategy]
         with console.status("looking at this machine"):
             machine = this_machine()
-        runs = plan_runs(given, strategies, num_processes=args.num_processes, machine=machine)
+        runs = plan_runs(
+            given,
+            strategies,
+            num_processes=args.num_processes,
+            machine=machine,
+            repeats=args.repeats,
+            parity_steps=args.parity,
+        )
         _check_what_needs_torch(runs, console)
 
     records: list[tuple[Path, RunRecord]] = []
@@ -155,10 +198,10 @@ def _compare(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
         if records:
-            _print(records, args)
+            print_records(records, args)
         return 130
     console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
-    return _print(records, args)
+    return print_records(records, args)
 
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:
@@ -190,7 +233,7 @@ def _report(args: argparse.Namespace) -> int:
             raise ValueError(problems[0] if problems else nothing)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    return max(_print(sorted(records, key=_order), args), 1 if problems else 0)
+    return max(print_records(sorted(records, key=_order), args), 1 if problems else 0)
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:
@@ -199,74 +242,11 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     known = [*STUDIED_STRATEGIES, record.strategy]
     return (
         record.model["num_params"],
+        not record.is_parity_reference,
         str(record.asked["config"]),
         known.index(record.strategy),
         str(found[0]),
     )
-
-
-def _print(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
-    """Rows to stdout; returns the exit code."""
-    from slm_toolkit.report.rows import as_json, row_of
-    from slm_toolkit.report.table import comparison_table
-
-    rows = [row_of(record, path, usd_per_gpu_hour=args.usd_per_gpu_hour) for path, record in records]
-    notes, parity_holds = _parity_notes([record for _, record in records])
-    if args.json:
-        print(json.dumps(as_json(rows), indent=2))
-    else:
-        console = Console()
-        width = console.width if console.is_terminal else 200  # a pipe has no width: nothing may be left out
-        console.width = width
-        console.print(comparison_table(rows, width=width), crop=False)
-        for note in notes:
-            console.print(note, highlight=False)
-    all_well = all(row.status in ("ok", "oom") for row in rows) and parity_holds
-    return 0 if all_well else 1
-
-
-def _parity_notes(records: list[RunRecord]) -> tuple[list[str], bool]:
-    """For each group of runs that asked the same of every strategy: do the losses agree with DDP's?"""
-    from slm_toolkit.compare.parity import compare_losses
-
-    groups: dict[str, list[RunRecord]] = {}
-    for record in records:
-        if record.status == "ok" and record.losses and record.first_step == 0:
-            key = json.dumps([record.asked["config"], record.world_size, record.gpu], sort_keys=True)
-            groups.setdefault(key, []).append(record)
-    configs = [group[0].asked["config"] for group in groups.values()]
-    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]] + [
-        "learning_rate",
-        "dataset",
-    ]
-    varying = [name for name in names if len({str(config.get(name)) for config in configs}) > 1]
-    notes, holds = [], True
-    for group in groups.values():
-        reference = next((record for record in group if record.engine in ("ddp", "single")), None)
-        others = [record for record in group if record is not reference]
-        if reference is None or not others:
-            continue
-        found = [(record.strategy, compare_losses(reference, record)) for record in others]
-        worst_name, worst = max(found, key=lambda item: item[1].largest_relative_difference)
-        label = "".join(f"{name} {reference.asked['config'].get(name)}: " for name in varying)
-        if worst.agrees:
-            notes.append(
-                f"{label}losses agree with {reference.strategy}'s at each of the first {worst.num_steps} "
-                f"steps within {worst.largest_relative_difference:.2g} of the loss "
-                f"(allowed {worst.tolerance:g})"
-            )
-        else:
-            holds = False
-            notes.append(
-                f"[red]{label}losses of {worst_name} differ from {reference.strategy}'s by "
-                f"{worst.largest_relative_difference:.2%} at step {worst.worst_step} "
-                f"(allowed {worst.tolerance:.2g}): the rows do not compute the same thing[/]"
-            )
-    if not notes and len(records) > 1:
-        notes.append(
-            "losses were not compared: no ddp or single run asked the same (--strategy ddp adds one)"
-        )
-    return notes, holds
 
 
 def _configs(args: argparse.Namespace) -> int:

@@ -63,9 +63,18 @@ class RunConfig:
     numerics: str = _flag(
         "aligned",
         "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
-        "stock: what accelerate's mixed_precision bf16 gives each engine; fp32: no low precision",
+        "stock: what accelerate's mixed_precision bf16 gives each engine; pure_bf16: as aligned, but "
+        "weights and Adam's moments in bf16 only; fp32: no low precision",
         group="model",
-        choices=("aligned", "stock", "fp32"),
+        choices=("aligned", "stock", "pure_bf16", "fp32"),
+        grid=True,
+    )
+    reduce_dtype: str | None = _flag(
+        None,
+        "what gradients are reduced in, with --numerics aligned or pure_bf16 (default: bf16); "
+        "ZeRO-1 can't do fp32",
+        group="model",
+        choices=("bf16", "fp32"),
         grid=True,
     )
     seq_len: int | None = _flag(
@@ -100,12 +109,21 @@ class RunConfig:
         group="data",
     )
     max_steps: int | None = _flag(
-        None, "optimizer steps (default: 30 timed after the warm-up)", group="length"
+        None, "optimizer steps (default: 33, at least 30 of them timed unless it compiles)", group="length"
     )
     num_train_epochs: float | None = _flag(
         None, "passes over the dataset, instead of --max_steps", group="length"
     )
-    timing_warmup_steps: int = _flag(3, "first steps of which the time is not counted", group="length")
+    timing_warmup_steps: int | None = _flag(
+        None,
+        "first steps of which the time is not counted (default: those seen to be slow or to compile)",
+        group="length",
+    )
+    profile: bool = _flag(
+        False,
+        "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
+        group="length",
+    )
     optim: str = _flag(
         "adamw_torch_fused",
         "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
@@ -120,8 +138,10 @@ class RunConfig:
     weight_decay: float = _flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
     adam_beta1: float = _flag(0.9, "AdamW's first moment decay", group="optimizer")
     adam_beta2: float = _flag(0.95, "AdamW's second moment decay", group="optimizer")
-    max_grad_norm: float = _flag(
-        1.0, "gradient clipping, the same under every engine; 0: none", group="optimizer"
+    max_grad_norm: float | None = _flag(
+        None,
+        "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
+        group="optimizer",
     )
     seed: int = _flag(0, "of weights and data", group="optimizer", grid=True)
     eval_steps: int | None = _flag(None, "evaluate every so many steps and at the end", group="saving")
@@ -154,6 +174,9 @@ class RunConfig:
             self,
             model=self.model or ("slm-100m" if has_gpu else "slm-10m"),
             seq_len=self.seq_len if self.seq_len is not None else (1024 if has_gpu else 128),
+            max_grad_norm=1.0
+            if self.max_grad_norm is None and self.numerics != "stock"
+            else self.max_grad_norm,
             save_final_model=self.save_final_model
             if self.save_final_model is not None
             else self.dataset != SYNTHETIC,
@@ -161,9 +184,9 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps, None where epochs decide; by default three repeats of ten after the warm-up."""
+        """Optimizer steps without profiled ones, None where epochs decide; by default 30 after a warm-up."""
         if self.max_steps is None and self.num_train_epochs is None:
-            return self.timing_warmup_steps + 3 * 10
+            return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
 
     @property
@@ -181,16 +204,24 @@ class RunConfig:
                 "max_steps",
                 "eval_steps",
             ),
-            *("eval_batches", "save_steps", "save_total_limit"),
+            *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps"),
         )
-        at_least_zero = ("timing_warmup_steps", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
+        at_least_zero = ("warmup_steps", "weight_decay", "max_grad_norm", "seed")
         values = dataclasses.asdict(self)
         found = [
             f"--{n} is {values[n]}: at least 1"
             for n in at_least_one
             if values[n] is not None and values[n] < 1
         ]
-        found += [f"--{n} is {values[n]}: not below 0" for n in at_least_zero if not values[n] >= 0]
+        found += [
+            f"--{n} is {values[n]}: not below 0"
+            for n in at_least_zero
+            if values[n] is not None and not values[n] >= 0
+        ]
+        if self.reduce_dtype is not None and self.numerics == "stock":
+            found.append(f"--reduce_dtype {self.reduce_dtype} with --numerics stock: each engine has its own")
+        if self.reduce_dtype == "bf16" and self.numerics == "fp32":
+            found.append("--reduce_dtype bf16 with --numerics fp32, which has no low precision")
         if self.seq_len is not None and self.seq_len < 2:
             found.append(f"--seq_len is {self.seq_len}: a token needs a next one, at least 2")
         if not 0 < self.learning_rate < float("inf"):

@@ -10,7 +10,11 @@ def flops_per_token(spec: ModelSpec, *, seq_len: int) -> float:
     is the width of all heads together. The attention term counts the whole square, not its causal half.
     Recomputation is never counted: it is work, but no progress.
     """
-    matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
-    weights = 6.0 * matmul_params
     attention = 12.0 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len
-    return weights + attention
+    return flops_per_token_without_attention(spec) + attention
+
+
+def flops_per_token_without_attention(spec: ModelSpec) -> float:
+    """The other convention, 6 N with the same N (Kaplan et al., arXiv 2001.08361, section 2.1)."""
+    matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
+    return 6.0 * matmul_params

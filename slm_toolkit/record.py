@@ -19,6 +19,8 @@ SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
+PARITY_REFERENCE = "parity-reference"
+"how the names of runs begin that `slm compare --parity` adds, for others to be compared with"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
@@ -53,12 +55,14 @@ class RunRecord:
     zero_stage: int | None = None
     reshard_after_forward: bool | None = None
     attn_implementation: str | None = None
+    numerics: dict[str, Any] | None = None
+    "what `run/probe.py` saw in the first step: the fields of `numerics.Numerics`"
     tokens_per_step: int | None = None
     "over all ranks and micro-steps"
     first_step: int = 0
     "above 0 where the run resumed"
-    timing_warmup_steps: int = 0
-    "the first of the steps below that don't count as timed"
+    timing_warmup_steps: int | None = None
+    "the first of the steps below that don't count as timed; None: to be found from their times"
     losses: list[float | None] = field(default_factory=list)
     "mean over all ranks and micro-steps of each step's fp32 loss; None where it was not finite"
     grad_norms: list[float | None] = field(default_factory=list)
@@ -67,6 +71,19 @@ class RunRecord:
     "step and loss"
     step_seconds: list[list[float]] = field(default_factory=list)
     "of each rank, of each step"
+    phase_seconds: list[dict[str, list[float]]] = field(default_factory=list)
+    """of each rank: seconds of each step by phase, data, forward, backward and optimizer; under DeepSpeed,
+    where backward and the optimizer's step are one call, data alone"""
+    num_graphs_compiled: list[int] = field(default_factory=list)
+    "by torch.compile, in each step, on the rank with most"
+    tokens_counted: dict[str, int] | None = None
+    "over all ranks and steps: drawn from the data, and in_loss, where the loss was computed"
+    anatomy: dict[str, Any] | None = None
+    "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
+    gpu_watch: list[dict[str, Any]] = field(default_factory=list)
+    "of each rank, what NVML and the allocator said: see `run/gpu.py`"
+    other_busy_cores: float | None = None
+    "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
     state_bytes: list[dict[str, int]] = field(default_factory=list)
     """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
     the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
@@ -79,6 +96,10 @@ class RunRecord:
     "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_parity_reference(self) -> bool:
+        return self.run_name.startswith(PARITY_REFERENCE)
 
 
 def installed_versions() -> dict[str, str]:

@@ -160,13 +160,15 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
 
 
 def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
-    """Where the DeepSpeed JSON fixes a value that the flags fix otherwise; "auto" never does."""
+    """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
+
+    In `stock` the JSON's own clipping and accumulation hold, as they do under a user's own script.
+    """
     deepspeed = strategy.deepspeed_config or {}
-    flags = {
-        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "gradient_clipping": "max_grad_norm",
-    }
+    flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
+    if config.numerics != "stock":
+        flags["gradient_accumulation_steps"] = "gradient_accumulation_steps"
+        flags["gradient_clipping"] = "max_grad_norm"
     problems = [
         f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, "
         f"--{flag} says {getattr(config, flag)}"
@@ -180,6 +182,16 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
                 f"{strategy.path}: the DeepSpeed JSON says {dtype}.enabled {str(enabled).lower()}, "
                 f"--numerics {config.numerics} needs {str(wanted).lower()}"
             )
+    if strategy.engine == "deepspeed":
+        where, stage = strategy.path or strategy.name, strategy.zero_stage
+        # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
+        # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
+        if config.reduce_dtype == "fp32" and config.numerics != "fp32" and stage < 2:
+            problems.append(
+                f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave it out"
+            )
+        if config.numerics == "pure_bf16" and stage < 1:
+            problems.append(f"{where}: --numerics pure_bf16 needs ZeRO-1, 2 or 3 under DeepSpeed")
     return problems
 
 

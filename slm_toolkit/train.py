@@ -8,11 +8,13 @@ Read it downward: parse, build, prepare, check that what runs is what the YAML a
 """
 
 import dataclasses
+import functools
 import gc
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +56,7 @@ from slm_toolkit.run.engine import (
     check_engine,
     optimizer_step,
     probe_engine,
+    reduce_as_asked,
     start_accelerator,
 )
 from slm_toolkit.run.failure import write_failure
@@ -65,18 +68,14 @@ from slm_toolkit.run.launched import (
     find_launch,
 )
 from slm_toolkit.run.loss import RecordedLoss
-from slm_toolkit.run.measure import (
-    GradientCounter,
-    StepClock,
-    peak_memory,
-    reset_peak_memory,
-    state_bytes,
-)
+from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.model import build_model
+from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.ranks import gather_to_all, rank_0_first
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.trackers import start_tracker
+from slm_toolkit.run.watch import GpuBefore, RunWatch, look_at_gpu
 from slm_toolkit.strategy import contradictions
 
 
@@ -96,6 +95,7 @@ class Job:
     held_out_set: Any
     tokenizer: Any
     model: PreTrainedModel
+    gpu_before: GpuBefore
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class Prepared:
     eval_loader: DataLoader | None
     loss_recorder: RecordedLoss
     num_steps: int
+    num_micro_steps: int
+    "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,8 +152,10 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     if found := contradictions(launch.strategy, config):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
     gpu = None
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    gpu_before = look_at_gpu(local_rank)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # or all ranks would open GPU 0
+        torch.cuda.set_device(local_rank)  # or all ranks would open GPU 0
         gpu = torch.cuda.get_device_name()
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
@@ -171,7 +175,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     model = build_model(spec, config)
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description),
-        *(train_set, held_out_set, tokenizer, model),
+        *(train_set, held_out_set, tokenizer, model, gpu_before),
     )
     record = RunRecord(
         run_name=run_name,
@@ -198,6 +202,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     set_seed(config.seed)
     loader = make_loader(job.train_set, config, train=True)
     model, optimizer, loader = accelerator.prepare(job.model, optimizer, loader)
+    reduce_as_asked(model, config)
     eval_loader = None
     if job.held_out_set is not None:
         eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))
@@ -220,20 +225,20 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         zero_stage=running.zero_stage,
         reshard_after_forward=running.reshard_after_forward,
         attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
-        tokens_per_step=sequences_per_step(config, accelerator) * config.seq_len,
+        tokens_per_step=sequences_per_step(config, accelerator)
+        * config.seq_len,  # after prepare: see num_micro_steps
         deepspeed_estimate=deepspeed_estimate_of(
             job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
         ),
     )
-    return Prepared(model, optimizer, loader, eval_loader, loss_recorder, num_steps), record
+    num_micro_steps = accelerator.gradient_accumulation_steps
+    return Prepared(model, optimizer, loader, eval_loader, loss_recorder, num_steps, num_micro_steps), record
 
 
 def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     """All steps; returns the record's fields that were observed, the same on all ranks."""
     config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
-    model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
-    num_steps, accumulation = prepared.num_steps, config.gradient_accumulation_steps
-    device = accelerator.device
+    num_steps = prepared.num_steps
     progress = None
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -247,33 +252,21 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     losses: list[torch.Tensor] = []
     grad_norms: list[torch.Tensor | float] = []
     eval_losses: list[dict[str, float]] = []
-    clock, gradients = StepClock(device), GradientCounter(accelerator, model)
-    batches = endless(accelerator, prepared.loader, skip=record.first_step * accumulation)
-    reset_peak_memory(device)
+    batches = endless(accelerator, prepared.loader, skip=record.first_step * prepared.num_micro_steps)
+    watch = RunWatch(accelerator, prepared.model, prepared.optimizer, prepared.loss_recorder, job.gpu_before)
     for step in range(record.first_step, num_steps):
-        with clock:
-            lr = set_learning_rate(optimizer, config, step, num_steps)
-            step_loss = torch.zeros((), device=device)
-            for _ in range(accumulation):
-                tokens = next(batches)["input_ids"]
-                with accelerator.accumulate(model):
-                    loss = model(input_ids=tokens, labels=tokens).loss
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        gradients.count()
-                        norm = optimizer_step(
-                            accelerator, model, optimizer, max_grad_norm=config.max_grad_norm
-                        )
-                step_loss += loss_recorder.last / accumulation
-            losses.append(step_loss)
-            grad_norms.append(norm)
+        with watch.step():
+            lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
+            step_loss, norm = train_step(job, prepared, batches, watch)
+        losses.append(step_loss)
+        grad_norms.append(norm)
 
         done = step + 1
         if progress is not None and progress.due(done):
             progress.show(done, step_loss.item())
         if config.report_to != "none":
             mean_loss = accelerator.reduce(step_loss, reduction="mean").item()
-            rate = record.tokens_per_step / max(gather_to_all(clock.seconds[-1]))
+            rate = record.tokens_per_step / max(gather_to_all(watch.clock.last_seconds))
             accelerator.log({"loss": mean_loss, "learning_rate": lr, "tokens_per_second": rate}, step=done)
         if prepared.eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
             eval_loss = evaluate(accelerator, prepared, config.eval_batches)
@@ -291,22 +284,51 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         progress.show(num_steps, mean_losses[-1])
         progress.close()
 
-    peaks = gather_to_all(peak_memory(device))  # before the model is gathered to be saved
-    saved = (
-        save_model(accelerator, model, job.tokenizer, run_dir / "model") if config.save_final_model else None
-    )
-    on_gpu = device.type == "cuda"
+    observed = watch.observed()  # before the model is gathered to be saved
+    saved = None
+    if config.save_final_model:
+        saved = save_model(accelerator, prepared.model, job.tokenizer, run_dir / "model")
+    anatomy = None
+    if config.profile:  # these steps train on, after all that is recorded and saved
+        if progress is not None:
+            progress.say("profiling")
+        engine = deepspeed_engine(accelerator)
+        step = functools.partial(train_step, job, prepared, batches, watch)
+        anatomy = dataclasses.asdict(profile_steps(step, run_dir, deepspeed_engine=engine))
     return {
+        **observed,
+        "anatomy": anatomy,
         "losses": [finite(loss) for loss in mean_losses],
         "grad_norms": [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
-        "step_seconds": gather_to_all(clock.seconds),
-        "state_bytes": gather_to_all(state_bytes(accelerator, model, optimizer, gradients.num_bytes)),
-        "peak_allocated_bytes": [peak["allocated"] for peak in peaks] if on_gpu else None,
-        "peak_reserved_bytes": [peak["reserved"] for peak in peaks] if on_gpu else None,
-        "peak_rss_bytes": [peak["rss"] for peak in peaks],
         "model_dir": str(saved) if saved else None,
     }
+
+
+def train_step(
+    job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]], watch: RunWatch
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """All micro-steps and the optimizer's step; returns this rank's mean loss and the gradient norm."""
+    accelerator, model = job.accelerator, prepared.model
+    step_loss = torch.zeros((), device=accelerator.device)
+    norm: torch.Tensor | float = float("nan")
+    for _ in range(prepared.num_micro_steps):
+        with watch.phase("data"):
+            tokens = next(batches)["input_ids"]
+        watch.drew(tokens)
+        with accelerator.accumulate(model):
+            with watch.phase("forward"):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            with watch.phase("backward"):
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                watch.gradients.count()
+                with watch.phase("optimizer"):
+                    norm = optimizer_step(
+                        accelerator, model, prepared.optimizer, max_grad_norm=job.config.max_grad_norm
+                    )
+        step_loss += prepared.loss_recorder.last / prepared.num_micro_steps
+    return step_loss, norm
 
 
 @torch.no_grad()
@@ -323,7 +345,7 @@ def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> 
 
 def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
     """Over all ranks and micro-steps."""
-    of_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    of_rank = config.per_device_train_batch_size * accelerator.gradient_accumulation_steps
     return of_rank * accelerator.num_processes
 
 

@@ -1,5 +1,6 @@
 """What the tests share: real launches, each done once per session."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS
+from slm_toolkit.record import RunRecord, model_facts
+
+H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).parent.parent
+ALIGNED = ("--parity", "20", "--profile")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
@@ -69,6 +76,34 @@ class Comparison:
     folder: Path
 
 
+def made_record(**changes: object) -> RunRecord:
+    """Two ranks on H100s, slm-100m: 3 warm-up steps of 9 s, then 30 steps of 0.5 s on the slower rank."""
+    config = RunConfig(model="slm-100m", seq_len=1024).with_defaults(has_gpu=True)
+    made = RunRecord(
+        run_name="made",
+        identity="0",
+        status="ok",
+        strategy="ddp",
+        asked={"config": config.identity, "num_processes": 2, "files": {}},
+        model=model_facts(PRESETS["slm-100m"]),
+        versions={},
+        started_at="2026-01-01T00:00:00+00:00",
+        gpu=H100,
+        world_size=2,
+        engine="ddp",
+        tokens_per_step=2 * 4 * 1024,
+        timing_warmup_steps=3,
+        losses=[10.0] * 33,
+        grad_norms=[1.0] * 33,
+        step_seconds=[[9.0] * 3 + [0.4] * 30, [1.0] * 3 + [0.5] * 30],
+        state_bytes=[{"parameters": 2, "gradients": 2, "master_weights": 4, "optimizer": 8}] * 2,
+        peak_allocated_bytes=[2**30, 3 * 2**30],
+        peak_reserved_bytes=[2**31, 2**31],
+        peak_rss_bytes=[2**31, 2**31],
+    )
+    return dataclasses.replace(made, **changes)
+
+
 def compare(*arguments: str, folder: Path) -> Comparison:
     finished = slm("compare", "--json", "--model", "slm-1m", "--output_dir", str(folder), *arguments)
     assert finished.out, finished.err
@@ -77,14 +112,14 @@ def compare(*arguments: str, folder: Path) -> Comparison:
 
 @pytest.fixture(scope="session")
 def aligned(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """All six strategies on two CPU processes in bf16, as `slm compare` does by default."""
-    return compare(folder=tmp_path_factory.mktemp("aligned"))
+    """All six strategies on two CPU processes in bf16, with an fp32 reference and profiles."""
+    return compare(*ALIGNED, folder=tmp_path_factory.mktemp("aligned"))
 
 
 @pytest.fixture(scope="session")
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """All six strategies on two CPU processes in fp32."""
-    return compare("--numerics", "fp32", "--max_steps", "20", folder=tmp_path_factory.mktemp("fp32"))
+    """All six strategies on two CPU processes in fp32, with a single-process reference."""
+    return compare("--numerics", "fp32", "--parity", "20", folder=tmp_path_factory.mktemp("fp32"))
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,9 @@ def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
     assert parse("--torch_compile", "false").torch_compile is False
 
 
-def test_the_default_length_is_three_repeats_of_ten_after_the_warm_up() -> None:
-    assert RunConfig().steps_asked == RunConfig().timing_warmup_steps + 30
+def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
+    assert RunConfig().steps_asked == 3 + 30
+    assert RunConfig(timing_warmup_steps=8).steps_asked == 8 + 30
     assert RunConfig(max_steps=7).steps_asked == 7
     assert RunConfig(num_train_epochs=1.0).steps_asked is None
 

@@ -16,6 +16,9 @@ HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas
         "slm_toolkit.report.rows",
         "slm_toolkit.predict.cost",
         "slm_toolkit.compare.local",
+        "slm_toolkit.output",
+        "slm_toolkit.report.anatomy",
+        "slm_toolkit.report.baseline_table",
     ],
 )
 def test_a_module_starts_without_the_heavy_libraries(module: str) -> None:
@@ -33,6 +36,8 @@ def test_arrows_between_rooms_point_one_way() -> None:
         ("slm_toolkit.compare.local", "run"),
         ("slm_toolkit.compare.local", "report"),
         ("slm_toolkit.report.table", "compare"),
+        ("slm_toolkit.report.ranking", "compare"),
+        ("slm_toolkit.report.baseline", "compare"),
         ("slm_toolkit.train", "compare"),
         ("slm_toolkit.train", "report"),
     ):

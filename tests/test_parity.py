@@ -1,82 +1,167 @@
-"""The loss check sees ranks that don't synchronise."""
+"""The parity gate: six strategies pass it, each way of breaking one is caught red."""
 
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from conftest import Comparison, launch
+import yaml
+from conftest import ROOT, Comparison, compare, made_record, slm
 
-from slm_toolkit.compare.parity import compare_losses
-from slm_toolkit.record import RunRecord, find_records, read_record
+from slm_toolkit.compare.parity import compare_with, judge
+from slm_toolkit.record import read_record
+from slm_toolkit.strategy import STUDIED_STRATEGIES
 
-UNSYNCHRONISED = """
-import torch
-from slm_toolkit import train
+# Runs in every process of a launch, before anything is imported; strikes where there are two ranks.
+FAULTY = """
+import os
+if os.environ.get("WORLD_SIZE") == "2":
+    import importlib.abc, importlib.util, sys
 
-def keep_local_gradients(state, bucket):
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    def keep_local_gradients(module):
+        import torch
 
-prepare = train.Accelerator.prepare
-def prepare_without_reduction(self, *objects):
-    prepared = prepare(self, *objects)
-    prepared[0].register_comm_hook(None, keep_local_gradients)
-    return prepared
-train.Accelerator.prepare = prepare_without_reduction
-train.main()
+        def keep(state, bucket):
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        module.reduce_as_asked = lambda model, config: model.register_comm_hook(None, keep)
+
+    def other_seed_on_rank_1(module):
+        import dataclasses
+        check = module.RunConfig.with_defaults
+
+        def with_other_seed(self, **machine):
+            config = check(self, **machine)
+            return dataclasses.replace(config, seed=config.seed + int(os.environ["RANK"]))
+
+        module.RunConfig.with_defaults = with_other_seed
+
+    name, patch = {
+        "no reduction": ("slm_toolkit.run.engine", keep_local_gradients),
+        "other seed": ("slm_toolkit.config", other_seed_on_rank_1),
+    }[os.environ["TEST_FAULT"]]
+
+    class Patch(importlib.abc.MetaPathFinder):
+        def find_spec(self, found, path, target=None):
+            if found != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), patch(module))
+            return spec
+
+    sys.meta_path.insert(0, Patch())
 """
 
 
-@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
-def test_two_copies_that_exchange_no_gradients_fail_the_check(
-    numerics: str, request: pytest.FixtureRequest, tmp_path: Path
+def broken_comparison(fault: str, folder: Path, *arguments: str) -> tuple[int, dict, str]:
+    """Exit code, row and stderr of `slm compare --parity 20` with one fault put into its two ranks."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(FAULTY)
+    env = {"PYTHONPATH": str(folder / "site"), "TEST_FAULT": fault}
+    words = ("--json", "--model", "slm-1m", "--parity", "20", "--output_dir", str(folder / "runs"))
+    finished = slm("compare", *words, *arguments, env=env)
+    (row,) = json.loads(finished.out)
+    return finished.code, row, finished.err
+
+
+@pytest.mark.parametrize(("numerics", "allowed"), [("aligned", 1e-2), ("fp32", 1e-5)])
+def test_all_six_strategies_compute_what_one_fp32_process_does(
+    numerics: str, allowed: float, request: pytest.FixtureRequest
 ) -> None:
     comparison: Comparison = request.getfixturevalue(numerics)
-    script = tmp_path / "unsynchronised.py"
-    script.write_text(UNSYNCHRONISED)
-    steps = () if numerics == "aligned" else ("--max_steps", "20")
-    arguments = ("--model", "slm-1m", "--numerics", numerics, *steps, "--output_dir", str(tmp_path / "runs"))
-    done = launch(*arguments, config="accel_configs/ddp.yaml", script=script)
-    assert done.code == 0, done.err
-    (broken,) = [record for _, record in find_records([tmp_path / "runs"])[0]]
-    reference = read_record(Path(comparison.rows["ddp"]["record"]))
-    assert broken.losses[0] == pytest.approx(reference.losses[0], rel=1e-5)  # same weights, same batches
-    agreement = compare_losses(reference, broken)
-    assert not agreement.agrees, agreement
+    assert comparison.finished.code == 0, comparison.finished.err
+    assert list(comparison.rows) == list(STUDIED_STRATEGIES)
+    for row in comparison.rows.values():
+        assert row["parity_reference"] == "single-process fp32"
+        assert row["parity_holds"] is True
+        assert row["parity_max_loss_difference"] <= allowed
+        assert len(row["losses"]) == 20
+        norms = {"aligned": 0.05, "fp32": 1e-3}[numerics]
+        assert row["parity_grad_norm_ratio"] == pytest.approx(1, abs=norms)
 
 
-def test_a_difference_is_found_at_the_step_where_it_is(aligned: Comparison) -> None:
-    record = read_record(Path(aligned.rows["ddp"]["record"]))
-    shifted = list(record.losses)
-    shifted[6] *= 1.004  # above bf16's 0.003
-    agreement = compare_losses(record, dataclasses.replace(record, losses=shifted))
-    assert (agreement.agrees, agreement.worst_step) == (False, 7)
-    assert agreement.largest_relative_difference == pytest.approx(0.004)
+@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+def test_ranks_that_exchange_no_gradients_are_caught(numerics: str, tmp_path: Path) -> None:
+    code, row, _ = broken_comparison("no reduction", tmp_path, "--strategy", "ddp", "--numerics", numerics)
+    assert (code, row["status"], row["parity_holds"]) == (1, "ok", False)
+    assert row["parity_max_loss_difference"] > {"aligned": 1e-2, "fp32": 1e-5}[numerics]
+    assert row["numerics_probed"]["reduction_dtype"] is None  # the probe sees it too
+    assert row["rank"] is None
 
 
-def test_a_loss_that_is_not_a_number_never_agrees(aligned: Comparison) -> None:
-    record = read_record(Path(aligned.rows["ddp"]["record"]))
-    assert not compare_losses(record, dataclasses.replace(record, losses=[None, *record.losses[1:]])).agrees
+def test_another_seed_on_one_rank_is_caught(tmp_path: Path) -> None:
+    arguments = ("--strategy", "fsdp_full_shard", "--numerics", "fp32")
+    code, row, _ = broken_comparison("other seed", tmp_path, *arguments)
+    assert (code, row["parity_holds"]) == (1, False)
 
 
-def test_compare_exits_1_and_names_the_row_that_broke_parity(aligned: Comparison, tmp_path: Path) -> None:
-    from conftest import slm
+def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named(tmp_path: Path) -> None:
+    """No fault put in: `stock` does what accelerate does, which is to follow DeepSpeed's JSON."""
+    shipped = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    (tmp_path / "twice.json").write_text(json.dumps({**shipped, "gradient_accumulation_steps": 2}))
+    config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero2.yaml").read_text())
+    config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "twice.json")
+    (tmp_path / "twice.yaml").write_text(yaml.safe_dump(config))
+    strategies = ("--strategy", "ddp", str(tmp_path / "twice.yaml"))
+    done = compare(*strategies, "--numerics", "stock", "--parity", "20", folder=tmp_path / "runs")
+    row = done.rows["twice"]
+    assert (done.finished.code, row["status"], row["parity_holds"]) == (1, "ok", False)
+    assert "accumulation 2 (not 1)" in row["numerics_differences"]
+    assert "tokens per step 2048 (not 1024)" in row["numerics_differences"]
+    record = json.loads(Path(row["record"]).read_text())
+    assert record["tokens_per_step"] == 2 * 2 * 4 * 128  # micro-steps x ranks x batch x sequence
+    table = slm("report", str(tmp_path / "runs"))
+    assert table.code == 1
+    assert "twice: over 20 steps the loss differs from single-process fp32's by up to" in table.out
 
-    for row in aligned.rows.values():
-        content = json.loads(Path(row["record"]).read_text())
-        if row["strategy"] == "ds_zero2":
-            content["losses"] = [loss * 1.01 for loss in content["losses"]]
-        folder = tmp_path / row["strategy"]
-        folder.mkdir()
-        (folder / "record.json").write_text(json.dumps(content))
-    done = slm("report", str(tmp_path))
-    assert done.code == 1
-    assert "losses of ds_zero2 differ from ddp's by 1." in done.out
+
+def test_a_difference_is_found_at_the_step_where_it_is() -> None:
+    reference = made_record()
+    losses = [10.0] * 33
+    losses[6] += 0.02  # above aligned's 0.01
+    parity = compare_with(reference, dataclasses.replace(reference, losses=losses))
+    assert (parity.holds, parity.worst_step, parity.num_steps) == (False, 7, 33)
+    assert parity.max_loss_difference == pytest.approx(0.02)
+    assert parity.grad_norm_ratio == 1
+
+
+@pytest.mark.parametrize(("norm", "holds"), [(1.04, True), (1.06, False), (0.96, True), (0.94, False)])
+def test_a_gradient_norm_may_differ_by_a_twentieth_in_bf16(norm: float, holds: bool) -> None:
+    # 1 / 1.05 = 0.952: 0.96 is within, 0.94 is not
+    reference = made_record()
+    parity = compare_with(reference, dataclasses.replace(reference, grad_norms=[1.0, norm, 1.0]))
+    assert (parity.grad_norm_ratio, parity.holds) == (norm, holds)
+
+
+@pytest.mark.parametrize("field", ["losses", "grad_norms"])
+def test_what_is_not_a_number_never_agrees(field: str) -> None:
+    reference = made_record()
+    assert not compare_with(reference, dataclasses.replace(reference, **{field: [None, 1.0]})).holds
+
+
+def test_without_an_fp32_reference_rows_are_held_against_ddps() -> None:
+    ddp = made_record()
+    zero = made_record(identity="1", strategy="ds_zero2", engine="deepspeed", losses=[10.005] * 33)
+    of_ddp, of_zero = judge([ddp, zero])
+    assert of_ddp is None
+    assert (of_zero.reference, of_zero.holds) == ("ddp", True)
+    assert of_zero.max_loss_difference == pytest.approx(0.005)
+
+
+def test_a_run_with_other_batches_is_no_reference() -> None:
+    config = {**made_record().asked["config"], "numerics": "fp32", "gradient_accumulation_steps": 2}
+    single = {"engine": "single", "strategy": "single", "identity": "1", "world_size": 1}
+    asked = {"config": config, "num_processes": 1, "files": {}}
+    assert judge([made_record(), made_record(asked=asked, **single)])[0].reference == "single-process fp32"
+    for other in ({"seed": 1}, {"gradient_accumulation_steps": 3}, {"max_steps": 7}, {"learning_rate": 1e-5}):
+        changed = {**asked, "config": {**config, **other}}
+        assert judge([made_record(), made_record(asked=changed, **single)])[0] is None
 
 
 def test_fields_of_a_record_survive_the_file(aligned: Comparison) -> None:
     path = Path(aligned.rows["ddp"]["record"])
     assert dataclasses.asdict(read_record(path)) == json.loads(path.read_text())
-    assert isinstance(read_record(path), RunRecord)

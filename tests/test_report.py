@@ -4,45 +4,18 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from conftest import H100, made_record
 from rich.console import Console
 
-from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import find_gpu, find_price, gpus
-from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.record import RunRecord, find_records, model_facts, read_record, write_record
-from slm_toolkit.report.rows import row_of
-from slm_toolkit.report.stats import throughput
+from slm_toolkit.record import RunRecord, find_records, read_record, write_record
+from slm_toolkit.report.rows import Row, row_of
 from slm_toolkit.report.table import comparison_table
 
-H100 = "NVIDIA H100 80GB HBM3"
 
-
-def record(**changes: object) -> RunRecord:
-    """Two ranks on H100s, slm-100m: 3 warm-up steps of 9 s, then 30 steps of 0.5 s on the slower rank."""
-    config = RunConfig(model="slm-100m", seq_len=1024).with_defaults(has_gpu=True)
-    made = RunRecord(
-        run_name="made",
-        identity="0",
-        status="ok",
-        strategy="ddp",
-        asked={"config": config.identity},
-        model=model_facts(PRESETS["slm-100m"]),
-        versions={},
-        started_at="2026-01-01T00:00:00+00:00",
-        gpu=H100,
-        world_size=2,
-        engine="ddp",
-        tokens_per_step=2 * 4 * 1024,
-        timing_warmup_steps=3,
-        losses=[10.0] * 33,
-        step_seconds=[[9.0] * 3 + [0.4] * 30, [1.0] * 3 + [0.5] * 30],
-        state_bytes=[{"parameters": 2, "gradients": 2, "master_weights": 4, "optimizer": 8}] * 2,
-        peak_allocated_bytes=[2**30, 3 * 2**30],
-        peak_reserved_bytes=[2**31, 2**31],
-        peak_rss_bytes=[2**31, 2**31],
-    )
-    return dataclasses.replace(made, **changes)
+def row_from(one: RunRecord, **options: float) -> Row:
+    return row_of([(Path("r"), one)], **options)
 
 
 def table(rows: list, width: int) -> str:
@@ -52,35 +25,9 @@ def table(rows: list, width: int) -> str:
     return capture.get()
 
 
-def test_the_slowest_rank_sets_the_rate_and_warm_up_does_not_count() -> None:
-    rate = throughput(record())
-    assert rate.tokens_per_second == pytest.approx(8192 / 0.5)
-    assert (rate.num_repeats, rate.lowest, rate.highest) == (
-        3,
-        rate.tokens_per_second,
-        rate.tokens_per_second,
-    )
-
-
-def test_the_median_of_the_repeats_is_shown_with_the_lowest_and_highest() -> None:
-    seconds = [9.0] * 3 + [1.0] * 10 + [2.0] * 10 + [4.0] * 10
-    rate = throughput(record(step_seconds=[seconds, seconds]))
-    assert (rate.lowest, rate.tokens_per_second, rate.highest) == (8192 / 4, 8192 / 2, 8192 / 1)
-
-
-@pytest.mark.parametrize(("num_timed", "repeats"), [(1, 1), (9, 1), (19, 1), (20, 2), (35, 3)])
-def test_a_remainder_makes_repeats_longer_and_no_step_is_lost(num_timed: int, repeats: int) -> None:
-    rate = throughput(record(step_seconds=[[1.0] * (3 + num_timed)]))
-    assert (rate.num_repeats, rate.tokens_per_second) == (repeats, 8192)
-
-
-def test_a_run_shorter_than_its_warm_up_has_no_rate() -> None:
-    assert throughput(record(step_seconds=[[1.0] * 3])) is None
-
-
 def test_mfu_by_hand() -> None:
     # test_flops: 715,593,216 FLOPs per token; 8192 tokens/s per GPU / 989e12 = 0.5927 %
-    row = row_of(record(), Path("r"))
+    row = row_from(made_record())
     assert row.tokens_per_second_per_gpu == pytest.approx(8192)
     assert row.mfu == pytest.approx(8192 * 715_593_216 / 989e12)
     assert row.mfu == pytest.approx(0.005927, rel=1e-3)
@@ -88,18 +35,18 @@ def test_mfu_by_hand() -> None:
 
 
 def test_an_mfu_over_100_percent_is_a_failed_row() -> None:
-    row = row_of(record(step_seconds=[[0.001] * 33]), Path("r"))
+    row = row_from(made_record(step_seconds=[[0.001] * 33]))
     assert row.status == "failed"
-    assert "of what a h100-80gb can do" in row.reason
+    assert "more than a NVIDIA H100 80GB HBM3 can do" in row.reason
 
 
 def test_the_bf16_peak_says_nothing_of_an_fp32_run() -> None:
-    asked = {"config": {**record().asked["config"], "numerics": "fp32"}}
-    assert row_of(record(asked=asked), Path("r")).mfu is None
+    asked = {"config": {**made_record().asked["config"], "numerics": "fp32"}}
+    assert row_from(made_record(asked=asked)).mfu is None
 
 
 def test_an_unknown_gpu_has_no_mfu_and_no_price() -> None:
-    row = row_of(record(gpu="NVIDIA Imaginary 9000"), Path("r"))
+    row = row_from(made_record(gpu="NVIDIA Imaginary 9000"))
     assert row.mfu is row.usd_per_million_tokens is None
     assert row.tokens_per_second is not None
 
@@ -109,7 +56,7 @@ def test_dollars_by_hand() -> None:
     assert usd_per_million_tokens(tokens_per_second=1e4, usd_per_gpu_hour=3.6, num_gpus=2) == pytest.approx(
         0.2
     )
-    row = row_of(record(), Path("r"), usd_per_gpu_hour=3.6)
+    row = row_from(made_record(), usd_per_gpu_hour=3.6)
     assert row.usd_per_million_tokens == pytest.approx(1e6 / 16384 * 2 * 3.6 / 3600)
 
 
@@ -163,7 +110,7 @@ def test_the_default_price_is_the_median_of_the_providers_newest_on_demand_ones(
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 def test_no_figure_is_cut_at_any_width(width: int) -> None:
-    rows = [row_of(record(), Path("r")), row_of(record(strategy="fsdp_shard_grad_op"), Path("r"))]
+    rows = [row_from(made_record()), row_from(made_record(strategy="fsdp_shard_grad_op"))]
     text = table(rows, width)
     assert "16,384" in text
     assert "fsdp_shard_grad_op" in text
@@ -175,9 +122,9 @@ def test_no_figure_is_cut_at_any_width(width: int) -> None:
 
 
 def test_what_differs_is_a_column_and_what_does_not_stands_above() -> None:
-    small = record()
+    small = made_record()
     config = {**small.asked["config"], "per_device_train_batch_size": 16}
-    rows = [row_of(small, Path("a")), row_of(dataclasses.replace(small, asked={"config": config}), Path("b"))]
+    rows = [row_from(small), row_from(dataclasses.replace(small, asked={"config": config}))]
     text = table(rows, 200)
     heading, *lines = [line for line in text.splitlines() if line.strip()]
     assert "slm-100m, 2 x NVIDIA H100 80GB HBM3" in heading
@@ -188,20 +135,20 @@ def test_what_differs_is_a_column_and_what_does_not_stands_above() -> None:
 
 
 def test_an_oom_is_a_row_with_dashes_and_its_reason() -> None:
-    broken = record(status="oom", reason="CUDA out of memory", step_seconds=[], losses=[])
-    text = table([row_of(record(), Path("a")), row_of(broken, Path("b"))], 200)
+    broken = made_record(status="oom", reason="CUDA out of memory", step_seconds=[], losses=[])
+    text = table([row_from(made_record()), row_from(broken)], 200)
     assert "oom" in text
     assert "ddp: oom: CUDA out of memory" in text
 
 
 def test_a_record_is_written_whole_and_read_back_equal(tmp_path: Path) -> None:
-    path = write_record(record(losses=[1.0, None]), tmp_path / "run")
-    assert read_record(path) == record(losses=[1.0, None])
+    path = write_record(made_record(losses=[1.0, None]), tmp_path / "run")
+    assert read_record(path) == made_record(losses=[1.0, None])
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
-    assert find_records([tmp_path]) == ([(path, record(losses=[1.0, None]))], [])
+    assert find_records([tmp_path]) == ([(path, made_record(losses=[1.0, None]))], [])
 
 
 def test_a_record_with_a_number_that_json_lacks_is_not_written_at_all(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        write_record(record(losses=[float("nan")]), tmp_path)
+        write_record(made_record(losses=[float("nan")]), tmp_path)
     assert not (tmp_path / "record.json").exists()

@@ -1,6 +1,7 @@
 """What `slm compare` says while it works, on stderr: live bars on a terminal, a line per run elsewhere."""
 
 import dataclasses
+import re
 import time
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.progress import (
 
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.config import RunConfig
-from slm_toolkit.record import RunRecord
+from slm_toolkit.record import PARITY_REFERENCE, RunRecord
 
 
 class Display:
@@ -75,6 +76,11 @@ class Display:
 
     def _label(self, run: PlannedRun) -> str:
         """The strategy, and what else of the grid tells this run from the others."""
+        if run.run_name.startswith(PARITY_REFERENCE):
+            return "single-process fp32 reference"
         names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
-        varying = [name for name in names if len({getattr(other.config, name) for other in self.runs}) > 1]
-        return " ".join([run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)])
+        others = [run for run in self.runs if not run.run_name.startswith(PARITY_REFERENCE)]
+        varying = [name for name in names if len({getattr(other.config, name) for other in others}) > 1]
+        repeat = re.search(r"-r(\d+)$", run.run_name)
+        words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)]
+        return " ".join([*words, f"launch {repeat[1]}"] if repeat else words)

@@ -9,8 +9,14 @@ from typing import Any
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Machine
 from slm_toolkit.models import ModelSpec, find_model
-from slm_toolkit.record import everything_asked, identity_of, installed_versions, run_name_of
-from slm_toolkit.strategy import Strategy, contradictions
+from slm_toolkit.record import (
+    PARITY_REFERENCE,
+    everything_asked,
+    identity_of,
+    installed_versions,
+    run_name_of,
+)
+from slm_toolkit.strategy import Strategy, contradictions, find_strategy
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,23 @@ class PlannedRun:
 
 
 def plan_runs(
-    given: dict[str, Any], strategies: list[Strategy], *, num_processes: int | None, machine: Machine
+    given: dict[str, Any],
+    strategies: list[Strategy],
+    *,
+    num_processes: int | None,
+    machine: Machine,
+    repeats: int = 1,
+    parity_steps: int | None = None,
 ) -> list[PlannedRun]:
     """All combinations of `given` (field name to a value or a list of values) with all strategies.
 
-    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one.
-    Raises one ValueError with every problem of every combination.
+    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one. Each
+    run is planned `repeats` times; with `parity_steps` it does so many steps (unless max_steps is given), and
+    the single-process fp32 runs that see the same batches come first. Raises one ValueError with every
+    problem of every combination.
     """
+    if parity_steps is not None:
+        given = {"max_steps": parity_steps, **given}
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [
         RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=machine.num_gpus > 0)
@@ -65,15 +81,50 @@ def plan_runs(
     versions = installed_versions()
     runs = []
     for config, strategy in itertools.product(configs, strategies):
-        spec = find_model(config.model)
         count = 1 if strategy.engine == "single" else processes
-        asked = everything_asked(config, strategy, count)
-        identity = identity_of(asked, versions, machine.gpu)
-        run_name = run_name_of(spec, strategy, identity)
-        config = dataclasses.replace(
-            config, run_name=run_name, output_dir=str(Path(config.output_dir).resolve())
-        )
-        runs.append(
-            PlannedRun(config, spec, strategy, count, machine.gpu, asked, versions, identity, run_name),
-        )
-    return list({run.folder: run for run in runs}.values())
+        if parity_steps is not None:
+            single = find_strategy("single")
+            reference = _parity_reference(config, num_processes=count)
+            runs.append(_planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-"))
+        for repeat in range(1, repeats + 1):
+            suffix = f"-r{repeat}" if repeat > 1 else ""
+            runs.append(_planned(config, strategy, count, machine, versions, suffix=suffix))
+    distinct = {run.folder: run for run in runs}.values()
+    return sorted(distinct, key=lambda run: not run.run_name.startswith(PARITY_REFERENCE))  # stable
+
+
+def _parity_reference(config: RunConfig, *, num_processes: int) -> RunConfig:
+    """One process in fp32 that sees, step by step, the sequences that all ranks of `config` see together.
+
+    Rank r's batch number i is the data's batch i * num_processes + r, so more micro-steps do it.
+    """
+    plain = config.attn_implementation in ("eager", "sdpa")  # flash-attn has no fp32
+    return dataclasses.replace(
+        config,
+        numerics="fp32",
+        reduce_dtype=None,
+        gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
+        attn_implementation=config.attn_implementation if plain else "sdpa",
+        torch_compile=False,
+        profile=False,
+        max_grad_norm=1.0 if config.max_grad_norm is None else config.max_grad_norm,
+    )
+
+
+def _planned(
+    config: RunConfig,
+    strategy: Strategy,
+    num_processes: int,
+    machine: Machine,
+    versions: dict[str, str],
+    *,
+    prefix: str = "",
+    suffix: str = "",
+) -> PlannedRun:
+    spec = find_model(config.model)
+    asked = everything_asked(config, strategy, num_processes)
+    identity = identity_of(asked, versions, machine.gpu)
+    run_name = prefix + run_name_of(spec, strategy, identity) + suffix
+    folder = str(Path(config.output_dir).resolve())
+    config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
+    return PlannedRun(config, spec, strategy, num_processes, machine.gpu, asked, versions, identity, run_name)

@@ -1,21 +1,26 @@
-"""Records to rows: every figure that a report shows, computed once, None where unknown."""
+"""Records to rows: every figure that a report shows of one run, computed once, None where unknown."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from slm_toolkit.flops import flops_per_token
+from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.hardware import find_gpu, find_price
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record import RunRecord
-from slm_toolkit.report.stats import throughput
+from slm_toolkit.report.stats import num_warmup_steps, throughput
+from slm_toolkit.report.warnings import warnings_of
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a report; the names are the keys of `--json`. Bytes are of the rank that holds most."""
+    """One line of a report: a run, or several launches of the same run. The names are the keys of `--json`.
+
+    Bytes are of the rank that holds most.
+    """
 
     model: str
     strategy: str
@@ -40,17 +45,34 @@ class Row:
     learning_rate: float
     dataset: str
     max_steps: int | None
-    "None: the default, three repeats of ten timed steps"
+    "None: the default, thirty after the warm-up"
+    asked: dict[str, Any]
+    "all flags that make this run, with those above"
     losses: list[float | None]
     final_loss: float | None
     tokens_per_second: float | None
-    "all ranks, median of the repeats"
+    "all ranks, median"
     tokens_per_second_lowest: float | None
+    "lower and upper end of the interval that another measurement is expected in"
     tokens_per_second_highest: float | None
+    num_timed_steps: int | None
+    num_launches: int
+    "that ended ok and were timed"
+    num_warmup_steps: int | None
+    "first steps found slow or compiling, or as asked; not timed"
+    phase_seconds: dict[str, float] | None
+    """median seconds per step of data, forward, backward and optimizer on the rank where a phase is longest;
+    under DeepSpeed data only: backward holds the optimizer's step, whole steps alone compare"""
     tokens_per_second_per_gpu: float | None
     "per process where there is no GPU"
     mfu: float | None
-    "0..1; None where the GPU's peak is not known"
+    "0..1, with attention's FLOPs; None where the GPU's peak is not known"
+    mfu_without_attention: float | None
+    flops_per_token: float
+    "forward and backward, 6 N + 12 L H S"
+    flops_per_token_without_attention: float
+    "6 N"
+    tokens_counted: dict[str, int] | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
@@ -58,38 +80,60 @@ class Row:
     deepspeed_bytes: int | None
     "DeepSpeed's own estimate per GPU"
     usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    "of the GPUs' boards, timed steps only, from NVML's energy counter"
     price: str | None
+    numerics_probed: dict[str, Any] | None
+    "the fields of numerics.Numerics, as seen in the first step"
+    numerics_differences: list[str]
+    "in what this row was computed otherwise than `numerics_reference`; filled in by `ranking`"
+    numerics_reference: str | None
+    parity_reference: str | None
+    "what the losses were compared with; filled in by `slm compare` and `slm report`, like the next three"
+    parity_max_loss_difference: float | None
+    parity_grad_norm_ratio: float | None
+    parity_holds: bool | None
+    parity: str | None
+    "all of it as a sentence"
+    rank: int | None
+    "1 + rows of the same model, GPU and ranks whose whole interval is faster; rows of one rank are a tie"
+    warnings: list[str]
+    "what may have disturbed the measurement"
+    anatomy: dict[str, Any] | None
     record: str
-    "the record's file"
+    "the record's file, of the first launch"
 
 
-def row_of(record: RunRecord, path: Path, *, usd_per_gpu_hour: float | None = None) -> Row:
-    """All figures of one record. An MFU over 100 % makes the row failed: a clock or a count is wrong."""
-    config = record.asked["config"]
-    rate = throughput(record)
-    per_gpu = rate.tokens_per_second / record.world_size if rate else None
-    gpu, price = find_gpu(record.gpu), find_price(record.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
-    spec = ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
-    status, reason, mfu = record.status, record.reason, None
-    if gpu and per_gpu and config["numerics"] != "fp32":  # the peak we know is bf16's
-        mfu = per_gpu * flops_per_token(spec, seq_len=config["seq_len"]) / gpu.dense_bf16_flops_per_second
-        if mfu > 1:
-            status = "failed"
-            reason = (
-                f"{per_gpu:,.0f} tokens/s are {mfu:.0%} of what a {gpu.name} can do: a wrong clock or count"
-            )
+def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | None = None) -> Row:
+    """All figures of one run's launches. What can't be true makes the row failed: `impossible` says why."""
+    records = [record for _, record in repeats]
+    ok = [record for record in records if record.status == "ok"]
+    shown = next(
+        (record for record in records if record.status != "ok"), records[0]
+    )  # a failure is not hidden
+    rate = throughput(ok)
+    config, spec = shown.asked["config"], spec_of(shown)
+    per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
+    price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    with_attention = flops_per_token(spec, seq_len=config["seq_len"])
+    without = flops_per_token_without_attention(spec)
+    mfu = mfu_of(shown, per_gpu, with_attention)
+    status, reason = shown.status, shown.reason
+    if status == "ok" and (wrong := impossible(ok, mfu)):
+        status, reason = "failed", wrong
+    measured = ok or records
     return Row(
         model=spec.name,
-        strategy=record.strategy,
+        strategy=shown.strategy,
         status=status,
         reason=reason,
         evidence="measured",
-        engine=record.engine,
-        zero_stage=record.zero_stage,
-        reshard_after_forward=record.reshard_after_forward,
-        world_size=record.world_size,
-        gpu=record.gpu,
-        attn_implementation=record.attn_implementation,
+        engine=shown.engine,
+        zero_stage=shown.zero_stage,
+        reshard_after_forward=shown.reshard_after_forward,
+        world_size=shown.world_size,
+        gpu=shown.gpu,
+        attn_implementation=shown.attn_implementation,
         **{
             name: config[name]
             for name in (
@@ -98,37 +142,103 @@ def row_of(record: RunRecord, path: Path, *, usd_per_gpu_hour: float | None = No
                 *("learning_rate", "dataset", "max_steps"),
             )
         },
-        losses=record.losses,
-        final_loss=record.losses[-1] if record.losses else None,
+        asked=config,
+        losses=measured[0].losses,
+        final_loss=measured[0].losses[-1] if measured[0].losses else None,
         tokens_per_second=rate.tokens_per_second if rate else None,
         tokens_per_second_lowest=rate.lowest if rate else None,
         tokens_per_second_highest=rate.highest if rate else None,
+        num_timed_steps=rate.num_timed_steps if rate else None,
+        num_launches=rate.num_launches if rate else 0,
+        num_warmup_steps=rate.num_warmup_steps if rate else None,
+        phase_seconds=_phases(ok[0]) if ok else None,
         tokens_per_second_per_gpu=per_gpu,
         mfu=mfu,
-        peak_allocated_bytes=_largest(record.peak_allocated_bytes),
-        peak_reserved_bytes=_largest(record.peak_reserved_bytes),
-        peak_rss_bytes=_largest(record.peak_rss_bytes),
-        state_bytes_per_rank=_largest_state(record.state_bytes),
-        deepspeed_bytes=record.deepspeed_estimate["gpu_bytes"] if record.deepspeed_estimate else None,
+        mfu_without_attention=mfu * without / with_attention if mfu else None,
+        flops_per_token=with_attention,
+        flops_per_token_without_attention=without,
+        tokens_counted=shown.tokens_counted,
+        peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
+        peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
+        peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),
+        state_bytes_per_rank=_largest_state(measured[0].state_bytes),
+        deepspeed_bytes=shown.deepspeed_estimate["gpu_bytes"] if shown.deepspeed_estimate else None,
         usd_per_million_tokens=usd_per_million_tokens(
             tokens_per_second=rate.tokens_per_second,
             usd_per_gpu_hour=price.usd_per_gpu_hour,
-            num_gpus=record.world_size,
+            num_gpus=shown.world_size,
         )
         if rate and price
         else None,
+        joules_per_token=_joules_per_token(ok),
         price=str(price) if price else None,
-        record=str(path),
+        numerics_probed=measured[0].numerics,
+        numerics_differences=[],
+        numerics_reference=None,
+        parity_reference=None,
+        parity_max_loss_difference=None,
+        parity_grad_norm_ratio=None,
+        parity_holds=None,
+        parity=None,
+        rank=None,
+        warnings=[warning for record in ok for warning in warnings_of(record)],
+        anatomy=next((record.anatomy for record in ok if record.anatomy), None),
+        record=str(repeats[0][0]),
     )
 
 
-def _largest(values: list[int] | None) -> int | None:
-    return max(values) if values else None
+def spec_of(record: RunRecord) -> ModelSpec:
+    return ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
+
+
+def mfu_of(record: RunRecord, tokens_per_second_per_gpu: float | None, flops: float) -> float | None:
+    """Share of the GPU's dense bf16 peak; None in fp32, of which we know no peak, and for an unknown GPU."""
+    gpu = find_gpu(record.gpu)
+    if gpu is None or tokens_per_second_per_gpu is None or record.asked["config"]["numerics"] == "fp32":
+        return None
+    return tokens_per_second_per_gpu * flops / gpu.dense_bf16_flops_per_second
+
+
+def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
+    """What of these ok records can't be true: a clock, or a count of tokens, is wrong."""
+    if mfu is not None and mfu > 1:
+        return f"an MFU of {mfu:.0%} is more than a {records[0].gpu} can do: a wrong clock or count"
+    for record in records:
+        planned = (record.tokens_per_step or 0) * len(record.losses)
+        probed = (record.numerics or {}).get("tokens_per_step")
+        counts = {"planned": planned, **(record.tokens_counted or {})}
+        if probed is not None:
+            counts["probed"] = probed * len(record.losses)
+        if len(set(counts.values())) > 1:
+            return "tokens were counted differently: " + ", ".join(f"{n} {c:,}" for n, c in counts.items())
+    return None
+
+
+def _phases(record: RunRecord) -> dict[str, float] | None:
+    start = num_warmup_steps(record)
+    ranks = [
+        {name: median(seconds[start:]) for name, seconds in phases.items() if seconds[start:]}
+        for phases in record.phase_seconds
+    ]
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]} if ranks else None
+
+
+def _joules_per_token(records: list[RunRecord]) -> float | None:
+    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those."""
+    joules = tokens = 0.0
+    for record in records:
+        of_ranks = [watch.get("energy_joules") for watch in record.gpu_watch]
+        if not of_ranks or None in of_ranks or record.tokens_per_step is None:
+            return None
+        start = num_warmup_steps(record)
+        joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
+        tokens += record.tokens_per_step * (len(record.losses) - start)
+    return joules / tokens if tokens and joules else None
+
+
+def _largest(of_records: list[list[int] | None]) -> int | None:
+    return max((value for values in of_records for value in values or []), default=None)
 
 
 def _largest_state(state_bytes: list[dict[str, int]]) -> dict[str, int] | None:
     return max(state_bytes, key=lambda parts: sum(parts.values())) if state_bytes else None
-
-
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in rows]

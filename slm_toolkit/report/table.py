@@ -27,6 +27,15 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("dataset", "dataset"),
     ("max_steps", "steps asked"),
 )
+FP32_REFERENCE = "single-process fp32"
+_PARITY_COLUMNS: tuple[tuple[str, Callable[["Row"], str], int], ...] = (
+    ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 0),
+    (
+        "grad-norm\nratio",
+        lambda row: DASH if row.parity_grad_norm_ratio is None else f"{row.parity_grad_norm_ratio:.5f}",
+        0,
+    ),
+)
 _SWITCHES = (("gradient_checkpointing", "activations recomputed"), ("torch_compile", "compiled"))
 
 
@@ -35,16 +44,19 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
 
     Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
     """
-    settings = [(name, title) for name, title in _SETTINGS if _differs(rows, name)]
+    settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
     on_gpu = any(row.gpu for row in rows)
+    marks = _marks(rows)
+    gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
     columns: list[
         tuple[str, Callable[[Row], str], int]
     ] = [  # title, cell, order in which columns are dropped
-        *((title, lambda row, name=name: _setting(getattr(row, name)), 0) for name, title in settings),
-        ("strategy", lambda row: row.strategy, 0),
-        ("status", lambda row: row.status, 0),
+        *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
+        ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
+        ("status", lambda row: "parity" if row.parity_holds is False else row.status, 0),
+        ("rank", lambda row: _rank(row, rows), 8),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
-        ("spread", _spread, 4),
+        ("interval", _interval, 4),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: _rate(row.tokens_per_second_per_gpu),
@@ -54,7 +66,9 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         ("peak GiB" if on_gpu else "peak GiB\n(process)", _peak, 0),
         ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 2),
         ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 3),
-        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 7),
+        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 9),
+        *_energy_column(rows),
+        *(_PARITY_COLUMNS if gate else ()),
         ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
     ]
     dropped: list[str] = []
@@ -69,7 +83,7 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         )
         columns.remove(victim)
         dropped.append(victim[0].replace("\n", " "))
-    return Group(_heading(rows, settings), table, *_notes(rows, dropped))
+    return Group(_heading(rows, settings), table, *_notes(rows, dropped, marks))
 
 
 def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]) -> Table:
@@ -81,7 +95,7 @@ def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]
         cells = [Text(cell(row)) for _, cell, _ in columns]
         status = [title for title, _, _ in columns].index("status")
         cells[status].stylize(_STATUS_STYLE[row.status])
-        table.add_row(*cells)
+        table.add_row(*cells, style="red" if row.parity_holds is False else None)
     roomy = Console(width=10_000)
     table.width = table.__rich_measure__(
         roomy, roomy.options
@@ -111,8 +125,18 @@ def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
     return Text("measured: " + ", ".join(same), style="bold")
 
 
-def _notes(rows: list[Row], dropped: list[str]) -> list[Text]:
+def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str]) -> list[Text]:
     notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
+    for found, mark in marks.items():
+        reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
+        notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(found)}", style="yellow"))
+    warnings: dict[str, list[str]] = {}
+    for row in rows:
+        for warning in row.warnings:
+            warnings.setdefault(warning, []).append(row.strategy)
+    notes += [Text(f"{', '.join(names)}: {warning}", style="yellow") for warning, names in warnings.items()]
+    if any(row.rank for row in rows):
+        notes.append(Text("rank: by tokens/s per process; = is a tie, the intervals overlap", style="dim"))
     prices = sorted({row.price for row in rows if row.price})
     notes += [Text(f"price: {price}", style="dim") for price in prices]
     if not prices and any(row.status == "ok" for row in rows):
@@ -132,7 +156,44 @@ def _common(rows: list[Row], name: str) -> object:
 
 
 def _differs(rows: list[Row], name: str) -> bool:
-    return len({getattr(row, name) for row in rows if getattr(row, name) is not None}) > 1
+    return len({str(_value(row, name)) for row in rows if _value(row, name) is not None}) > 1
+
+
+def _settings(rows: list[Row]) -> list[tuple[str, str]]:
+    """_SETTINGS, then every other flag that was asked."""
+    known = {name for name, _ in _SETTINGS}
+    asked = dict.fromkeys(name for row in rows for name in row.asked)
+    return [*_SETTINGS, *((name, name.replace("_", " ")) for name in asked if name not in known)]
+
+
+def _value(row: Row, name: str) -> object:
+    return getattr(row, name) if hasattr(row, name) else row.asked.get(name)
+
+
+def _marks(rows: list[Row]) -> dict[tuple[str, ...], str]:
+    """A footnote mark for each way in which rows were computed otherwise than their reference."""
+    ways = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
+    return {way: f" [{number}]" for number, way in enumerate(ways, start=1)}
+
+
+def _rank(row: Row, rows: list[Row]) -> str:
+    if row.rank is None:
+        return DASH
+    group = [
+        other
+        for other in rows
+        if (other.model, other.gpu, other.seq_len) == (row.model, row.gpu, row.seq_len)
+    ]
+    return f"{row.rank}=" if sum(other.rank == row.rank for other in group) > 1 else str(row.rank)
+
+
+def _energy_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
+    """Shown where there is any: CPUs have no counter that we read."""
+    if all(row.joules_per_token is None for row in rows):
+        return []
+    # a joule per token is 1,000 kJ per million tokens
+    shown = lambda row: DASH if row.joules_per_token is None else f"{row.joules_per_token * 1e3:,.1f}"  # noqa: E731
+    return [("kJ per 1M\ntokens", shown, 10)]
 
 
 def _setting(value: object) -> str:
@@ -145,9 +206,9 @@ def _rate(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
-def _spread(row: Row) -> str:
-    """Half of the way from the slowest repeat to the fastest, as a share of the median."""
-    if row.tokens_per_second is None or row.tokens_per_second_highest == row.tokens_per_second_lowest:
+def _interval(row: Row) -> str:
+    """Half of the interval, as a share of the median."""
+    if row.tokens_per_second is None:
         return DASH
     half = (row.tokens_per_second_highest - row.tokens_per_second_lowest) / 2
     return f"±{half / row.tokens_per_second:.1%}"
@@ -155,6 +216,10 @@ def _spread(row: Row) -> str:
 
 def _peak(row: Row) -> str:
     return _gib(row.peak_allocated_bytes if row.gpu else row.peak_rss_bytes)
+
+
+def _scientific(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1e}"
 
 
 def _gib(value: int | None) -> str:

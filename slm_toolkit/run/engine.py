@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
@@ -72,21 +74,57 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
             # in pieces and draw other weights than under any other strategy.
             unset_hf_deepspeed_config()
-        # "auto" or absent would clip at 1.0 whatever the script says, and accumulate as the JSON says.
-        accelerator.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-            "gradient_clipping": config.max_grad_norm,
-        }
+        _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
+    if engine == "fsdp2" and _reduces_in_fp32(config):
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
+
+
+def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
+    """Let DeepSpeed do what the flags say, where they say something.
+
+    "auto" or absent would clip at 1.0 whatever the script does (that is what `stock` shows), and accumulate
+    as the JSON says.
+    """
+    deepspeed["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
+    if config.numerics != "stock":
+        deepspeed["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+        deepspeed["gradient_clipping"] = config.max_grad_norm
+    if config.numerics == "pure_bf16":
+        in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        deepspeed["bf16"] = {**deepspeed.get("bf16", {}), **in_bf16}
+    if _reduces_in_fp32(config):  # one of the two alone changes nothing
+        deepspeed["communication_data_type"] = "fp32"
+        deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
+
+
+def _reduces_in_fp32(config: RunConfig) -> bool:
+    """Whether gradients of bf16 weights are to be reduced in fp32."""
+    return config.reduce_dtype == "fp32" and config.numerics != "fp32"
+
+
+def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
+    """DDP's part of `--reduce_dtype fp32`; FSDP2 and DeepSpeed have it in their own configuration."""
+    if isinstance(model, DistributedDataParallel) and _reduces_in_fp32(config):
+        model.register_comm_hook(model.process_group, _reduce_in_fp32)
+
+
+def _reduce_in_fp32(
+    group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook: the mean over all ranks, summed in fp32."""
+    wide = bucket.buffer().float().div_(group.size())
+    work = torch.distributed.all_reduce(wide, group=group, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
     """accelerate's word for the numerics; what the launch says counts in `stock` only, else is told so."""
     if config.numerics == "stock":
         return launch.mixed_precision or "bf16"
-    # aligned: the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
-    wanted = "bf16" if config.numerics == "aligned" and launch.strategy.engine == "deepspeed" else "no"
+    # the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
+    wanted = "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
     if launch.mixed_precision not in (None, wanted) and os.environ.get("RANK", "0") == "0":
         print(
             f"note: mixed_precision {launch.mixed_precision} was asked of accelerate; "
@@ -97,7 +135,7 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:
-    """AdamW, weight decay on matrices only; fp32 master weights where the engine does not hold its own."""
+    """AdamW, weight decay on matrices only; with master weights where the engine does not hold its own."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in params if _is_matrix(param)], "weight_decay": config.weight_decay},
@@ -109,9 +147,12 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
         "fused": config.optim == "adamw_torch_fused",
         "foreach": None if config.optim == "adamw_torch_fused" else True,
     }
-    if config.numerics == "aligned" and engine != "deepspeed":
-        return AdamWWithMasterWeights(groups, max_grad_norm=config.max_grad_norm, **options)
-    return torch.optim.AdamW(groups, **options)
+    if config.numerics == "stock" or engine == "deepspeed":
+        return torch.optim.AdamW(groups, **options)
+    master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
+    return AdamWWithMasterWeights(
+        groups, master_dtype=master_dtype, max_grad_norm=config.max_grad_norm, **options
+    )
 
 
 def _is_matrix(param: torch.Tensor) -> bool:
@@ -125,9 +166,9 @@ def optimizer_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    max_grad_norm: float,
+    max_grad_norm: float | None,
 ) -> torch.Tensor | float:
-    """Clip (0: don't), step and clear; returns the gradient norm before clipping, over all ranks.
+    """Clip (0 or None: don't), step and clear; returns the gradient norm before clipping, over all ranks.
 
     DeepSpeed did all of it inside accelerate's backward, our master weight optimizer clips in its step.
     """

@@ -16,9 +16,13 @@ class RecordedLoss:
     def __init__(self, model: PreTrainedModel) -> None:
         self.function = model.loss_function
         self.last: torch.Tensor | None = None
+        self.num_tokens = 0
+        "trained on so far, counted where the loss is computed"
         model.loss_function = self
 
     def __call__(self, **arguments: Any) -> torch.Tensor:
         loss = self.function(**arguments)
+        if torch.is_grad_enabled():
+            self.num_tokens += arguments["labels"].numel()
         self.last = loss.detach()
         return loss

@@ -1,8 +1,10 @@
 """Clocks and bytes of a training process: seconds per step, peak memory, the state each rank holds."""
 
 import resource
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,23 +12,80 @@ from accelerate import Accelerator
 
 
 class StepClock:
-    """Seconds of each step on this rank, the device's queue drained on both sides."""
+    """Seconds of each step on this rank, and of its phases, as the device sees them.
+
+    On a GPU: CUDA events on the training stream, so that measuring never makes the host wait; a step is as
+    long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: list[float] = []
+        self._steps: list[tuple[Any, Any]] = []
+        self._phases: list[list[tuple[str, Any, Any]]] = []
 
-    def __enter__(self) -> None:
-        self._synchronize()
-        self._start = time.perf_counter()
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        start = self._now()
+        self._phases.append([])
+        yield
+        self._steps.append((start, self._now()))
 
-    def __exit__(self, *exception: object) -> None:
-        self._synchronize()
-        self.seconds.append(time.perf_counter() - self._start)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step; one of the same name may come again, its time is added."""
+        start = self._now()
+        with torch.profiler.record_function(f"phase:{name}"):
+            yield
+        self._phases[-1].append((name, start, self._now()))
 
-    def _synchronize(self) -> None:
+    @property
+    def seconds(self) -> list[float]:
+        self._drain()
+        return [self._between(start, end) for start, end in self._steps]
+
+    @property
+    def last_seconds(self) -> float:
+        self._drain()
+        return self._between(*self._steps[-1])
+
+    def phase_seconds(self) -> dict[str, list[float]]:
+        """Of each phase, its seconds in each step."""
+        self._drain()
+        of_step = [
+            _summed((name, self._between(start, end)) for name, start, end in phases)
+            for phases in self._phases
+        ]
+        names = dict.fromkeys(name for summed in of_step for name in summed)
+        return {name: [summed.get(name, 0.0) for summed in of_step] for name in names}
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if self.device.type != "cuda":
+            return round(end - start, 7)
+        return start.elapsed_time(end) / 1e3  # milliseconds
+
+    def _drain(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for name, seconds in pairs:
+        total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that torch.compile has compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # private, and slow to import where nothing compiles
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -62,8 +121,9 @@ class GradientCounter:
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
-        self.model, self.engine = model, _deepspeed_engine(accelerator)
+        self.model, self.engine = model, deepspeed_engine(accelerator)
         self.num_bytes: int | None = None
+        self.dtypes: frozenset[str] = frozenset()
         if self.engine is not None:
             zero = self.engine.optimizer
             original = zero.step
@@ -84,46 +144,50 @@ class GradientCounter:
             for group in getattr(self.engine.optimizer, "averaged_gradients", {}).values():
                 gradients += group or []
         self.num_bytes = tensor_bytes(gradients)
+        held = [gradient.dtype for gradient in gradients if gradient is not None]
+        self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
 
 
 def state_bytes(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
 ) -> dict[str, int]:
     """Bytes per part of the training state on this rank, between two steps (gradients: before a step)."""
-    if (engine := _deepspeed_engine(accelerator)) is not None:
-        return {"gradients": gradients, **_deepspeed_state_bytes(engine)}
+    state = training_state(accelerator, model, optimizer)
+    return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
+
+
+def training_state(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, list[torch.Tensor]]:
+    """The live tensors of this rank: parameters, master_weights (where there are any) and optimizer."""
+    if (engine := deepspeed_engine(accelerator)) is not None:
+        return _deepspeed_state(engine)
     state = optimizer.optimizer.state.values()
     return {
-        "parameters": tensor_bytes(model.parameters()),
-        "gradients": gradients,
-        "master_weights": tensor_bytes(of_param.get("master") for of_param in state),
-        "optimizer": tensor_bytes(
+        "parameters": list(model.parameters()),
+        "master_weights": [of_param["master"] for of_param in state if "master" in of_param],
+        "optimizer": [
             value
             for of_param in state
             for key, value in of_param.items()
             if key != "master" and isinstance(value, torch.Tensor)
-        ),
+        ],
     }
 
 
-def _deepspeed_engine(accelerator: Accelerator) -> Any:
+def deepspeed_engine(accelerator: Accelerator) -> Any:
+    """DeepSpeed's engine, None where another engine runs."""
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     return wrapped.engine if wrapped is not None else None
 
 
-def _deepspeed_state_bytes(engine: Any) -> dict[str, int]:
+def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
     zero = engine.optimizer
     params = list(engine.module.parameters())
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        parameters = tensor_bytes(param.ds_tensor for param in params)
-        masters = zero.fp32_partitioned_groups_flat
+        params, masters = [param.ds_tensor for param in params], zero.fp32_partitioned_groups_flat
     else:
-        parameters = tensor_bytes(params)
         masters = getattr(zero, "single_partition_of_fp32_groups", [])
     adam = getattr(zero, "optimizer", zero).state.values()
-    tensors = [value for of_param in adam for value in of_param.values() if isinstance(value, torch.Tensor)]
-    return {
-        "parameters": parameters,
-        "master_weights": tensor_bytes(masters),
-        "optimizer": tensor_bytes(tensors),
-    }
+    moments = [value for of_param in adam for value in of_param.values() if isinstance(value, torch.Tensor)]
+    return {"parameters": params, "master_weights": list(masters), "optimizer": moments}

@@ -31,8 +31,10 @@ def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
 def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     """The model in training mode on CPU; the same weights on every rank and under every strategy.
 
-    A folder or hub id that holds weights is fine-tuned; any other model starts from the seed. fp32, but for
-    `--numerics aligned`: bf16, as the same rounding is the start of the master weights under every engine.
+    A folder or hub id that holds weights is fine-tuned; any other model starts from the seed, from weights
+    that bf16 can hold, so that runs of every numerics start from the same. The dtype is bf16 for `--numerics
+    aligned` and `pure_bf16` (where the master weights start from the same rounding under every engine), else
+    fp32.
     Raises ValueError where the attention kernel is unknown or not installed.
     """
     set_seed(config.seed)
@@ -42,12 +44,14 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
     else:
         model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=config.seq_len), **options)
+        for param in model.parameters():
+            param.data = param.data.bfloat16().float()
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.numerics == "aligned":
+    if config.numerics in ("aligned", "pure_bf16"):
         for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()
     if config.torch_compile:

@@ -1,4 +1,4 @@
-"""AdamW over fp32 master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
+"""AdamW over master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,23 @@ from torch.optim.adamw import adamw
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
-    """AdamW whose parameters may be bf16: each has an fp32 master copy in its state, which the step updates.
+    """AdamW that updates a copy of each parameter in `master_dtype`, or the parameter itself if it is that.
 
-    The state of a parameter holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its shape; shards of a DTensor)
-    and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
+    The state of a bf16 parameter under fp32 masters holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its
+    shape; shards of a DTensor) and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
     """
 
-    def __init__(self, params: Any, *, max_grad_norm: float, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        max_grad_norm: float,
+        master_dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's."""
         super().__init__(params, **options)
+        self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         "of all gradients before clipping, fp32, set by each step"
@@ -54,10 +62,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], params: list[torch.Tensor], clip: torch.Tensor | None) -> None:
         """One step of AdamW on the masters of some parameters of a group, then the parameters follow."""
         states = [self._state_of(param, fused=bool(group["fused"])) for param in params]
-        gradients = [_local(param.grad).float() for param in params]
+        gradients = [_local(param.grad).to(self.master_dtype) for param in params]
         if clip is not None:
             torch._foreach_mul_(gradients, clip)
-        masters = [_local(state["master"]) for state in states]
+        masters = [_local(state.get("master", param)) for state, param in zip(states, params, strict=True)]
         beta1, beta2 = group["betas"]
         adamw(
             masters,
@@ -76,14 +84,19 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        torch._foreach_copy_([_local(param) for param in params], masters)
+        followers = [index for index, state in enumerate(states) if "master" in state]
+        if followers:
+            torch._foreach_copy_(
+                [_local(params[index]) for index in followers], [masters[index] for index in followers]
+            )
 
     def _state_of(self, param: torch.Tensor, *, fused: bool) -> dict[str, torch.Tensor]:
         state = self.state[param]
         if not state:
-            state["master"] = param.detach().float().clone()  # clone: .float() of an fp32 parameter is itself
-            state["exp_avg"] = torch.zeros_like(state["master"])
-            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+            if param.dtype != self.master_dtype:
+                state["master"] = param.detach().to(self.master_dtype)
+            state["exp_avg"] = torch.zeros_like(param, dtype=self.master_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.master_dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
         return state
 

@@ -1,0 +1,300 @@
+"""Where a training step's time goes, from a torch.profiler trace; no torch needed.
+
+    anatomy_of(read_trace("trace.json.gz"))
+
+The steps are the trace's `ProfilerStep#N` annotations. Each instant of a step goes to the first of these:
+
+ 1. compute runs: optimizer > attention > matmul > other. Communication that runs meanwhile is also counted
+    as overlapped, beside the sum;
+ 2. communication runs alone, or is waited for: exposed;
+ 3. the annotation `phase:data` is open: data;
+ 4. else idle: on a GPU no kernel ran, on a CPU Python or anything else that is no torch op.
+
+On a GPU, kernels and copies on all streams of the device count. A kernel's part is told by its name and by
+where on the CPU it was launched. Where every step's kernels end inside the step's window on the CPU (the loop
+synchronizes, as `StepClock` does), that window counts, so waits before the first kernel are seen; else the
+device's own window, up to the beginning of the next one.
+
+On a CPU, the ops of the training thread (and of autograd's, if it is another) are compute, and `gloo:...` on
+whichever thread is communication. Only the innermost op at an instant counts: an autograd node, an
+autograd.Function and FSDP's and DeepSpeed's hooks enclose waits, so their own time is no compute; the time of
+`c10d::...` itself is communication, a copy inside it is compute. The same cores compute and communicate, so
+overlapped communication slows the compute that hides it.
+
+Optimizer: inside `phase:optimizer` (clipping and clearing too; under DeepSpeed its optimizer's step, though
+the norm that it clips by may be taken before) or torch's `Optimizer.step#...`. Attention: fused kernels, or
+`bmm` and `softmax` of the eager one, whose mask, scale and casts are other compute.
+"""
+
+import bisect
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Interval = tuple[float, float, str]
+"start and end in microseconds, and the kind of what ran"
+
+COMPUTE = ("optimizer", "attention", "matmul", "other_compute")  # the first that runs has the time
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_OPTIMIZER = re.compile(r"phase:optimizer$|Optimizer\.step#")
+_COLLECTIVE = re.compile(r"gloo:")  # annotations on a process group's own thread
+_COMMUNICATION_OP = re.compile(r"c10d::|_?c10d_functional::|record_param_comms$")
+_WRAPPER = re.compile(r"autograd::|torch::autograd::")  # like all names without "::", a node or a Function
+_COMPILED = re.compile(r"## Call CompiledFxGraph")  # its own time is that of Inductor's code
+_ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product", re.IGNORECASE)
+_EAGER_ATTENTION_OPS = {"aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_softmax_backward_data"}
+_MATMUL_OP = re.compile(r"\w+::_?(mm|addmm|mv|addmv|matmul|linear\w*|scaled_mm|grouped_mm|mkldnn_linear\w*)$")
+_COMMUNICATION_KERNEL = re.compile(r"nccl")
+_ADAM_KERNEL = re.compile(r"adam", re.IGNORECASE)
+_OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply")  # FSDP copies with it too: where no launch is known
+_FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per)_")  # named after ops they replace or stand next to
+_MATMUL_KERNEL = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|triton_tem_fused_\w*mm", re.IGNORECASE)
+_CLOCKS_DISAGREE = 100.0  # microseconds; the CPU's and the device's clock are two
+_DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Seconds per step of one rank, the mean over the profiled steps. The parts add up to `step_seconds`."""
+
+    matmul_seconds: float
+    attention_seconds: float
+    other_compute_seconds: float
+    optimizer_seconds: float
+    communication_exposed_seconds: float
+    data_seconds: float
+    idle_seconds: float
+    communication_overlapped_seconds: float
+    "communication during which compute ran: part of the compute above, not of the sum"
+    num_steps: int
+    device: str
+    "cuda or cpu"
+
+    @property
+    def step_seconds(self) -> float:
+        return (
+            self.matmul_seconds
+            + self.attention_seconds
+            + self.other_compute_seconds
+            + self.optimizer_seconds
+            + self.communication_exposed_seconds
+            + self.data_seconds
+            + self.idle_seconds
+        )
+
+
+def read_trace(path: str | Path) -> list[Event]:
+    """The events of a chrome trace, `.json` or `.json.gz`."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        return json.load(file)["traceEvents"]
+
+
+def anatomy_of(events: list[Event]) -> Anatomy:
+    """Raises ValueError where no step is annotated."""
+    events = [event for event in events if event["ph"] == "X" and "dur" in event]
+    if not any(_is_step(event) for event in events):
+        raise ValueError(
+            "the trace has no ProfilerStep#N annotation\n"
+            "hint: give torch.profiler.profile a schedule, and call its step() after each training step"
+        )
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    windows = _gpu_windows(events) if on_gpu else list(_cpu_windows(events).values())
+    intervals = [(start, end, "step") for start, end in windows]
+    intervals += _gpu_intervals(events) if on_gpu else _cpu_intervals(events)
+    intervals += [(*_span(event), "data") for event in events if event["name"] == "phase:data"]
+    parts = _sweep(intervals)
+
+    def seconds(part: str) -> float:
+        return parts[part] / 1e6 / len(windows)
+
+    return Anatomy(
+        matmul_seconds=seconds("matmul"),
+        attention_seconds=seconds("attention"),
+        other_compute_seconds=seconds("other_compute"),
+        optimizer_seconds=seconds("optimizer"),
+        communication_exposed_seconds=seconds("communication"),
+        data_seconds=seconds("data"),
+        idle_seconds=seconds("idle"),
+        communication_overlapped_seconds=seconds("overlapped"),
+        num_steps=len(windows),
+        device="cuda" if on_gpu else "cpu",
+    )
+
+
+def _sweep(intervals: list[Interval]) -> Counter[str]:
+    """Microseconds per part, over all instants at which a `step` is open."""
+    points = [(start, 1, kind) for start, _, kind in intervals]
+    points += [(end, -1, kind) for _, end, kind in intervals]
+    running: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    previous = 0.0
+    for instant, change, kind in sorted(points):
+        if running["step"] and instant > previous:
+            part = next((kind for kind in (*COMPUTE, "communication", "data") if running[kind]), "idle")
+            parts[part] += instant - previous
+            if part in COMPUTE and running["communication"]:
+                parts["overlapped"] += instant - previous
+        running[kind] += change
+        previous = instant
+    return parts
+
+
+def _cpu_intervals(events: list[Event]) -> Iterator[Interval]:
+    """What ran on a CPU: each instant of the training threads by its innermost op, and the collectives."""
+    training = {event["tid"] for event in events if _is_step(event)}
+    training |= {event["tid"] for event in events if event["name"].startswith("autograd::engine::")}
+    for tid, frames in _frames_by_thread(events).items():
+        if tid in training:
+            yield from ((start, end, frame.kind) for start, end, frame in frames if frame.kind)
+    for event in events:
+        if _COLLECTIVE.match(event["name"]):
+            yield *_span(event), "communication"
+
+
+def _gpu_intervals(events: list[Event]) -> Iterator[Interval]:
+    """What ran on the device, whichever the stream."""
+    frames = _frames_by_thread(events)
+    launches, ops = {}, {}
+    for event in events:
+        args = event.get("args", {})
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+            launches[args["correlation"]] = event
+        elif event.get("cat") == "cpu_op" and "External id" in args:
+            ops[args["External id"]] = event
+    for event in events:
+        if event.get("cat") in _DEVICE_CATEGORIES:
+            args = event.get("args", {})
+            launchers = (launches.get(args.get("correlation")), ops.get(args.get("External id")))
+            found = (_frame_at(frames[by["tid"]], by["ts"]) for by in launchers if by)
+            yield *_span(event), _kernel_kind(event["name"], next(filter(None, found), None))
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """An op on a thread's stack, with what follows from the ops that enclose it."""
+
+    name: str
+    end: float
+    is_op: bool
+    in_optimizer: bool
+    in_attention: bool
+
+    @property
+    def kind(self) -> str | None:
+        """Of the op's own time, outside of its inner ops; None if it may be a wait."""
+        name = self.name
+        if not self.is_op:
+            return None
+        if _COMMUNICATION_OP.match(name):
+            return "communication"
+        if _is_wrapper(name):
+            return None
+        if self.in_optimizer:
+            return "optimizer"
+        if self.in_attention:
+            return "attention"
+        return "matmul" if _MATMUL_OP.match(name) else "other_compute"
+
+
+def _frames_by_thread(events: list[Event]) -> dict[int, list[tuple[float, float, _Frame]]]:
+    """Each thread's time, in order, cut where the innermost op changes; optimizer annotations are ops too."""
+    threads = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" or (
+            event.get("cat") == "user_annotation" and _OPTIMIZER.match(event["name"])
+        ):
+            threads[event["tid"]].append(event)
+    return defaultdict(list, {tid: list(_innermost(of_thread)) for tid, of_thread in threads.items()})
+
+
+def _innermost(events: Iterable[Event]) -> Iterator[tuple[float, float, _Frame]]:
+    stack: list[_Frame] = []
+    now = 0.0
+    last = {"name": "", "ts": float("inf"), "dur": 0.0}  # closes all that is open
+    for event in (*sorted(events, key=lambda event: (event["ts"], -event["dur"])), last):
+        start, end = _span(event)
+        while stack and stack[-1].end <= start:
+            frame = stack.pop()
+            if now < frame.end:
+                yield now, frame.end, frame
+                now = frame.end
+        if stack and now < start:
+            yield now, start, stack[-1]
+        now = start
+        name, enclosing = event["name"], stack[-1] if stack else None
+        stack.append(
+            _Frame(
+                name=name,
+                end=end,
+                is_op=event.get("cat") == "cpu_op",
+                in_optimizer=bool(_OPTIMIZER.match(name))
+                or (enclosing is not None and enclosing.in_optimizer),
+                in_attention=name in _EAGER_ATTENTION_OPS
+                or (bool(_ATTENTION.search(name)) and not _is_wrapper(name))
+                or (enclosing is not None and enclosing.in_attention),
+            )
+        )
+
+
+def _is_wrapper(name: str) -> bool:
+    """Whether an op runs hooks, which wait, prefetch or recompute."""
+    return not _COMPILED.match(name) and ("::" not in name or _WRAPPER.match(name) is not None)
+
+
+def _frame_at(frames: list[tuple[float, float, _Frame]], instant: float) -> _Frame | None:
+    index = bisect.bisect_right(frames, instant, key=lambda frame: frame[0]) - 1
+    return frames[index][2] if index >= 0 and instant < frames[index][1] else None
+
+
+def _kernel_kind(name: str, frame: _Frame | None) -> str:
+    """`frame` launched it; None if that is not known."""
+    if _COMMUNICATION_KERNEL.search(name):
+        return "communication"
+    if (frame and frame.in_optimizer) or _ADAM_KERNEL.search(name):
+        return "optimizer"
+    if frame is None and _OPTIMIZER_KERNEL.search(name):
+        return "optimizer"
+    if _FUSED_BY_INDUCTOR.match(name):
+        return "other_compute"
+    if (frame and frame.in_attention) or _ATTENTION.search(name):
+        return "attention"
+    if _MATMUL_KERNEL.search(name) or (frame and _MATMUL_OP.match(frame.name)):
+        return "matmul"
+    return "other_compute"
+
+
+def _cpu_windows(events: list[Event]) -> dict[str, tuple[float, float]]:
+    steps = sorted((event for event in events if _is_step(event)), key=lambda event: event["ts"])
+    return {event["name"]: _span(event) for event in steps}
+
+
+def _gpu_windows(events: list[Event]) -> list[tuple[float, float]]:
+    """Start and end of each step on the device; see the module's docstring."""
+    on_cpu = _cpu_windows(events)
+    on_gpu: dict[str, tuple[float, float]] = {}
+    for event in events:
+        if event.get("cat") == "gpu_user_annotation" and event["name"] in on_cpu:  # one per stream
+            start, end = _span(event)
+            first, last = on_gpu.get(event["name"], (start, end))
+            on_gpu[event["name"]] = min(first, start), max(last, end)
+    if all(end <= on_cpu[name][1] + _CLOCKS_DISAGREE for name, (_, end) in on_gpu.items()):
+        return list(on_cpu.values())
+    windows = sorted(on_gpu.values())
+    return [(start, after) for (start, _), (after, _) in pairwise(windows)] + windows[-1:]
+
+
+def _is_step(event: Event) -> bool:
+    return event.get("cat") == "user_annotation" and _STEP.fullmatch(event["name"]) is not None
+
+
+def _span(event: Event) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]

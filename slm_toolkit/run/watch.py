@@ -1,0 +1,124 @@
+"""Everything that is observed while a run trains, put together as fields of its record."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from slm_toolkit.run.gpu import GpuState, GpuWatch, allocator_retries, gpu_state, open_gpu
+from slm_toolkit.run.host import HostWatch
+from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.measure import (
+    GradientCounter,
+    StepClock,
+    deepspeed_engine,
+    num_compiled_graphs,
+    peak_memory,
+    reset_peak_memory,
+    state_bytes,
+)
+from slm_toolkit.run.probe import NumericsProbe
+from slm_toolkit.run.ranks import gather_to_all
+
+
+@dataclass(frozen=True)
+class GpuBefore:
+    """NVML's handle of this rank's GPU, and who held the GPU before the run opened it."""
+
+    handle: Any | None
+    state: GpuState
+
+
+def look_at_gpu(index: int) -> GpuBefore:
+    """To be called before this process has a context on `cuda:index`; all unknown without a GPU or NVML."""
+    handle = None
+    if torch.cuda.is_available():
+        handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
+    return GpuBefore(handle, gpu_state(handle) if handle is not None else GpuState(None, None))
+
+
+class RunWatch:
+    """Clock, probe and counters of one rank: `with watch.step()` around each step, `watch.phase` inside."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_recorder: RecordedLoss,
+        gpu: GpuBefore,
+    ) -> None:
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.loss_recorder = loss_recorder
+        self.clock = StepClock(accelerator.device)
+        self.gradients = GradientCounter(accelerator, model)
+        self.numerics: dict[str, Any] | None = None
+        "what the first step's probe saw, the same on all ranks"
+        self.num_tokens_drawn = 0
+        self.num_graphs_compiled: list[int] = []
+        self.phase = self.clock.phase
+        self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
+        reset_peak_memory(accelerator.device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step; the first is probed too."""
+        first = self.numerics is None
+        probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if first else nullcontext()
+        graphs = num_compiled_graphs()
+        with probe, self.clock.step():
+            yield
+        self.num_graphs_compiled.append(num_compiled_graphs() - graphs)
+        self.gpu.sample()
+        if first:
+            self.numerics = dataclasses.asdict(probe.result(self.gradients))
+
+    def drew(self, tokens: torch.Tensor) -> None:
+        """Count the tokens of a batch that came from the data."""
+        self.num_tokens_drawn += tokens.numel()
+
+    def observed(self) -> dict[str, Any]:
+        """The record's fields, the same on all ranks; every rank must call it."""
+        device = self.accelerator.device
+        on_gpu = device.type == "cuda"
+        phases = self.clock.phase_seconds()
+        if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
+            phases = {"data": phases["data"]}
+        mine = {
+            "peaks": peak_memory(device),
+            "seconds": self.clock.seconds,
+            "phases": phases,
+            "state": state_bytes(self.accelerator, self.model, self.optimizer, self.gradients.num_bytes),
+            "graphs": self.num_graphs_compiled,
+            "gpu": {
+                "num_processes_before": self.gpu_before.num_processes,
+                "used_bytes_before": self.gpu_before.used_bytes,
+                "energy_joules": self.gpu.energy_joules,
+                "throttle_reasons": self.gpu.throttle_reasons,
+                "clock_mhz": self.gpu.clock_mhz,
+                "allocator": allocator_retries(device),
+            },
+            "host": self.host.other_busy_cores(),
+            "drawn": self.num_tokens_drawn,
+            "in_loss": self.loss_recorder.num_tokens,
+        }
+        ranks = gather_to_all(mine)
+        return {
+            "numerics": self.numerics,
+            "step_seconds": [rank["seconds"] for rank in ranks],
+            "phase_seconds": [rank["phases"] for rank in ranks],
+            "num_graphs_compiled": [
+                max(graphs) for graphs in zip(*(rank["graphs"] for rank in ranks), strict=True)
+            ],
+            "tokens_counted": {name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss")},
+            "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
+            "other_busy_cores": ranks[0]["host"],
+            "state_bytes": [rank["state"] for rank in ranks],
+            "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
+            "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
+            "peak_rss_bytes": [rank["peaks"]["rss"] for rank in ranks],
+        }
