@@ -1,0 +1,202 @@
+"""Rates, warm-up, intervals, ranks and audits, from records made by hand with numbers worked by hand."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from conftest import made_record
+
+from slm_toolkit.record import RunRecord
+from slm_toolkit.report.ranking import ranked
+from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.stats import (
+    LAUNCH_NOISE,
+    interval_of_median,
+    num_warmup_steps,
+    overlap,
+    throughput,
+)
+
+
+def with_steps(*slowest: float, **changes: object) -> RunRecord:
+    """A record whose first rank took these seconds, the second half as long; 8,192 tokens each."""
+    ranks = [list(slowest), [seconds / 2 for seconds in slowest]]
+    found = {"timing_warmup_steps": None, "losses": [10.0] * len(slowest), **changes}
+    return made_record(step_seconds=ranks, **found)
+
+
+def row_from(*launches: RunRecord) -> Row:
+    return row_of([(Path(f"r{index}"), record) for index, record in enumerate(launches)])
+
+
+def test_the_slowest_rank_sets_the_rate_and_warm_up_does_not_count() -> None:
+    rate = throughput([made_record()])  # 3 steps of 9 s, then 30 of 0.4 s and 0.5 s on two ranks
+    assert rate.tokens_per_second == pytest.approx(8192 / 0.5)
+    assert (rate.num_timed_steps, rate.num_warmup_steps) == (30, 3)
+
+
+def test_the_median_of_blocks_is_the_rate_and_their_ends_are_the_interval() -> None:
+    rate = throughput([with_steps(*[9.0] * 3, *[1.0] * 10, *[2.0] * 10, *[4.0] * 10, timing_warmup_steps=3)])
+    assert (rate.lowest, rate.tokens_per_second, rate.highest) == (8192 / 4, 8192 / 2, 8192 / 1)
+
+
+def test_one_launch_is_never_more_certain_than_launches_are_alike() -> None:
+    rate = throughput([made_record()])  # thirty equal steps
+    assert rate.lowest == pytest.approx(rate.tokens_per_second * (1 - LAUNCH_NOISE))
+    assert rate.highest == pytest.approx(rate.tokens_per_second * (1 + LAUNCH_NOISE))
+
+
+def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
+    launches = [with_steps(*[seconds] * 31) for seconds in (1.0, 1.01, 1.02)]
+    rate = throughput(launches)
+    assert rate.tokens_per_second == pytest.approx(8192 / 1.01)
+    assert (rate.lowest, rate.highest) == pytest.approx((8192 / 1.02, 8192 / 1.0))
+    assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
+
+
+@pytest.mark.parametrize("num_timed", [1, 9, 19, 20, 35])
+def test_a_remainder_makes_blocks_longer_and_no_step_is_lost(num_timed: int) -> None:
+    rate = throughput([with_steps(*[1.0] * (3 + num_timed), timing_warmup_steps=3)])
+    assert (rate.num_timed_steps, rate.tokens_per_second) == (num_timed, 8192)
+
+
+def test_a_run_shorter_than_its_warm_up_has_no_rate() -> None:
+    assert throughput([with_steps(1.0, 1.0, 1.0, timing_warmup_steps=3)]) is None
+    assert throughput([with_steps(1.0)]) is None  # one step, which was probed
+    assert throughput([with_steps()]) is None
+
+
+@pytest.mark.parametrize(
+    ("slowest", "graphs", "expected"),
+    [
+        ([1.0] * 10, [], 1),  # the first is probed
+        ([5.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [], 2),
+        ([5.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0], [], 3),  # one good step is not the steady state
+        ([5.0, 1.05, 1.0, 1.0, 1.0, 1.0], [], 1),  # 5 % is noise
+        ([1.0] * 10, [1, 0, 0, 2, 0, 0, 0, 0, 0, 0], 4),  # compiled again in the fourth
+        ([1.0] * 10, [1, 0, 0, 0, 0, 0, 0, 1, 0, 0], 1),  # in the second half it is no warm-up
+        ([9.0, 8.0, 7.0, 6.0, 1.0, 1.0, 1.0, 1.0], [], 4),
+        ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [], 3),  # never steady: the second half counts
+        ([1.0, 1.0], [], 1),
+    ],
+)
+def test_warm_up_is_found(slowest: list[float], graphs: list[int], expected: int) -> None:
+    assert num_warmup_steps(with_steps(*slowest, num_graphs_compiled=graphs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "skipped"),
+    # ranks of the order statistics around the median that hold it in 95 %: Conover, table A3 (p = 0.5)
+    [(1, 0), (3, 0), (5, 0), (6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (20, 5), (25, 7)],
+)
+def test_the_interval_of_a_median_by_the_binomial_distribution(count: int, skipped: int) -> None:
+    sample = [float(value) for value in range(count)]
+    assert interval_of_median(sample[::-1]) == (skipped, count - 1 - skipped)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tied"),
+    [((1, 2), (2, 3), True), ((1, 2), (2.1, 3), False), ((2.1, 3), (1, 2), False), ((1, 9), (2, 3), True)],
+)
+def test_intervals_that_overlap_are_a_tie(first: tuple, second: tuple, tied: bool) -> None:
+    assert overlap(first, second) is tied
+
+
+def test_ranks_count_the_rows_that_are_clearly_faster() -> None:
+    # +-5 % each: 1.00 and 0.97 overlap, 0.80 does not, and is not clearly faster than 0.75
+    seconds = {"ddp": 1.0, "ds_zero1": 1 / 0.97, "ds_zero2": 1 / 0.8, "ds_zero3": 1 / 0.75}
+    rows = [
+        row_from(with_steps(*[each] * 11, strategy=name, identity=name, losses=[10.0] * 11))
+        for name, each in seconds.items()
+    ]
+    assert [row.rank for row in ranked(rows, strict=False)] == [1, 1, 3, 3]
+    failed = dataclasses.replace(rows[1], status="failed")
+    broken = dataclasses.replace(rows[2], parity_holds=False)
+    assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]], strict=False)] == [
+        1,
+        None,
+        None,
+        2,
+    ]
+
+
+NUMERICS = {"residual_dtype": "bfloat16", "accumulation": 1, "tokens_per_step": 8192}
+
+
+def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
+    other = {**NUMERICS, "residual_dtype": "float32"}
+    made = [
+        row_from(with_steps(*[1.0] * 9, strategy=name, identity=name, engine=engine, numerics=numerics))
+        for name, engine, numerics in (
+            ("ds_zero2", "deepspeed", NUMERICS),
+            ("ddp", "ddp", NUMERICS),
+            ("fsdp_full_shard", "fsdp2", other),
+        )
+    ]
+    rows = ranked(made, strict=False)
+    assert [row.numerics_differences for row in rows] == [[], [], ["residual float32 (not bfloat16)"]]
+    assert [row.numerics_reference for row in rows] == ["ddp", None, "ddp"]
+    assert [row.rank for row in rows] == [1, 1, 1]
+    assert [row.rank for row in ranked(made, strict=True)] == [1, 1, None]
+
+
+def test_tokens_are_counted_three_ways_and_must_agree() -> None:
+    # 9 steps of 8,192 tokens: 73,728
+    fine = with_steps(*[1.0] * 9, tokens_counted={"drawn": 73_728, "in_loss": 73_728}, numerics=NUMERICS)
+    assert row_from(fine).status == "ok"
+    for counted in ({"drawn": 73_728, "in_loss": 36_864}, {"drawn": 36_864, "in_loss": 36_864}):
+        row = row_from(dataclasses.replace(fine, tokens_counted=counted))
+        assert row.status == "failed"
+        assert "tokens were counted differently: planned 73,728" in row.reason
+    half = {**NUMERICS, "tokens_per_step": 4096}
+    assert "probed 36,864" in row_from(dataclasses.replace(fine, numerics=half)).reason
+
+
+def test_both_conventions_of_flops_are_there() -> None:
+    # slm-100m, sequence 1024 (test_flops): 715,593,216 with attention's 12 L H S, and 6 N without
+    row = row_from(made_record())
+    attention = row.flops_per_token - row.flops_per_token_without_attention
+    assert row.flops_per_token == 715_593_216
+    assert attention == 12 * 9 * 832 * 1024  # layers, heads x head_dim, sequence
+    share = row.flops_per_token_without_attention / row.flops_per_token
+    assert row.mfu_without_attention == pytest.approx(row.mfu * share)
+
+
+def test_joules_per_token_are_of_all_gpus_and_timed_steps_only() -> None:
+    # two GPUs: 700 J and 300 J in each of 8 timed steps of 8,192 tokens; the first step's 9,000 J don't count
+    watch = [{"energy_joules": [9000.0] + [joules] * 8} for joules in (700.0, 300.0)]
+    assert row_from(with_steps(*[1.0] * 9, gpu_watch=watch)).joules_per_token == pytest.approx(1000 / 8192)
+    unknown = [watch[0], {"energy_joules": None}]
+    assert row_from(with_steps(*[1.0] * 9, gpu_watch=unknown)).joules_per_token is None
+
+
+def test_what_may_have_disturbed_a_run_is_said() -> None:
+    quiet = {"energy_joules": None, "throttle_reasons": {}, "allocator": {"num_alloc_retries": 0}}
+    record = with_steps(
+        *[1.0] * 9,
+        phase_seconds=[{"data": [0.1] * 9}, {"data": [0.0] * 9}],  # 10 % of the steps, on the worse rank
+        num_graphs_compiled=[1, 0, 0, 0, 0, 0, 1, 0, 0],
+        gpu_watch=[
+            {**quiet, "num_processes_before": 0, "used_bytes_before": 2**20},
+            {
+                "num_processes_before": 2,
+                "used_bytes_before": 3 * 2**30,
+                "throttle_reasons": {"sw_power_cap": 4},
+                "allocator": {"num_alloc_retries": 6},
+            },
+        ],
+    )
+    assert row_from(record).warnings == [
+        "waited for data 10% of the time",
+        "compiled again in timed step 7",
+        "rank 1: the GPU was in use before the run (3.0 GiB)",
+        "rank 1: clocks throttled: sw_power_cap in 4 steps",
+        "rank 1: the allocator ran out and retried 6 times: the peak was near the limit",
+    ]
+    assert row_from(with_steps(*[1.0] * 9)).warnings == []
+
+
+def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
+    row = row_from(with_steps(*[1.0] * 9), made_record(status="failed", reason="the sky", step_seconds=[]))
+    assert (row.status, row.reason) == ("failed", "the sky")
+    assert row.tokens_per_second == 8192  # what is known of the other stays
