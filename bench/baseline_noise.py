@@ -2,8 +2,9 @@
 
     python bench/baseline_noise.py --launches 6 --strategy ddp ds_zero2
 
-Launches each strategy 2 N times for real: N as it is, and N with every training step made a quarter longer,
-which is 20 % fewer tokens per second. Then every launch is held against every other as if it were the baseline.
+Launches each strategy 2 N times for real: N as it is, and N with every training step made a quarter
+longer, which is 20 % fewer tokens per second. Then every launch is held against every other as if it were the
+baseline.
 """
 
 import argparse

@@ -120,6 +120,9 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
     )
     parser.add_argument(
+        "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
+    )
+    parser.add_argument(
         "--baseline",
         type=existing_path,
         metavar="DIR",

@@ -25,6 +25,7 @@ def print_records(records: list[tuple[Path, RunRecord]], args: argparse.Namespac
     from slm_toolkit.report.anatomy import anatomy_table
     from slm_toolkit.report.baseline import changes
     from slm_toolkit.report.baseline_table import baseline_table
+    from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import comparison_table
 
     rows = rows_of(records, usd_per_gpu_hour=args.usd_per_gpu_hour, strict=args.strict)
@@ -43,15 +44,18 @@ def print_records(records: list[tuple[Path, RunRecord]], args: argparse.Namespac
         width = console.width if console.is_terminal else PIPE_WIDTH
         console.width = width
         console.print(comparison_table(rows, width=width), crop=False)
-        for note in _parity_notes(rows):
+        for note in (*_failed_references(records), *_parity_notes(rows)):
             console.print(note, highlight=False)
+        if args.phases:
+            console.print(phase_table({_label(row, rows): row for row in rows}), crop=False)
         anatomies = {_label(row, rows): Anatomy(**row.anatomy) for row in rows if row.anatomy}
         if anatomies:
             console.print(anatomy_table(anatomies, width=width), crop=False)
         if args.baseline is not None:
             console.print(baseline_table(found, missing, baseline=args.baseline, width=width), crop=False)
     well = all(row.status in ("ok", "oom") and row.parity_holds is not False for row in rows)
-    return 0 if well and not any(change.is_regression for change in found) else 1
+    worse = any(change.is_regression for change in found)
+    return 0 if well and not worse and not _failed_references(records) else 1
 
 
 def rows_of(
@@ -64,19 +68,18 @@ def rows_of(
     parities = judge([record for _, record in records])
     launches: dict[str, list[int]] = {}
     for index, (_, record) in enumerate(records):
-        launches.setdefault(record.identity, []).append(index)
-    if any(not records[indices[0]][1].is_parity_reference for indices in launches.values()):
-        launches = {
-            identity: indices
-            for identity, indices in launches.items()
-            if not records[indices[0]][1].is_parity_reference
-        }
+        if not (record.is_parity_reference and _others_than_references(records)):
+            launches.setdefault(record.identity, []).append(index)
     rows = []
     for indices in launches.values():
         row = row_of([records[index] for index in indices], usd_per_gpu_hour=usd_per_gpu_hour)
         judged = [parities[index] for index in indices if parities[index] is not None]
         rows.append(_with_parity(row, judged))
     return ranked(rows, strict=strict)
+
+
+def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
+    return any(not record.is_parity_reference for _, record in records)
 
 
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
@@ -91,6 +94,14 @@ def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
         parity_holds=worst.holds,
         parity=str(worst),
     )
+
+
+def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
+    return [
+        f"[red]no parity check: the single-process fp32 reference ended {record.status}: {record.reason}[/]"
+        for _, record in records
+        if record.is_parity_reference and record.status != "ok"
+    ]
 
 
 def _parity_notes(rows: list["Row"]) -> list[str]:

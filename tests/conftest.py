@@ -123,6 +123,13 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 
 
 @pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """What accelerate does by itself, one strategy of each engine: as the README's command has it."""
+    words = ("--numerics", "stock", "--strategy", "ddp", "fsdp_full_shard", "ds_zero2", "--max_steps", "3")
+    return compare(*words, folder=tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of real English prose: the licence texts and documentation strings of the standard library."""
     folder = tmp_path_factory.mktemp("texts")

@@ -57,13 +57,6 @@ def test_fp32_is_fp32_under_every_strategy(fp32: Comparison, name: str) -> None:
     assert fp32.rows[name]["numerics_differences"] == []
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    strategies = ("--strategy", "ddp", "fsdp_full_shard", "ds_zero2")
-    words = ("--numerics", "stock", "--max_steps", "3")
-    return compare(*strategies, *words, folder=tmp_path_factory.mktemp("stock"))
-
-
 def test_stock_marks_what_accelerate_does_otherwise_by_itself(stock: Comparison) -> None:
     """The table of differences in the README, found by the probe: each engine against DDP."""
     ddp = stock.rows["ddp"]["numerics_probed"]

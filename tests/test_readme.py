@@ -65,6 +65,20 @@ def test_the_table_shown_is_the_report_of_the_records_shipped() -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "of_ddp", "of_fsdp2", "of_deepspeed"),
+    re.findall(r"^\| .*`(\w+)`.* \| (\S+) \| (\S+) \| (\S+) \|$", README, re.M),
+)
+def test_what_stock_does_otherwise_is_what_the_probe_finds(
+    field: str, of_ddp: str, of_fsdp2: str, of_deepspeed: str, stock: Comparison
+) -> None:
+    shown = {"ddp": of_ddp, "fsdp_full_shard": of_fsdp2, "ds_zero2": of_deepspeed}
+    words = {"True": "on", "False": "off", "0.0": "none", "1.0": "1"}
+    for name, word in shown.items():
+        value = stock.rows[name]["numerics_probed"][field]
+        assert word == words.get(str(value), value)
+
+
+@pytest.mark.parametrize(
     ("name", "printed"),
     re.findall(r"`(slm-[\w-]+)`", README)
     and [

@@ -72,6 +72,8 @@ class Row:
     "forward and backward, 6 N + 12 L H S"
     flops_per_token_without_attention: float
     "6 N"
+    tokens_per_step: int | None
+    "over all ranks and micro-steps"
     tokens_counted: dict[str, int] | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -157,6 +159,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         mfu_without_attention=mfu * without / with_attention if mfu else None,
         flops_per_token=with_attention,
         flops_per_token_without_attention=without,
+        tokens_per_step=shown.tokens_per_step,
         tokens_counted=shown.tokens_counted,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),

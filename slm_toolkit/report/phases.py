@@ -1,0 +1,33 @@
+"""Milliseconds of a step's phases as a rich table, where the engine lets them be told apart."""
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from slm_toolkit.report.rows import Row
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def phase_table(rows: dict[str, Row]) -> RenderableType:
+    """A line for each labelled row: the median over the timed steps, on the rank where a phase is longest."""
+    table = Table(header_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    for title in ("step", *PHASES):
+        table.add_column(f"{title}\nms", justify="right", no_wrap=True)
+    for label, row in rows.items():
+        step = row.tokens_per_step / row.tokens_per_second if row.tokens_per_second else None
+        phases = row.phase_seconds or {}
+        cells = [_ms(step), *(_ms(phases.get(name)) for name in PHASES)]
+        table.add_row(label, *cells)
+    roomy = Console(width=10_000)
+    table.width = table.__rich_measure__(roomy, roomy.options).maximum  # fixed, or rich would cut figures
+    notes = []
+    if any(row.engine == "deepspeed" for row in rows.values()):
+        note = "DeepSpeed steps inside backward: only its whole steps compare with the others'"
+        notes.append(Text(note, style="dim"))
+    return Group(Text("phases of a step, not profiled", style="bold"), table, *notes)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
