@@ -107,14 +107,13 @@ def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
 def _parity_notes(rows: list["Row"]) -> list[str]:
     """A line for what holds, red ones for each row that does not."""
     broken = [row for row in rows if row.parity_holds is False]
-    notes = [
-        f"[red]{_label(row, rows)}: {row.parity}: it does not compute the same thing[/]" for row in broken
-    ]
+    notes = [f"[red]{_label(row, rows)} does not compute the same thing, {row.parity}[/]" for row in broken]
     for reference in sorted({row.parity_reference for row in rows if row.parity_holds}):
         held = [row for row in rows if row.parity_holds and row.parity_reference == reference]
         worst = max(held, key=lambda row: row.parity_max_loss_difference)
-        names = "all" if len(held) == len(rows) else ", ".join(_label(row, rows) for row in held)
-        notes.append(f"parity of {names}; at most ({_label(worst, rows)}) {worst.parity}")
+        notes.append(
+            f"parity holds {worst.parity}; that is {_label(worst, rows)}, the farthest of {len(held)}"
+        )
     if not notes and len(rows) > 1:
         notes.append("losses were not compared: no run asked the same (--parity K adds a reference)")
     return notes

@@ -116,7 +116,7 @@ def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named
     assert record["tokens_per_step"] == 2 * 2 * 4 * 128  # micro-steps x ranks x batch x sequence
     table = slm("report", str(tmp_path / "runs"))
     assert table.code == 1
-    assert "twice: over 20 steps the loss differs from single-process fp32's by up to" in table.out
+    assert "twice does not compute the same thing, against single-process fp32 over 20 steps" in table.out
 
 
 def test_a_difference_is_found_at_the_step_where_it_is() -> None:

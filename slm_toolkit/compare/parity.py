@@ -37,9 +37,9 @@ class Parity:
 
     def __str__(self) -> str:
         return (
-            f"over {self.num_steps} steps the loss differs from {self.reference}'s by up to "
-            f"{self.max_loss_difference:.2g} (step {self.worst_step}, allowed {self.loss_tolerance:g}), "
-            f"the gradient norm by a factor of up to {self.grad_norm_ratio:.4g} "
+            f"against {self.reference} over {self.num_steps} steps: "
+            f"max |Δloss| {self.max_loss_difference:.2g} at step {self.worst_step} "
+            f"(allowed {self.loss_tolerance:g}), gradient norm ratio {self.grad_norm_ratio:.4g} "
             f"(allowed {1 + self.grad_norm_tolerance:g})"
         )
 
