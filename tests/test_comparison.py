@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ALIGNED, Comparison, slm
+from conftest import ALIGNED, Comparison, compare, slm
 
+from slm_toolkit.anatomy import Anatomy, read_trace
 from slm_toolkit.compare.parity import compare_with
 from slm_toolkit.record import find_records
+from slm_toolkit.report.stats import throughput
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 
 KEYS = (
@@ -121,3 +123,45 @@ def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Com
         assert find_strategy(str(folder / "launch" / f"{row['strategy']}.yaml")).engine == row["engine"]
         assert (folder / "log.txt").is_file()
         assert not (folder / "progress.json").exists()
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
+    aligned: Comparison, name: str
+) -> None:
+    anatomy = Anatomy(**aligned.rows[name]["anatomy"])
+    assert (anatomy.num_steps, anatomy.device) == (3, "cpu")
+    parts = (anatomy.matmul_seconds, anatomy.attention_seconds, anatomy.optimizer_seconds)
+    assert min(parts) > 0
+    assert anatomy.communication_exposed_seconds > 0
+    assert anatomy.idle_seconds < anatomy.step_seconds
+    folder = Path(aligned.rows[name]["record"]).parent
+    for rank in (0, 1):
+        assert any(
+            event["name"] == "phase:backward" for event in read_trace(folder / f"trace-rank{rank}.json.gz")
+        )
+    assert len(aligned.rows[name]["losses"]) == 20  # the profiled steps are none of the run's
+
+
+def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
+    for name, row in aligned.rows.items():
+        known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
+        assert set(row["phase_seconds"]) == known
+        assert sum(row["phase_seconds"].values()) < 1.5 * row["tokens_per_step"] / row["tokens_per_second"]
+    out = slm("report", str(aligned.folder), "--phases").out
+    assert "DeepSpeed steps inside backward: only its whole steps compare" in out
+    assert "where a step's time goes" in out
+
+
+def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
+    words = ("--strategy", "single", "--max_steps", "4", "--seq_len", "32", "--repeats", "3")
+    done = compare(*words, folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    records = [record for _, record in find_records([tmp_path])[0]]
+    assert len({record.started_at for record in records}) == 3
+    assert {record.losses[3] for record in records} == {records[0].losses[3]}  # the same run, thrice
+    row = done.rows["single"]
+    assert (row["num_launches"], row["num_timed_steps"] >= 3) == (3, True)
+    rates = sorted(throughput([record]).tokens_per_second for record in records)
+    shown = [row[f"tokens_per_second{end}"] for end in ("_lowest", "", "_highest")]
+    assert shown == pytest.approx(rates)

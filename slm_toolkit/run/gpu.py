@@ -96,6 +96,11 @@ class GpuWatch:
         self._reasons.append(self._clocks_event_reasons())
         self._clock_mhz.append(self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM))
 
+    def sample_last_again(self) -> None:
+        """Read the energy anew for the last step, once the device has done all that the host gave it."""
+        if self._energy_millijoules:
+            self._energy_millijoules[-1] = self._energy_counter()
+
     @property
     def energy_joules(self) -> list[float] | None:
         """The board's per step, from one sample to the next; None where the driver has no counter.

@@ -85,7 +85,8 @@ class RunWatch:
         """The record's fields, the same on all ranks; every rank must call it."""
         device = self.accelerator.device
         on_gpu = device.type == "cuda"
-        phases = self.clock.phase_seconds()
+        phases = self.clock.phase_seconds()  # waits for the device
+        self.gpu.sample_last_again()
         if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
             phases = {"data": phases["data"]}
         mine = {
