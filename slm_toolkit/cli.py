@@ -13,7 +13,7 @@ from rich.console import Console
 from slm_toolkit import __version__
 from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, with_underscores
 from slm_toolkit.errors import user_errors
-from slm_toolkit.output import print_records
+from slm_toolkit.output import print_records, read_baseline
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
@@ -120,11 +120,18 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
     )
     parser.add_argument(
+        "--parity_tolerance",
+        type=positive_number,
+        metavar="X",
+        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned and stock "
+        "0.01, pure_bf16 0.05)",
+    )
+    parser.add_argument(
         "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
     )
     parser.add_argument(
         "--baseline",
-        type=existing_path,
+        type=Path,
         metavar="DIR",
         help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
     )
@@ -134,12 +141,6 @@ def positive_number(text: str) -> float:
     if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return float(text)
-
-
-def existing_path(text: str) -> Path:
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"no such folder: {text}")
-    return Path(text)
 
 
 def count(text: str) -> int:
@@ -168,6 +169,7 @@ def _compare(args: argparse.Namespace) -> int:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     with user_errors():
         strategies = [find_strategy(name) for name in args.strategy]
+        baseline = read_baseline(args.baseline)
         with console.status("looking at this machine"):
             machine = this_machine()
         runs = plan_runs(
@@ -201,10 +203,10 @@ def _compare(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
         if records:
-            print_records(records, args)
+            print_records(records, args, baseline=baseline)
         return 130
     console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
-    return print_records(records, args)
+    return print_records(records, args, baseline=baseline)
 
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:
@@ -234,9 +236,11 @@ def _report(args: argparse.Namespace) -> int:
         if not records:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
             raise ValueError(problems[0] if problems else nothing)
+        baseline = read_baseline(args.baseline)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    return max(print_records(sorted(records, key=_order), args), 1 if problems else 0)
+    code = print_records(sorted(records, key=_order), args, baseline=baseline)
+    return max(code, 1 if problems else 0)
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:

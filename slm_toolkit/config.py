@@ -108,8 +108,16 @@ class RunConfig:
         "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
         group="data",
     )
+    epoch_multiple: int = _flag(
+        1,
+        "leave out an epoch's last batches so that their number is a multiple of this: one process then sees "
+        "what so many see together (--parity sets it)",
+        group="data",
+    )
     max_steps: int | None = _flag(
-        None, "optimizer steps (default: 33, at least 30 of them timed unless it compiles)", group="length"
+        None,
+        "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
+        group="length",
     )
     num_train_epochs: float | None = _flag(
         None, "passes over the dataset, instead of --max_steps", group="length"
@@ -204,7 +212,7 @@ class RunConfig:
                 "max_steps",
                 "eval_steps",
             ),
-            *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps"),
+            *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps", "epoch_multiple"),
         )
         at_least_zero = ("warmup_steps", "weight_decay", "max_grad_norm", "seed")
         values = dataclasses.asdict(self)

@@ -3,14 +3,16 @@
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from slm_toolkit.compare.parity import Parity, judge
 from slm_toolkit.config import RunConfig
-from slm_toolkit.record import RunRecord, find_records
+from slm_toolkit.record import FP32_REFERENCE, RECORD_FILE, RunRecord, find_records, finite
 
 if TYPE_CHECKING:
     from slm_toolkit.report.rows import Row
@@ -19,8 +21,30 @@ PIPE_WIDTH = 220
 "columns where stdout has no width: nothing may be left out"
 
 
-def print_records(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
-    """Rows to stdout; returns 1 where a row failed, broke parity or is worse than its baseline, else 0."""
+def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
+    """The records to hold others against, read before those are written. Raises ValueError for none."""
+    if folder is None:
+        return []
+    records, problems = find_records([folder])
+    if not records:
+        raise ValueError(
+            (problems or [f"no {RECORD_FILE} under {folder}"])[0] + "\nhint: --baseline takes earlier records"
+        )
+    for problem in problems:
+        print(f"left out of the baseline: {problem}", file=sys.stderr)
+    return records
+
+
+def print_records(
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    baseline: list[tuple[Path, RunRecord]],
+) -> int:
+    """Rows to stdout; returns 1 where a row failed, broke parity or is worse than its baseline, else 0.
+
+    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has.
+    """
     from slm_toolkit.anatomy import Anatomy
     from slm_toolkit.report.anatomy import anatomy_table
     from slm_toolkit.report.baseline import changes
@@ -28,54 +52,55 @@ def print_records(records: list[tuple[Path, RunRecord]], args: argparse.Namespac
     from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import comparison_table
 
-    rows = rows_of(records, usd_per_gpu_hour=args.usd_per_gpu_hour, strict=args.strict)
-    found, missing = [], []
-    if args.baseline is not None:
-        earlier, _ = find_records([args.baseline])
-        found, missing = changes(rows, rows_of(earlier, usd_per_gpu_hour=args.usd_per_gpu_hour, strict=False))
+    rows = rows_of(records, args)
+    found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
+    unchecked = _failed_references(records)
     if args.json:
+        print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
         content = [dataclasses.asdict(row) for row in rows]
-        if args.baseline is not None:
+        if baseline:
             by_record = {change.record_now: dataclasses.asdict(change) for change in found}
             content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
-        print(json.dumps(content, indent=2))
+        print(json.dumps(content, indent=2, allow_nan=False))
     else:
         console = Console()
         width = console.width if console.is_terminal else PIPE_WIDTH
         console.width = width
         console.print(comparison_table(rows, width=width), crop=False)
-        for note in (*_failed_references(records), *_parity_notes(rows)):
-            console.print(note, highlight=False)
+        for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
+            console.print(note)
         if args.phases:
-            console.print(phase_table({_label(row, rows): row for row in rows}), crop=False)
-        anatomies = {_label(row, rows): Anatomy(**row.anatomy) for row in rows if row.anatomy}
+            console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
+        anatomies = {
+            label: Anatomy(**row.anatomy)
+            for label, row in zip(labels(rows), rows, strict=True)
+            if row.anatomy
+        }
         if anatomies:
             console.print(anatomy_table(anatomies, width=width), crop=False)
-        if args.baseline is not None:
+        if baseline:
             console.print(baseline_table(found, missing, baseline=args.baseline, width=width), crop=False)
     well = all(row.status in ("ok", "oom") and row.parity_holds is not False for row in rows)
-    worse = any(change.is_regression for change in found)
-    return 0 if well and not worse and not _failed_references(records) else 1
+    worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
+    return 0 if well and not worse and not unchecked else 1
 
 
-def rows_of(
-    records: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | None, strict: bool
-) -> list["Row"]:
+def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> list["Row"]:
     """One row for each run, however often it was launched, with parity, marks and ranks."""
     from slm_toolkit.report.ranking import ranked
     from slm_toolkit.report.rows import row_of
 
-    parities = judge([record for _, record in records])
-    launches: dict[str, list[int]] = {}
+    parities = judge([record for _, record in records], loss_tolerance=args.parity_tolerance)
+    launches: dict[tuple[str, str], list[int]] = {}
     for index, (_, record) in enumerate(records):
         if not (record.is_parity_reference and _others_than_references(records)):
-            launches.setdefault(record.identity, []).append(index)
+            launches.setdefault((record.identity, record.gpu or record.cpu), []).append(index)
     rows = []
     for indices in launches.values():
-        row = row_of([records[index] for index in indices], usd_per_gpu_hour=usd_per_gpu_hour)
+        row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
         judged = [parities[index] for index in indices if parities[index] is not None]
         rows.append(_with_parity(row, judged))
-    return ranked(rows, strict=strict)
+    return ranked(rows, strict=args.strict)
 
 
 def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
@@ -85,11 +110,11 @@ def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
     if not judged:
         return row
-    worst = max(judged, key=lambda parity: (not parity.holds, parity.max_loss_difference))
+    worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
     return dataclasses.replace(
         row,
         parity_reference=worst.reference,
-        parity_max_loss_difference=worst.max_loss_difference,
+        parity_max_loss_difference=finite(worst.loss_difference),
         parity_grad_norm_ratio=worst.grad_norm_ratio,
         parity_holds=worst.holds,
         parity=str(worst),
@@ -98,29 +123,48 @@ def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
 
 def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
     return [
-        f"[red]no parity check: the single-process fp32 reference ended {record.status}: {record.reason}[/]"
+        f"no parity check: the {FP32_REFERENCE} reference ended {record.status}: {record.reason}"
         for _, record in records
         if record.is_parity_reference and record.status != "ok"
     ]
 
 
-def _parity_notes(rows: list["Row"]) -> list[str]:
+def _parity_notes(rows: list["Row"]) -> list[Text]:
     """A line for what holds, red ones for each row that does not."""
-    broken = [row for row in rows if row.parity_holds is False]
-    notes = [f"[red]{_label(row, rows)} does not compute the same thing, {row.parity}[/]" for row in broken]
+    named = list(zip(labels(rows), rows, strict=True))
+    notes = [
+        Text(f"{label} does not compute the same thing, {row.parity}", style="red")
+        for label, row in named
+        if row.parity_holds is False
+    ]
     for reference in sorted({row.parity_reference for row in rows if row.parity_holds}):
-        held = [row for row in rows if row.parity_holds and row.parity_reference == reference]
-        worst = max(held, key=lambda row: row.parity_max_loss_difference)
-        notes.append(
-            f"parity holds {worst.parity}; that is {_label(worst, rows)}, the farthest of {len(held)}"
-        )
+        held = [
+            (label, row) for label, row in named if row.parity_holds and row.parity_reference == reference
+        ]
+        label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
+        others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
+        notes.append(Text(f"parity holds {worst.parity}{others}"))
     if not notes and len(rows) > 1:
-        notes.append("losses were not compared: no run asked the same (--parity K adds a reference)")
+        notes.append(Text("losses were not compared: no run asked the same (--parity K adds a reference)"))
     return notes
 
 
-def _label(row: "Row", rows: list["Row"]) -> str:
-    """The strategy, and what else tells this row from the others."""
+def labels(rows: list["Row"]) -> list[str]:
+    """Of each row the strategy, and what else tells it from the others; no two are alike."""
     names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["id"]]
-    varying = [name for name in names if len({str(other.asked.get(name)) for other in rows}) > 1]
-    return " ".join([row.strategy, *(f"{name}={row.asked.get(name)}" for name in varying)])
+    varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
+    machine = [name for name in ("world_size", "gpu") if len({getattr(row, name) for row in rows}) > 1]
+    made = [
+        " ".join(
+            [
+                row.strategy,
+                *(f"{name}={row.asked.get(name)}" for name in varying),
+                *(f"{name}={getattr(row, name)}" for name in machine),
+            ]
+        )
+        for row in rows
+    ]
+    return [
+        label if made.count(label) == 1 else f"{label} {Path(row.record).parent.name[-12:]}"
+        for label, row in zip(made, rows, strict=True)
+    ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.hardware import num_cores
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
 
@@ -19,8 +20,10 @@ SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
+FP32_REFERENCE = "single-process fp32"
+"what the runs are called that `slm compare --parity` adds"
 PARITY_REFERENCE = "parity-reference"
-"how the names of runs begin that `slm compare --parity` adds, for others to be compared with"
+"how their names begin"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
@@ -49,14 +52,18 @@ class RunRecord:
     gpu: str | None = None
     "as the driver names it; None on CPU"
     cpu: str = field(default_factory=lambda: _cpu_name())
+    num_cores: int = field(default_factory=lambda: num_cores())
+    "that the run's processes may use on this machine"
     world_size: int | None = None
     engine: str | None = None
     "probed after prepare, like the next two"
     zero_stage: int | None = None
     reshard_after_forward: bool | None = None
     attn_implementation: str | None = None
+    num_probed_steps: int = 1
+    "first steps that were probed, and slowed by it: more than one where the first compiled"
     numerics: dict[str, Any] | None = None
-    "what `run/probe.py` saw in the first step: the fields of `numerics.Numerics`"
+    "what `run/probe.py` saw in the last of them: the fields of `numerics.Numerics`"
     tokens_per_step: int | None = None
     "over all ranks and micro-steps"
     first_step: int = 0

@@ -252,7 +252,12 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     losses: list[torch.Tensor] = []
     grad_norms: list[torch.Tensor | float] = []
     eval_losses: list[dict[str, float]] = []
-    batches = endless(accelerator, prepared.loader, skip=record.first_step * prepared.num_micro_steps)
+    batches = endless(
+        accelerator,
+        prepared.loader,
+        skip=record.first_step * prepared.num_micro_steps,
+        multiple=config.epoch_multiple,
+    )
     watch = RunWatch(accelerator, prepared.model, prepared.optimizer, prepared.loss_recorder, job.gpu_before)
     for step in range(record.first_step, num_steps):
         with watch.step():
@@ -294,7 +299,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
             progress.say("profiling")
         engine = deepspeed_engine(accelerator)
         step = functools.partial(train_step, job, prepared, batches, watch)
-        anatomy = dataclasses.asdict(profile_steps(step, run_dir, deepspeed_engine=engine))
+        found = profile_steps(step, run_dir, deepspeed_engine=engine)
+        anatomy = dataclasses.asdict(found) if found else None
+        if found is None and progress is not None:
+            progress.say("no anatomy: the driver shows no kernels; is profiling for administrators only?")
     return {
         **observed,
         "anatomy": anatomy,

@@ -277,9 +277,9 @@ def test_a_real_model_is_profiled_and_the_trace_adds_up(tmp_path: Path) -> None:
     model = torch.nn.TransformerEncoderLayer(64, 2, dropout=0.0, batch_first=True)
     optimizer = torch.optim.AdamW(model.parameters())
     path = tmp_path / "trace.json.gz"
-    profiler = StepProfiler(path, num_wait_steps=1)
+    profiler = StepProfiler(path)
     profiler.start()
-    for _ in range(1 + PROFILER_STEPS + 1):
+    for _ in range(PROFILER_STEPS):
         with record_function("phase:data"):
             inputs = torch.randn(4, 32, 64)
         with record_function("phase:forward"):

@@ -60,8 +60,9 @@ def test_a_fifth_fewer_tokens_per_second_are_found(factor: float) -> None:
         ),  # 64 MiB of 3 GiB: 2 %
         ({"peak_allocated_bytes": [2**30, 3 * 2**30 + 2**23]}, "memory", "same", False),  # 0.3 %
         ({"peak_allocated_bytes": [2**30, 2 * 2**30]}, "memory", "smaller", False),
-        ({"losses": [10.0] * 32 + [10.02]}, "losses", "differ", True),  # aligned: 0.01
-        ({"losses": [10.0] * 32 + [10.005]}, "losses", "same", False),
+        ({"losses": [10.0] * 19 + [10.02] * 14}, "losses", "differ", True),  # aligned: 0.01
+        ({"losses": [10.0] * 19 + [10.005] * 14}, "losses", "same", False),
+        ({"losses": [10.0] * 20 + [10.02] * 13}, "losses", "same", False),  # beyond the 20 that are compared
         ({"losses": [10.0] * 32 + [None]}, "losses", "differ", True),
         ({"status": "oom", "step_seconds": [], "losses": []}, "status", "ok -> oom", True),
     ],
@@ -80,6 +81,40 @@ def test_a_training_state_that_grew_is_found_on_a_cpu_where_process_memory_is_va
     assert (found.memory, found.memory_ratio) == ("bigger", 20 / 16)
     vague = change(made_record(**cpu, peak_rss_bytes=[int(2**31 * 1.04)] * 2), made_record(**cpu))
     assert vague.memory == "same"
+
+
+def test_a_peak_that_grew_is_found_beside_a_state_that_shrank() -> None:
+    state = [{"parameters": 2, "gradients": 2, "master_weights": 4, "optimizer": 7}] * 2  # 15 for 16
+    found = change(made_record(state_bytes=state, peak_allocated_bytes=[6 * 2**30] * 2), made_record())
+    assert (found.memory, found.memory_ratio, found.is_regression) == ("bigger", 2.0, True)
+
+
+def test_the_newest_of_several_records_is_the_baseline() -> None:
+    steps = [0.5 * 1.5] * 33
+    old = made_record(step_seconds=[steps, steps], started_at="2025-01-01T00:00:00+00:00")
+    now = row_of([(Path("now"), made_record())])
+    then = [row_of([(Path("a"), old)]), row_of([(Path("b"), made_record())])]
+    for order in (then, then[::-1]):
+        (found,), _ = changes([now], order)
+        assert (found.speed, found.record_then) == ("tie", "b")
+
+
+def test_another_cpu_is_another_run_and_so_is_no_other_length() -> None:
+    cpu = {"gpu": None, "cpu": "this one"}
+    row = row_of([(Path("now"), made_record(**cpu))])
+    assert changes([row], [row_of([(Path("then"), made_record(**{**cpu, "cpu": "that one"}))])])[0] == []
+    asked = {**made_record().asked, "config": {**made_record().asked["config"], "max_steps": 20}}
+    (found,), _ = changes([row], [row_of([(Path("then"), made_record(**cpu, asked=asked))])])
+    assert (found.speed, found.losses) == ("tie", "unknown")  # the learning rate fell otherwise
+
+
+@pytest.mark.parametrize(("busy", "speed"), [(0.1, "slower"), (1.0, "tie")])
+def test_a_disturbed_measurement_is_no_regression(busy: float, speed: str) -> None:
+    # two cores of which others kept one busy: anything up to (2 / (2 - 1)) squared = 4 times as slow
+    cpu = {"gpu": None, "cpu": "this one", "num_cores": 2}
+    steps = [0.5 * 2] * 33
+    now = made_record(**cpu, step_seconds=[steps, steps], other_busy_cores=busy)
+    assert change(now, made_record(**cpu)).speed == speed
 
 
 def test_another_run_is_no_baseline_and_other_versions_are() -> None:
@@ -112,7 +147,28 @@ def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
     assert verdicts == {name: "slower" if name == "ds_zero3" else "tie" for name in aligned.rows}
 
 
-def test_a_baseline_that_is_not_there_is_bad_input() -> None:
-    done = slm("compare", "--baseline", "nowhere")
-    assert done.code == 2
-    assert "no such folder: nowhere" in done.err
+def test_a_baseline_that_is_not_there_or_empty_is_bad_input(tmp_path: Path) -> None:
+    for folder, message in (("nowhere", "no such folder: nowhere"), (str(tmp_path), "no record.json under")):
+        done = slm("compare", "--baseline", folder)
+        assert done.code == 2
+        assert message in done.err
+
+
+def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, tmp_path: Path) -> None:
+    write_record(made_record(), tmp_path)
+    done = slm("report", str(aligned.folder), "--baseline", str(tmp_path))
+    assert done.code == 1
+    assert "has none of these runs" in done.out
+
+
+def test_a_baseline_in_the_same_folder_is_read_before_it_is_replaced(tmp_path: Path) -> None:
+    words = ("compare", "--model", "slm-1m", "--strategy", "single", "--seq_len", "32", "--max_steps", "4")
+    words += ("--output_dir", str(tmp_path), "--json")
+    (row,) = json.loads(slm(*words).out)
+    record = read_record(Path(row["record"]))
+    faster = [[seconds / 100 for seconds in rank] for rank in record.step_seconds]
+    write_record(dataclasses.replace(record, step_seconds=faster), Path(row["record"]).parent)
+    again = slm(*words, "--force", "--baseline", str(tmp_path))
+    assert again.code == 1
+    (row,) = json.loads(again.out)
+    assert row["baseline"]["speed_ratio"] < 0.5

@@ -94,7 +94,7 @@ def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
     for name, record in records.items():
         parity = compare_with(reference, record)
         assert parity.num_steps == 20
-        assert parity.max_loss_difference <= {"aligned": 0.003, "fp32": 1e-5}[numerics], f"{name}: {parity}"
+        assert parity.loss_difference <= {"aligned": 0.003, "fp32": 1e-5}[numerics], f"{name}: {parity}"
 
 
 def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
@@ -163,5 +163,5 @@ def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
     row = done.rows["single"]
     assert (row["num_launches"], row["num_timed_steps"] >= 3) == (3, True)
     rates = sorted(throughput([record]).tokens_per_second for record in records)
-    shown = [row[f"tokens_per_second{end}"] for end in ("_lowest", "", "_highest")]
-    assert shown == pytest.approx(rates)
+    assert row["tokens_per_second"] == pytest.approx(rates[1])
+    assert row["tokens_per_second_lowest"] < rates[0] <= rates[2] < row["tokens_per_second_highest"]

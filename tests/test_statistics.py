@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import made_record
 
+from slm_toolkit.output import labels
 from slm_toolkit.record import RunRecord
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
@@ -47,11 +48,35 @@ def test_one_launch_is_never_more_certain_than_launches_are_alike() -> None:
 
 
 def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
-    launches = [with_steps(*[seconds] * 31) for seconds in (1.0, 1.01, 1.02)]
+    # rates 99, 100, 101 times 81.92: s = 81.92; t for 2 degrees of freedom 4.303; half = t s sqrt(1 + 1/3)
+    launches = [with_steps(*[100 / percent] * 31) for percent in (99, 100, 101)]
     rate = throughput(launches)
-    assert rate.tokens_per_second == pytest.approx(8192 / 1.01)
-    assert (rate.lowest, rate.highest) == pytest.approx((8192 / 1.02, 8192 / 1.0))
+    half = 4.303 * 81.92 * (4 / 3) ** 0.5
+    assert rate.tokens_per_second == pytest.approx(8192)
+    assert (rate.lowest, rate.highest) == pytest.approx((8192 - half, 8192 + half))
     assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
+
+
+def test_few_steps_are_taken_one_by_one() -> None:
+    # 4 timed steps are one block, which says nothing of how steps differ: the slowest is half as fast
+    rate = throughput([with_steps(1.0, 1.0, 1.0, 1.0, 2.0, timing_warmup_steps=1)])
+    assert rate.tokens_per_second == pytest.approx(4 * 8192 / 5)
+    assert (rate.lowest, rate.highest) == pytest.approx((8192 / 2, 8192))
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"gpu": None, "num_cores": 4, "other_busy_cores": 1.0}, (4 / 3) ** 2),
+        ({"gpu": None, "num_cores": 4, "other_busy_cores": 0.2}, 1.05),  # below a quarter: not disturbed
+        ({"num_cores": 4, "other_busy_cores": 1.0}, 1.05),  # on a GPU the host's cores are seldom what counts
+        ({"gpu_watch": [{"num_processes_before": 1}, {}]}, 2.0),
+        ({"gpu_watch": [{"used_bytes_before": 2**31}, {}]}, 2.0),
+    ],
+)
+def test_what_others_took_widens_the_interval(changes: dict, factor: float) -> None:
+    rate = throughput([made_record(**changes)])
+    assert rate.highest == pytest.approx(rate.tokens_per_second * factor)
 
 
 @pytest.mark.parametrize("num_timed", [1, 9, 19, 20, 35])
@@ -163,9 +188,11 @@ def test_both_conventions_of_flops_are_there() -> None:
 
 
 def test_joules_per_token_are_of_all_gpus_and_timed_steps_only() -> None:
-    # two GPUs: 700 J and 300 J in each of 8 timed steps of 8,192 tokens; the first step's 9,000 J don't count
+    # two GPUs: 700 J and 300 J in each of 8 timed steps of 8,192 tokens; the first 9,000 J don't count;
+    # of 8 steps of 0.2 s, 1.6 s in all, the counter tells too little
     watch = [{"energy_joules": [9000.0] + [joules] * 8} for joules in (700.0, 300.0)]
     assert row_from(with_steps(*[1.0] * 9, gpu_watch=watch)).joules_per_token == pytest.approx(1000 / 8192)
+    assert row_from(with_steps(*[0.2] * 9, gpu_watch=watch)).joules_per_token is None
     unknown = [watch[0], {"energy_joules": None}]
     assert row_from(with_steps(*[1.0] * 9, gpu_watch=unknown)).joules_per_token is None
 
@@ -193,10 +220,32 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
         "rank 1: clocks throttled: sw_power_cap in 4 steps",
         "rank 1: the allocator ran out and retried 6 times: the peak was near the limit",
     ]
+    nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
+    assert nan.warnings == ["the loss is not a number from step 3 on"]
     assert row_from(with_steps(*[1.0] * 9)).warnings == []
 
 
 def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
-    row = row_from(with_steps(*[1.0] * 9), made_record(status="failed", reason="the sky", step_seconds=[]))
-    assert (row.status, row.reason) == ("failed", "the sky")
-    assert row.tokens_per_second == 8192  # what is known of the other stays
+    unknown = {"world_size": None, "engine": None, "tokens_per_step": None, "losses": [], "state_bytes": []}
+    failed = made_record(
+        status="failed", reason="the sky", step_seconds=[], **unknown
+    )  # as compare writes it
+    for launches in ([with_steps(*[1.0] * 9), failed], [failed, with_steps(*[1.0] * 9)]):
+        row = row_from(*launches)
+        assert (row.status, row.reason) == ("failed", "the sky")
+        assert row.tokens_per_second == 8192  # what is known of the other stays
+        assert row.usd_per_million_tokens > 0
+        assert row.rank is None
+
+
+def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
+    names = ("ddp", "ds_zero1")
+    rows = [row_from(with_steps(*[1.0] * 9, strategy=name, identity=name)) for name in names]
+    assert [row.rank for row in ranked(rows, strict=False)] == [1, 1]
+    assert [row.rank for row in ranked(rows, strict=True)] == [None, None]
+
+
+def test_labels_tell_rows_apart_by_what_differs() -> None:
+    rows = [row_from(with_steps(1.0, 1.0, world_size=size)) for size in (2, 4)]
+    assert labels(rows) == ["ddp world_size=2", "ddp world_size=4"]
+    assert len(set(labels([rows[0], rows[0]]))) == 1  # the very same record

@@ -50,12 +50,15 @@ def plan_runs(
     """All combinations of `given` (field name to a value or a list of values) with all strategies.
 
     `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one. Each
-    run is planned `repeats` times; with `parity_steps` it does so many steps (unless max_steps is given), and
+    run is planned `repeats` times; with `parity_steps` it does so many steps, and
     the single-process fp32 runs that see the same batches come first. Raises one ValueError with every
     problem of every combination.
     """
     if parity_steps is not None:
-        given = {"max_steps": parity_steps, **given}
+        for name in ("max_steps", "num_train_epochs"):
+            if name in given:
+                raise ValueError(f"--{name} with --parity, which says how many steps to do\nhint: give one")
+        given = {**given, "max_steps": parity_steps}
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [
         RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=machine.num_gpus > 0)
@@ -79,18 +82,26 @@ def plan_runs(
         )
 
     versions = installed_versions()
-    runs = []
+    references, runs = [], []
     for config, strategy in itertools.product(configs, strategies):
         count = 1 if strategy.engine == "single" else processes
         if parity_steps is not None:
             single = find_strategy("single")
             reference = _parity_reference(config, num_processes=count)
-            runs.append(_planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-"))
-        for repeat in range(1, repeats + 1):
-            suffix = f"-r{repeat}" if repeat > 1 else ""
-            runs.append(_planned(config, strategy, count, machine, versions, suffix=suffix))
-    distinct = {run.folder: run for run in runs}.values()
-    return sorted(distinct, key=lambda run: not run.run_name.startswith(PARITY_REFERENCE))  # stable
+            references.append(
+                _planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-")
+            )
+        runs.append(_planned(config, strategy, count, machine, versions))
+    # in turn, so that what drifts with time does so for all strategies alike
+    again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
+    return list({run.folder: run for run in (*references, *runs, *again)}.values())
+
+
+def _repeated(run: PlannedRun, number: int) -> PlannedRun:
+    run_name = f"{run.run_name}-r{number}"
+    return dataclasses.replace(
+        run, run_name=run_name, config=dataclasses.replace(run.config, run_name=run_name)
+    )
 
 
 def _parity_reference(config: RunConfig, *, num_processes: int) -> RunConfig:
@@ -104,10 +115,14 @@ def _parity_reference(config: RunConfig, *, num_processes: int) -> RunConfig:
         numerics="fp32",
         reduce_dtype=None,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
+        epoch_multiple=num_processes,
         attn_implementation=config.attn_implementation if plain else "sdpa",
         torch_compile=False,
         profile=False,
-        max_grad_norm=1.0 if config.max_grad_norm is None else config.max_grad_norm,
+        max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
+        save_steps=None,
+        save_final_model=False,
+        report_to="none",
     )
 
 
@@ -119,12 +134,11 @@ def _planned(
     versions: dict[str, str],
     *,
     prefix: str = "",
-    suffix: str = "",
 ) -> PlannedRun:
     spec = find_model(config.model)
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, machine.gpu)
-    run_name = prefix + run_name_of(spec, strategy, identity) + suffix
+    run_name = prefix + run_name_of(spec, strategy, identity)
     folder = str(Path(config.output_dir).resolve())
     config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
     return PlannedRun(config, spec, strategy, num_processes, machine.gpu, asked, versions, identity, run_name)

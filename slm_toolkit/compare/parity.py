@@ -3,75 +3,89 @@
 import json
 from dataclasses import dataclass
 
-from slm_toolkit.numerics import GRAD_NORM_TOLERANCE, LOSS_TOLERANCE
-from slm_toolkit.record import RunRecord
+from slm_toolkit.numerics import GRAD_NORM_STEPS, GRAD_NORM_TOLERANCE, LOSS_TOLERANCE, PARITY_STEPS
+from slm_toolkit.record import FP32_REFERENCE, RunRecord
 
 _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways to the same losses
     *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "profile"),
-    *("timing_warmup_steps", "eval_steps", "eval_batches", "save_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"),
+    *("profile", "timing_warmup_steps", "save_steps"),
 )
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a run lies from its reference over the first `num_steps` steps."""
+    """How far a run lies from its reference over `num_steps` steps."""
 
     reference: str
     num_steps: int
-    max_loss_difference: float
+    loss_difference: float
     "absolute, at `worst_step`; infinite where a loss is not a number"
     worst_step: int
-    "counted from 1"
-    grad_norm_ratio: float
-    "of the step where it is farthest from 1; infinite where a norm is not a number"
+    "where the difference is the largest part of what is allowed; counted from 1"
+    grad_norm_ratio: float | None
+    "the farthest from 1 of the first steps; None where an engine tells no norms"
     loss_tolerance: float
+    "at `worst_step`"
     grad_norm_tolerance: float
 
     @property
     def holds(self) -> bool:
-        norms_agree = (
-            1 / (1 + self.grad_norm_tolerance) <= self.grad_norm_ratio <= 1 + self.grad_norm_tolerance
-        )
-        return self.max_loss_difference <= self.loss_tolerance and norms_agree
+        limit = 1 + self.grad_norm_tolerance
+        norms_agree = self.grad_norm_ratio is None or 1 / limit <= self.grad_norm_ratio <= limit
+        return self.loss_difference <= self.loss_tolerance and norms_agree
 
     def __str__(self) -> str:
+        norms = (
+            "gradient norms unknown"
+            if self.grad_norm_ratio is None
+            else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {1 + self.grad_norm_tolerance:g})"
+        )
         return (
-            f"against {self.reference} over {self.num_steps} steps: "
-            f"max |Δloss| {self.max_loss_difference:.2g} at step {self.worst_step} "
-            f"(allowed {self.loss_tolerance:g}), gradient norm ratio {self.grad_norm_ratio:.4g} "
-            f"(allowed {1 + self.grad_norm_tolerance:g})"
+            f"against {self.reference} over {self.num_steps} steps: |Δloss| {self.loss_difference:.2g} "
+            f"at step {self.worst_step} (allowed {self.loss_tolerance:g}), {norms}"
         )
 
 
-def judge(records: list[RunRecord]) -> list[Parity | None]:
+def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> list[Parity | None]:
     """The Parity of each record; None for a reference itself and for what has none among the records.
 
     The reference is a single process in fp32 that saw the same batches, else DDP (or one process) with the
-    very same flags.
+    very same flags. `loss_tolerance` stands in for that of the numerics.
     """
     return [
-        compare_with(reference, record) if (reference := _reference_of(record, records)) else None
+        compare_with(reference, record, loss_tolerance=loss_tolerance)
+        if (reference := _reference_of(record, records))
+        else None
         for record in records
     ]
 
 
-def compare_with(reference: RunRecord, record: RunRecord) -> Parity:
-    """Losses and norms of all steps that both have. Raises ValueError where they share none."""
-    losses = list(zip(reference.losses, record.losses, strict=False))
-    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))
+def compare_with(reference: RunRecord, record: RunRecord, *, loss_tolerance: float | None = None) -> Parity:
+    """Losses and norms of the steps that both have. Raises ValueError where they share none.
+
+    Where a reference was asked for, all of its steps count, and what is allowed grows with their number
+    beyond PARITY_STEPS; else the first PARITY_STEPS do. Norms: the first GRAD_NORM_STEPS.
+    """
+    num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
+    losses = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
     if not losses:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    gaps = [float("inf") if None in pair else abs(pair[1] - pair[0]) for pair in losses]
-    ratios = [float("inf") if None in pair or not min(pair) > 0 else pair[1] / pair[0] for pair in norms]
     numerics = record.asked["config"]["numerics"]
+    tolerance = LOSS_TOLERANCE[numerics] if loss_tolerance is None else loss_tolerance
+    allowed = [tolerance * max(1.0, step / PARITY_STEPS) for step in range(1, len(losses) + 1)]
+    gaps = [float("inf") if None in pair else abs(pair[1] - pair[0]) for pair in losses]
+    parts = [gap / limit for gap, limit in zip(gaps, allowed, strict=True)]
+    worst = parts.index(max(parts))
+    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
+    ratios = [norm / wanted for wanted, norm in norms if wanted and norm]
     return Parity(
-        reference="single-process fp32" if _is_fp32_reference(reference) else reference.strategy,
+        reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
         num_steps=len(losses),
-        max_loss_difference=max(gaps),
-        worst_step=gaps.index(max(gaps)) + 1,
-        grad_norm_ratio=max(ratios, key=lambda ratio: max(ratio, 1 / ratio)),
-        loss_tolerance=LOSS_TOLERANCE[numerics],
+        loss_difference=gaps[worst],
+        worst_step=worst + 1,
+        grad_norm_ratio=max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None),
+        loss_tolerance=allowed[worst],
         grad_norm_tolerance=GRAD_NORM_TOLERANCE[numerics],
     )
 
@@ -83,14 +97,10 @@ def _reference_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | No
     for other in usable:
         if _is_fp32_reference(other) and _task_of(other) == _task_of(record):
             return other
-    asked = json.dumps([record.asked["config"], record.world_size, record.gpu], sort_keys=True)
     if record.engine in ("ddp", "single"):
         return None
-    for other in usable:
-        same = json.dumps([other.asked["config"], other.world_size, other.gpu], sort_keys=True) == asked
-        if same and other.engine in ("ddp", "single"):
-            return other
-    return None
+    same = [other for other in usable if _asked_of(other) == _asked_of(record)]
+    return next((other for other in same if other.engine in ("ddp", "single")), None)
 
 
 def _usable(record: RunRecord) -> bool:
@@ -101,10 +111,16 @@ def _is_fp32_reference(record: RunRecord) -> bool:
     return record.engine == "single" and record.asked["config"]["numerics"] == "fp32"
 
 
+def _asked_of(record: RunRecord) -> str:
+    asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
+    return json.dumps(asked, sort_keys=True)
+
+
 def _task_of(record: RunRecord) -> str:
     """What decides the losses: model, data and schedule, and the sequences of one step over all ranks."""
     config = record.asked["config"]
     settings = {name: value for name, value in config.items() if name not in _ANY_VALUE_COMPUTES_THE_SAME}
+    settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock: the script asks for none
     sequences = (
         config["per_device_train_batch_size"]
         * config["gradient_accumulation_steps"]

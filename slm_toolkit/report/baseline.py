@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.numerics import LOSS_TOLERANCE
+from slm_toolkit.numerics import LOSS_TOLERANCE, PARITY_STEPS
+from slm_toolkit.record import finite
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.stats import overlap
 
@@ -10,6 +11,11 @@ MEMORY_TOLERANCE = 0.01
 "of a GPU's peak allocated bytes, which repeat to the byte where the allocations do"
 PROCESS_MEMORY_TOLERANCE = 0.05
 "of a CPU process's peak resident bytes, which depend on what else the system does"
+STATE_TOLERANCE = 0.001
+"of the training state's bytes, which are exact: a rank's share may be padded otherwise"
+_NOT_PART_OF_THE_RUN = frozenset(  # what is timed and held is the same with other values of these
+    ("max_steps", "profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches")
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Change:
     speed: str
     "tie, slower, faster or unknown"
     memory_ratio: float | None
+    "of peak memory, or of the training state where that says more"
     memory: str
     "same, bigger, smaller or unknown"
     max_loss_difference: float | None
@@ -42,10 +49,11 @@ class Change:
 def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     """Each run of `now` that the baseline has too, and those that it lacks.
 
-    Two runs are the same if model, strategy, GPU, ranks and every flag known to both are; versions may
-    differ.
+    Two runs are the same if model, strategy, GPU (without one: CPU), ranks and every flag known to both are;
+    versions may differ. Of several in the baseline the newest counts.
     """
     found, missing = [], []
+    then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
         earlier = next((other for other in then if _same_run(row, other)), None)
         if earlier is None:
@@ -56,8 +64,8 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
 
 
 def _same_run(row: Row, other: Row) -> bool:
-    names = ("model", "strategy", "gpu")
-    known = row.asked.keys() & other.asked.keys()
+    names = ("model", "strategy", "gpu") if row.gpu else ("model", "strategy", "gpu", "cpu")
+    known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     ranks = row.world_size == other.world_size or None in (row.world_size, other.world_size)
     return (
         ranks
@@ -68,7 +76,7 @@ def _same_run(row: Row, other: Row) -> bool:
 
 def _change(row: Row, earlier: Row) -> Change:
     speed_ratio = _ratio(row.tokens_per_second, earlier.tokens_per_second)
-    memory_ratio, memory_tolerance = _memory(row, earlier)
+    memory, memory_ratio = _memory(row, earlier)
     difference = _loss_difference(row, earlier)
     status = "ok"
     if row.status != earlier.status:
@@ -81,14 +89,8 @@ def _change(row: Row, earlier: Row) -> Change:
         speed_ratio=speed_ratio,
         speed="unknown" if speed_ratio is None else _speed(row, earlier, speed_ratio),
         memory_ratio=memory_ratio,
-        memory="unknown"
-        if memory_ratio is None
-        else "bigger"
-        if memory_ratio > 1 + memory_tolerance
-        else "smaller"
-        if memory_ratio < 1 - memory_tolerance
-        else "same",
-        max_loss_difference=difference,
+        memory=memory,
+        max_loss_difference=None if difference is None else finite(difference),
         losses="unknown" if difference is None else "differ" if difference > tolerance else "same",
         status=status,
         record_now=row.record,
@@ -97,31 +99,40 @@ def _change(row: Row, earlier: Row) -> Change:
 
 
 def _speed(row: Row, earlier: Row, ratio: float) -> str:
-    if overlap(_interval(row), _interval(earlier)):
+    if overlap(row.interval, earlier.interval):
         return "tie"
     return "faster" if ratio > 1 else "slower"
 
 
-def _interval(row: Row) -> tuple[float, float]:
-    return row.tokens_per_second_lowest, row.tokens_per_second_highest
-
-
-def _memory(row: Row, earlier: Row) -> tuple[float | None, float]:
-    """The larger of two ratios: peak memory, and the training state, which is exact on a CPU too."""
-    tolerance = MEMORY_TOLERANCE if row.gpu else PROCESS_MEMORY_TOLERANCE
+def _memory(row: Row, earlier: Row) -> tuple[str, float | None]:
+    """Peak memory and the training state, each with its own tolerance; what is worse is told."""
     peaks = [item.peak_allocated_bytes if item.gpu else item.peak_rss_bytes for item in (row, earlier)]
-    ratio = _ratio(*peaks)
-    state = _ratio(*(sum((item.state_bytes_per_rank or {}).values()) or None for item in (row, earlier)))
-    if state is not None and abs(state - 1) > 1e-3:
-        return state, 0.0
-    return ratio, tolerance
+    states = [sum((item.state_bytes_per_rank or {}).values()) or None for item in (row, earlier)]
+    tolerance = MEMORY_TOLERANCE if row.gpu else PROCESS_MEMORY_TOLERANCE
+    verdicts = [
+        (_size(ratio, allowed), ratio)
+        for ratio, allowed in ((_ratio(*peaks), tolerance), (_ratio(*states), STATE_TOLERANCE))
+        if ratio is not None
+    ]
+    order = ("bigger", "smaller", "same")
+    return min(verdicts, key=lambda verdict: order.index(verdict[0]), default=("unknown", None))
+
+
+def _size(ratio: float, tolerance: float) -> str:
+    return "bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same"
 
 
 def _loss_difference(row: Row, earlier: Row) -> float | None:
+    """Over the first steps, before training lets rounding grow; None for another learning rate schedule.
+
+    Infinite for a loss that is no number at any step and was one.
+    """
     pairs = list(zip(row.losses, earlier.losses, strict=False))
-    if not pairs:
+    if not pairs or row.max_steps != earlier.max_steps:
         return None
-    return max(float("inf") if None in pair else abs(pair[0] - pair[1]) for pair in pairs)
+    if any(now is None and then is not None for now, then in pairs):
+        return float("inf")
+    return max((abs(now - then) for now, then in pairs[:PARITY_STEPS] if then is not None), default=None)
 
 
 def _ratio(now: float | None, then: float | None) -> float | None:

@@ -5,18 +5,18 @@ from collections.abc import Iterable
 
 from slm_toolkit.numerics import differences, numerics_from
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.stats import overlap
 
 
 def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
     """The rows with their numerics' differences and ranks, in the order given.
 
-    Rows of one model, GPU and number of ranks are compared with each other; the reference is DDP's row, else
-    one process's, else the first. With `strict`, a row that was computed otherwise has no rank.
+    Rows of one model, sequence length and machine are compared with each other; the reference is DDP's row,
+    else one process's, else the first. With `strict`, a row that was computed otherwise, or of which that is
+    not known, has no rank.
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.gpu, row.asked.get("seq_len")), []).append(row)
+        groups.setdefault((row.model, row.seq_len, row.gpu or row.cpu), []).append(row)
     changed: dict[int, Row] = {}
     for group in groups.values():
         marked = [(row, _marked(row, _reference(group))) for row in group]
@@ -56,15 +56,10 @@ def _marked(row: Row, reference: Row | None) -> Row:
 
 
 def _competes(row: Row, *, strict: bool) -> bool:
-    fair = not (strict and row.numerics_differences)
+    fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
     return row.status == "ok" and row.parity_holds is not False and row.tokens_per_second is not None and fair
 
 
 def _clearly_faster(other: Row, row: Row) -> bool:
     """Per GPU, so that two GPUs are not twice as good as one."""
-    mine, theirs = _interval(row), _interval(other)
-    return theirs[0] > mine[1] and not overlap(mine, theirs)
-
-
-def _interval(row: Row) -> tuple[float, float]:
-    return (row.tokens_per_second_lowest / row.world_size, row.tokens_per_second_highest / row.world_size)
+    return other.interval[0] / other.world_size > row.interval[1] / row.world_size

@@ -11,7 +11,7 @@ from slm_toolkit.hardware import find_gpu, find_price
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record import RunRecord
-from slm_toolkit.report.stats import num_warmup_steps, throughput
+from slm_toolkit.report.stats import num_warmup_steps, throughput, timed_seconds
 from slm_toolkit.report.warnings import warnings_of
 
 
@@ -33,6 +33,8 @@ class Row:
     reshard_after_forward: bool | None
     world_size: int | None
     gpu: str | None
+    cpu: str
+    started_at: str
     numerics: str
     attn_implementation: str | None
     seq_len: int
@@ -98,21 +100,25 @@ class Row:
     parity: str | None
     "all of it as a sentence"
     rank: int | None
-    "1 + rows of the same model, GPU and ranks whose whole interval is faster; rows of one rank are a tie"
+    "1 + rows of the same model, sequence length and GPU whose whole interval, per GPU, is faster"
     warnings: list[str]
     "what may have disturbed the measurement"
     anatomy: dict[str, Any] | None
     record: str
     "the record's file, of the first launch"
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of tokens per second; only of rows that have a rate."""
+        return self.tokens_per_second_lowest, self.tokens_per_second_highest
+
 
 def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | None = None) -> Row:
     """All figures of one run's launches. What can't be true makes the row failed: `impossible` says why."""
     records = [record for _, record in repeats]
     ok = [record for record in records if record.status == "ok"]
-    shown = next(
-        (record for record in records if record.status != "ok"), records[0]
-    )  # a failure is not hidden
+    judged = next((record for record in records if record.status != "ok"), records[0])  # failures show
+    shown = ok[0] if ok else judged
     rate = throughput(ok)
     config, spec = shown.asked["config"], spec_of(shown)
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
@@ -120,7 +126,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     with_attention = flops_per_token(spec, seq_len=config["seq_len"])
     without = flops_per_token_without_attention(spec)
     mfu = mfu_of(shown, per_gpu, with_attention)
-    status, reason = shown.status, shown.reason
+    status, reason = judged.status, judged.reason
     if status == "ok" and (wrong := impossible(ok, mfu)):
         status, reason = "failed", wrong
     measured = ok or records
@@ -135,6 +141,8 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         reshard_after_forward=shown.reshard_after_forward,
         world_size=shown.world_size,
         gpu=shown.gpu,
+        cpu=shown.cpu,
+        started_at=shown.started_at,
         attn_implementation=shown.attn_implementation,
         **{
             name: config[name]
@@ -227,8 +235,11 @@ def _phases(record: RunRecord) -> dict[str, float] | None:
 
 
 def _joules_per_token(records: list[RunRecord]) -> float | None:
-    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those."""
-    joules = tokens = 0.0
+    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those.
+
+    None below two seconds: the counter moves every 20 to 100 ms, which would be 5 % and more.
+    """
+    joules = tokens = seconds = 0.0
     for record in records:
         of_ranks = [watch.get("energy_joules") for watch in record.gpu_watch]
         if not of_ranks or None in of_ranks or record.tokens_per_step is None:
@@ -236,7 +247,8 @@ def _joules_per_token(records: list[RunRecord]) -> float | None:
         start = num_warmup_steps(record)
         joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
         tokens += record.tokens_per_step * (len(record.losses) - start)
-    return joules / tokens if tokens and joules else None
+        seconds += sum(timed_seconds(record))
+    return joules / tokens if seconds >= 2 and joules else None
 
 
 def _largest(of_records: list[list[int] | None]) -> int | None:

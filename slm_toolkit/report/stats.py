@@ -1,8 +1,8 @@
 """Rates derived from records' raw steps: warm-up found, the median, and an interval around it."""
 
 from dataclasses import dataclass
-from math import comb
-from statistics import median
+from math import comb, sqrt
+from statistics import median, stdev
 
 from slm_toolkit.record import RunRecord
 
@@ -10,9 +10,15 @@ STEPS_PER_BLOCK = 10
 "as in the paper: at least three runs of ten steps"
 LAUNCH_NOISE = 0.05
 """how far another launch of the same run may lie from this one, either way, while fewer than three were seen:
-python bench/baseline_noise.py found at most 2.3 % on two busy-free CPU cores (2026-11-20, slm-10m)"""
+bench/baseline_noise.py found at most 2.3 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
 SLOW = 1.1
 "a first step above this multiple of the steady time is warm-up"
+OTHER_CORES = 0.25
+"CPU cores kept busy by other programs, above which a run on CPU processes was disturbed"
+USED_BYTES = 2**30
+"in use on a GPU before the run opened it, above which somebody else is on it"
+# Student's t, two-sided 95 %, for 2, 3, ... launches less one; more are taken for the last.
+_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -33,36 +39,74 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
 
     A step is as long as its slowest rank took. The timed steps of a launch are cut into blocks of ten (a
     remainder makes them a little longer); its rate is the median of theirs. With three launches or more the
-    interval is that of their medians; with fewer it is that of the blocks, and at least LAUNCH_NOISE wide
-    either way, since one launch can't show how much launches differ.
+    interval is Student's prediction interval for another launch. Fewer can't show how much launches differ:
+    then it is that of the blocks' median (of the steps', below three blocks), and at least LAUNCH_NOISE wide
+    either way. A launch that was disturbed widens it, see `disturbance`.
     """
-    of_launches, num_timed, warmups = [], 0, []
-    for record in repeats:
-        slowest = slowest_rank_seconds(record)
-        start = num_warmup_steps(record)
-        timed = slowest[start:]
-        if not timed or record.tokens_per_step is None:
-            continue
-        num_timed += len(timed)
-        warmups.append(start)
-        num_blocks = max(1, len(timed) // STEPS_PER_BLOCK)
-        bounds = [len(timed) * index // num_blocks for index in range(num_blocks + 1)]
-        of_launches.append(
-            [
-                (end - begin) * record.tokens_per_step / sum(timed[begin:end])
-                for begin, end in zip(bounds, bounds[1:], strict=False)
-            ]
-        )
-    if not of_launches:
+    timed = [(record, timed_seconds(record)) for record in repeats]
+    timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
+    if not timed:
         return None
-    medians = [median(blocks) for blocks in of_launches]
+    medians = [median(_block_rates(record, seconds)) for record, seconds in timed]
     rate = median(medians)
-    if len(of_launches) >= 3:
-        lowest, highest = interval_of_median(medians)
+    if len(medians) >= 3:
+        lowest, highest = _prediction_interval(medians)
     else:
-        lowest, highest = interval_of_median([block for blocks in of_launches for block in blocks])
+        sample = [each for record, seconds in timed for each in _sample(record, seconds)]
+        lowest, highest = interval_of_median(sample)
         lowest, highest = min(lowest, rate * (1 - LAUNCH_NOISE)), max(highest, rate * (1 + LAUNCH_NOISE))
-    return Throughput(rate, lowest, highest, num_timed, len(of_launches), max(warmups))
+    factor = max(disturbance(record) for record, _ in timed)
+    return Throughput(
+        tokens_per_second=rate,
+        lowest=min(lowest, rate / factor),
+        highest=max(highest, rate * factor),
+        num_timed_steps=sum(len(seconds) for _, seconds in timed),
+        num_launches=len(timed),
+        num_warmup_steps=max(num_warmup_steps(record) for record, _ in timed),
+    )
+
+
+def disturbance(record: RunRecord) -> float:
+    """By what factor others on the machine may have changed the rate; 1: nobody was seen.
+
+    CPU processes of c cores of which others kept b busy: (c / (c - b)) squared, for ranks wait for each
+    other, and what one loses all lose. A GPU that somebody else uses: 2, not a measurement at all.
+    """
+    watches = record.gpu_watch
+    if any((watch.get("num_processes_before") or 0) > 0 for watch in watches):
+        return 2.0
+    if any((watch.get("used_bytes_before") or 0) > USED_BYTES for watch in watches):
+        return 2.0
+    busy, cores = record.other_busy_cores or 0.0, record.num_cores
+    if record.gpu or busy <= OTHER_CORES or not cores:
+        return 1.0
+    return (cores / max(0.1, cores - busy)) ** 2
+
+
+def timed_seconds(record: RunRecord) -> list[float]:
+    """Of each step after the warm-up, the time of the rank that took longest."""
+    return slowest_rank_seconds(record)[num_warmup_steps(record) :]
+
+
+def _block_rates(record: RunRecord, seconds: list[float]) -> list[float]:
+    num_blocks = max(1, len(seconds) // STEPS_PER_BLOCK)
+    bounds = [len(seconds) * index // num_blocks for index in range(num_blocks + 1)]
+    return [
+        (end - begin) * record.tokens_per_step / sum(seconds[begin:end])
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
+    blocks = _block_rates(record, seconds)
+    return blocks if len(blocks) >= 3 else [record.tokens_per_step / each for each in seconds]
+
+
+def _prediction_interval(medians: list[float]) -> tuple[float, float]:
+    """Where one more launch lies in 95 % of cases: t s sqrt(1 + 1/n) around the median."""
+    count = len(medians)
+    half = _STUDENT_T[min(count, len(_STUDENT_T) + 1) - 2] * stdev(medians) * sqrt(1 + 1 / count)
+    return median(medians) - half, median(medians) + half
 
 
 def slowest_rank_seconds(record: RunRecord) -> list[float]:
@@ -74,8 +118,8 @@ def num_warmup_steps(record: RunRecord) -> int:
     """First steps that don't count: as many as asked, else those that were slow or that compiled.
 
     The steady time is the median of the second half. Warm-up ends before the first two steps in a row that
-    are within SLOW of it, after the last compilation of the first half, at the latest in the middle. The
-    first step, which is probed, never counts.
+    are within SLOW of it, after the last compilation of the first half, at the latest in the middle. Steps
+    that were probed never count.
     """
     if record.timing_warmup_steps is not None:
         return record.timing_warmup_steps
@@ -85,7 +129,7 @@ def num_warmup_steps(record: RunRecord) -> int:
         return len(slowest)
     limit = SLOW * median(slowest[half:])
     compiled = [step for step, graphs in enumerate(record.num_graphs_compiled[:half]) if graphs]
-    start = max(1, compiled[-1] + 1 if compiled else 1)
+    start = max(record.num_probed_steps, compiled[-1] + 1 if compiled else 1)
     while start < half and max(slowest[start : start + 2]) > limit:
         start += 1
     return start

@@ -6,6 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slm_toolkit.record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
 
 DASH = "-"
@@ -27,7 +28,6 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("dataset", "dataset"),
     ("max_steps", "steps asked"),
 )
-FP32_REFERENCE = "single-process fp32"
 _PARITY_COLUMNS: tuple[tuple[str, Callable[["Row"], str], int], ...] = (
     ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 0),
     (

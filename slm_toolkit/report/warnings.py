@@ -1,14 +1,10 @@
 """What may have disturbed a measurement, as sentences under the table."""
 
 from slm_toolkit.record import RunRecord
-from slm_toolkit.report.stats import num_warmup_steps, slowest_rank_seconds
+from slm_toolkit.report.stats import OTHER_CORES, USED_BYTES, num_warmup_steps, slowest_rank_seconds
 
 DATA_SHARE = 0.05
 "of a step's time waited for data, above which it is said"
-OTHER_CORES = 0.25
-"CPU cores kept busy by other programs, above which it is said of a run on CPU processes"
-USED_BYTES = 2**30
-"in use on a GPU before the run opened it, above which somebody else is on it"
 
 
 def warnings_of(record: RunRecord) -> list[str]:
@@ -25,6 +21,8 @@ def warnings_of(record: RunRecord) -> list[str]:
         found.append(f"compiled again in timed step {', '.join(map(str, compiled[:5]))}")
     if not record.gpu and (record.other_busy_cores or 0) > OTHER_CORES:
         found.append(f"other programs kept {record.other_busy_cores:.1f} CPU cores busy")
+    if (step := next((step for step, loss in enumerate(record.losses, 1) if loss is None), None)) is not None:
+        found.append(f"the loss is not a number from step {step} on")
     for rank, watch in enumerate(record.gpu_watch):
         found += [f"rank {rank}: {sentence}" for sentence in _of_gpu(watch)]
     return found

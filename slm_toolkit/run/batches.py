@@ -37,19 +37,31 @@ def count_steps(config: RunConfig, loader: DataLoader) -> int:
     return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
 
 
-def endless(accelerator: Accelerator, loader: DataLoader, *, skip: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from number `skip` on; a stream is read again up to there."""
+def endless(
+    accelerator: Accelerator, loader: DataLoader, *, skip: int, multiple: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's batches, epoch after epoch, from number `skip` on; a stream is read again up to there.
+
+    Of each epoch, a multiple of `multiple` batches is used: several processes, too, drop what is not enough
+    for one batch each.
+    """
     is_stream = isinstance(loader.dataset, IterableDataset)
     epoch, skip = (0, skip) if is_stream else divmod(skip, len(loader))
     while True:
         loader.set_epoch(epoch)
         num_batches = 0
+        waiting = []
         for batch in accelerator.skip_first_batches(loader, skip) if skip and not is_stream else loader:
             num_batches += 1
-            if is_stream and skip > 0:
-                skip -= 1
-            else:
-                yield batch
-        if num_batches == 0:
+            waiting.append(batch)
+            if (num_batches + (0 if is_stream else skip)) % multiple:
+                continue
+            for complete in waiting:
+                if is_stream and skip > 0:
+                    skip -= 1
+                else:
+                    yield complete
+            waiting = []
+        if num_batches < multiple and (is_stream or not skip):
             raise ValueError("the stream holds less than one batch for each process")
         epoch, skip = epoch + 1, skip if is_stream else 0

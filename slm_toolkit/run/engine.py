@@ -151,7 +151,11 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
         return torch.optim.AdamW(groups, **options)
     master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
     return AdamWWithMasterWeights(
-        groups, master_dtype=master_dtype, max_grad_norm=config.max_grad_norm, **options
+        groups,
+        master_dtype=master_dtype,
+        max_grad_norm=config.max_grad_norm,
+        holds_flat_shards=engine == "fsdp1",
+        **options,
     )
 
 

@@ -141,8 +141,10 @@ class GradientCounter:
             return
         gradients = [param.grad for param in self.model.parameters()]
         if self.engine is not None:
-            for group in getattr(self.engine.optimizer, "averaged_gradients", {}).values():
+            zero = self.engine.optimizer
+            for group in getattr(zero, "averaged_gradients", {}).values():
                 gradients += group or []
+            gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
         self.num_bytes = tensor_bytes(gradients)
         held = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
@@ -185,9 +187,13 @@ def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
     zero = engine.optimizer
     params = list(engine.module.parameters())
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        params, masters = [param.ds_tensor for param in params], zero.fp32_partitioned_groups_flat
-    else:
-        masters = getattr(zero, "single_partition_of_fp32_groups", [])
+        params = [param.ds_tensor for param in params]
     adam = getattr(zero, "optimizer", zero).state.values()
     moments = [value for of_param in adam for value in of_param.values() if isinstance(value, torch.Tensor)]
-    return {"parameters": params, "master_weights": list(masters), "optimizer": moments}
+    return {"parameters": params, "master_weights": _deepspeed_masters(zero), "optimizer": moments}
+
+
+def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
+    """Of stage 3, else of 1 and 2; none below."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])

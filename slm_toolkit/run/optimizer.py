@@ -21,12 +21,17 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         *,
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
+        holds_flat_shards: bool = False,
         **options: Any,
     ) -> None:
-        """`max_grad_norm` 0 means no clipping; `options` are AdamW's."""
+        """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
+
+        holds_flat_shards: parameters are plain tensors that hold this rank's share, as FSDP1's are.
+        """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
+        self.holds_flat_shards = holds_flat_shards
         self.grad_norm: torch.Tensor | None = None
         "of all gradients before clipping, fp32, set by each step"
 
@@ -40,7 +45,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         gradients = [
             param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
         ]
-        self.grad_norm = _global_norm(gradients)
+        self.grad_norm = _global_norm(gradients, holds_flat_shards=self.holds_flat_shards)
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
@@ -124,11 +129,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _global_norm(gradients: list[torch.Tensor], *, holds_flat_shards: bool) -> torch.Tensor:
     """The 2-norm of all gradients over all ranks, summed in fp32; an fp32 scalar."""
     norms = torch._foreach_norm([_local(gradient) for gradient in gradients], 2, dtype=torch.float32)
     square = torch.linalg.vector_norm(torch.stack(norms)).square()
-    if isinstance(gradients[0], DTensor):  # all of one mesh: FSDP2 shards every parameter alike
+    if holds_flat_shards and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(square)
+    elif isinstance(gradients[0], DTensor):  # all of one mesh: FSDP2 shards every parameter alike
         for dimension, placement in enumerate(gradients[0].placements):
             if placement.is_shard():
                 torch.distributed.all_reduce(square, group=gradients[0].device_mesh.get_group(dimension))

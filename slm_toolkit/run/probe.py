@@ -101,17 +101,17 @@ class NumericsProbe:
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss"),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
-            reduction_dtype=_reduction_dtype(operators),
+            reduction_dtype=_reduction_dtype(operators, num_params=_num_params(self.model)),
             master_weight_dtype=_dtypes(state["master_weights"] or state["parameters"]),
             optimizer_state_dtype=_dtypes(tensor for tensor in state["optimizer"] if tensor.dim() > 0),
             clipping=self._clipping(),
             accumulation=self.num_forwards // num_steps if num_steps else None,
             tokens_per_step=self.num_tokens // max(1, num_steps),
             attention=attention,
-            optimizer_kernel=_first_match(operators, _ADAM_KERNELS),
+            optimizer_kernel=self._optimizer_kernel(operators),
             compiled=any(operator.name.startswith("Torch-Compiled Region") for operator in operators),
             recomputed=recomputed,
-            tf32=torch.get_float32_matmul_precision() != "highest",
+            tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
             batch_hashes=[self.batch_hash.hexdigest()[:12]],
             optimizer_class=self._optimizer_class(),
         )
@@ -120,7 +120,7 @@ class NumericsProbe:
     def _only(self, kind: str) -> Any:
         """The one value seen of a kind, `a+b` for several dtypes, None for nothing."""
         values = self.seen[kind]
-        return "+".join(sorted(values)) if len(values) > 1 else next(iter(values), None)
+        return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
 
     def _saw_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         tokens = kwargs["input_ids"]
@@ -153,6 +153,11 @@ class NumericsProbe:
             return None if threshold is None else float(threshold)
         inner = self.optimizer.optimizer
         return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
+
+    def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
+        """DeepSpeed's CPU Adam is no operator of torch's: the class that stepped is all there is to see."""
+        inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
+        return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _ADAM_KERNELS)
 
     def _optimizer_class(self) -> str:
         if self.engine is None:
@@ -208,8 +213,16 @@ def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
     return "+".join(sorted(dtypes)) or None
 
 
-def _reduction_dtype(operators: list[_Operator]) -> str | None:
-    """The dtypes that carry gradients; norms, flags and losses are a few elements among millions."""
+def _num_params(model: torch.nn.Module) -> int:
+    """Over all ranks; of FSDP1's flat parameters this rank's share."""
+    return sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+
+
+def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
+    """The dtypes that carry gradients; norms, flags and losses are a few elements among millions.
+
+    None where less than half of the parameters' gradients went through a collective that reduces.
+    """
     elements: dict[str, int] = defaultdict(int)
     for operator in operators:
         if _REDUCTION.match(operator.name):
@@ -217,4 +230,6 @@ def _reduction_dtype(operators: list[_Operator]) -> str | None:
                 if dtype in _KINETO_DTYPES:
                     elements[_KINETO_DTYPES[dtype]] += math.prod(shape)
     total = sum(elements.values())
+    if total < num_params / 2:
+        return None
     return "+".join(sorted(dtype for dtype, count in elements.items() if count > 0.01 * total)) or None

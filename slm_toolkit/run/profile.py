@@ -15,12 +15,12 @@ PROFILER_STEPS = 1 + PROFILED_STEPS  # the first starts the profiler up, and is 
 
 
 class StepProfiler:
-    """Profiles steps `num_wait_steps` + 2 to `num_wait_steps` + PROFILER_STEPS of those that `step()` ends.
+    """Profiles steps 2 to PROFILER_STEPS of those that `step()` ends.
 
     The profiler itself costs time, most of all on a CPU: profiled steps are for shares, not for rates.
     """
 
-    def __init__(self, path: Path, *, num_wait_steps: int) -> None:
+    def __init__(self, path: Path) -> None:
         """`path` ends in .json.gz; its folder exists once the profiled steps are done."""
         self.path = path
         activities = [ProfilerActivity.CPU]
@@ -28,7 +28,7 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=num_wait_steps, warmup=1, active=PROFILED_STEPS, repeat=1),
+            schedule=schedule(wait=0, warmup=1, active=PROFILED_STEPS, repeat=1),
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
             record_shapes=False,
             with_stack=False,
@@ -42,19 +42,21 @@ class StepProfiler:
         self._profile.step()
 
     def stop(self) -> Anatomy:
-        """This rank's anatomy; `num_wait_steps` + PROFILER_STEPS steps must be done."""
+        """This rank's anatomy; PROFILER_STEPS steps must be done."""
         self._profile.stop()
         return anatomy_of(read_trace(self.path))
 
 
-def profile_steps(step: Callable[[], object], folder: Path, *, deepspeed_engine: Any | None) -> Anatomy:
+def profile_steps(
+    step: Callable[[], object], folder: Path, *, deepspeed_engine: Any | None
+) -> Anatomy | None:
     """Call `step` PROFILER_STEPS times under the profiler; every rank must, so that all are slowed alike.
 
-    Writes a trace of each rank into `folder`; open it at https://ui.perfetto.dev. Raises RuntimeError on a
-    GPU whose driver shows no kernels.
+    Writes a trace of each rank into `folder`; open it at https://ui.perfetto.dev. None on a GPU whose
+    driver shows no kernels, as where profiling is for administrators only.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    profiler = StepProfiler(folder / TRACE_FILE.format(rank=rank), num_wait_steps=0)
+    profiler = StepProfiler(folder / TRACE_FILE.format(rank=rank))
     if deepspeed_engine is not None:  # its step is part of its backward, and torch names Adam's share only
         zero_step = deepspeed_engine.optimizer.step
 
@@ -70,8 +72,4 @@ def profile_steps(step: Callable[[], object], folder: Path, *, deepspeed_engine:
             torch.cuda.synchronize()
         profiler.step()
     anatomy = profiler.stop()
-    if torch.cuda.is_available() and anatomy.device != "cuda":
-        raise RuntimeError(
-            "the driver shows no kernels to the profiler: is profiling for administrators only?"
-        )
-    return anatomy
+    return None if torch.cuda.is_available() and anatomy.device != "cuda" else anatomy

@@ -24,6 +24,9 @@ from slm_toolkit.run.measure import (
 from slm_toolkit.run.probe import NumericsProbe
 from slm_toolkit.run.ranks import gather_to_all
 
+MOST_PROBED_STEPS = 5
+"however often a model compiles again"
+
 
 @dataclass(frozen=True)
 class GpuBefore:
@@ -57,7 +60,9 @@ class RunWatch:
         self.clock = StepClock(accelerator.device)
         self.gradients = GradientCounter(accelerator, model)
         self.numerics: dict[str, Any] | None = None
-        "what the first step's probe saw, the same on all ranks"
+        "what the last probed step's probe saw, the same on all ranks"
+        self.num_probed_steps = 0
+        self._probe_next = True
         self.num_tokens_drawn = 0
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
@@ -66,16 +71,19 @@ class RunWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step; the first is probed too."""
-        first = self.numerics is None
-        probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if first else nullcontext()
+        """One optimizer step; the first is probed too, and the next while they compile: tracing is no run."""
+        probing = self._probe_next
+        probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
         with probe, self.clock.step():
             yield
-        self.num_graphs_compiled.append(num_compiled_graphs() - graphs)
+        compiled = num_compiled_graphs() - graphs
+        self.num_graphs_compiled.append(compiled)
         self.gpu.sample()
-        if first:
+        if probing:
+            self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
+            self._probe_next = max(gather_to_all(compiled)) > 0 and self.num_probed_steps < MOST_PROBED_STEPS
 
     def drew(self, tokens: torch.Tensor) -> None:
         """Count the tokens of a batch that came from the data."""
@@ -110,6 +118,7 @@ class RunWatch:
         ranks = gather_to_all(mine)
         return {
             "numerics": self.numerics,
+            "num_probed_steps": self.num_probed_steps,
             "step_seconds": [rank["seconds"] for rank in ranks],
             "phase_seconds": [rank["phases"] for rank in ranks],
             "num_graphs_compiled": [
