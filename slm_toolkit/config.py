@@ -317,6 +317,9 @@ def with_underscores(argv: list[str]) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """argparse whose errors look like ours: one line, a hint, exit code 2."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message: str) -> None:
         print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)

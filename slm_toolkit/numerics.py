@@ -6,7 +6,7 @@ from typing import Any
 
 PARITY_STEPS = 20
 "over which two runs are held against each other; training itself lets rounding grow beyond"
-LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 1e-2, "pure_bf16": 5e-2}
+LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2}
 "absolute, of each of the first PARITY_STEPS steps' losses, by `--numerics`"
 GRAD_NORM_STEPS = 5
 "over which gradient norms are compared: at a high learning rate they drift apart sooner than losses"

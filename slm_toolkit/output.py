@@ -12,11 +12,19 @@ from rich.text import Text
 
 from slm_toolkit.compare.parity import Parity, judge
 from slm_toolkit.config import RunConfig
-from slm_toolkit.record import FP32_REFERENCE, RECORD_FILE, RunRecord, find_records, finite
+from slm_toolkit.record import RECORD_FILE, RunRecord, find_records, finite
 
 if TYPE_CHECKING:
     from slm_toolkit.report.rows import Row
 
+_SHORT = {
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accum",
+    "gradient_checkpointing": "checkpointing",
+    "attn_implementation": "attention",
+    "torch_compile": "compile",
+    "world_size": "ranks",
+}
 PIPE_WIDTH = 220
 "columns where stdout has no width: nothing may be left out"
 
@@ -78,8 +86,14 @@ def print_records(
         }
         if anatomies:
             console.print(anatomy_table(anatomies, width=width), crop=False)
+            console.print(
+                Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
+            )
         if baseline:
-            console.print(baseline_table(found, missing, baseline=args.baseline, width=width), crop=False)
+            named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+            console.print(
+                baseline_table(found, missing, named=named, baseline=args.baseline, width=width), crop=False
+            )
     well = all(row.status in ("ok", "oom") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1
@@ -123,7 +137,8 @@ def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
 
 def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
     return [
-        f"no parity check: the {FP32_REFERENCE} reference ended {record.status}: {record.reason}"
+        f"no parity check: the single-process {record.asked['config']['numerics']} reference ended "
+        f"{record.status}: {record.reason}"
         for _, record in records
         if record.is_parity_reference and record.status != "ok"
     ]
@@ -133,7 +148,7 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
     """A line for what holds, red ones for each row that does not."""
     named = list(zip(labels(rows), rows, strict=True))
     notes = [
-        Text(f"{label} does not compute the same thing, {row.parity}", style="red")
+        Text(f"{label} computes something else, {row.parity}", style="red")
         for label, row in named
         if row.parity_holds is False
     ]
@@ -150,20 +165,21 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
 
 
 def labels(rows: list["Row"]) -> list[str]:
-    """Of each row the strategy, and what else tells it from the others; no two are alike."""
-    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["id"]]
+    """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
+    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     machine = [name for name in ("world_size", "gpu") if len({getattr(row, name) for row in rows}) > 1]
-    made = [
-        " ".join(
-            [
-                row.strategy,
-                *(f"{name}={row.asked.get(name)}" for name in varying),
-                *(f"{name}={getattr(row, name)}" for name in machine),
-            ]
-        )
-        for row in rows
-    ]
+
+    def words(row: "Row") -> list[str]:
+        values = [(name, row.asked.get(name)) for name in varying]
+        values += [(name, getattr(row, name)) for name in machine]
+        return [
+            str(value) if name in ("model", "numerics") else f"{_SHORT.get(name, name)}={value}"
+            for name, value in values
+            if value is not None
+        ]
+
+    made = [" ".join([row.strategy, *words(row)]) for row in rows]
     return [
         label if made.count(label) == 1 else f"{label} {Path(row.record).parent.name[-12:]}"
         for label, row in zip(made, rows, strict=True)

@@ -188,7 +188,8 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
         # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
         if config.reduce_dtype == "fp32" and config.numerics != "fp32" and stage < 2:
             problems.append(
-                f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave it out"
+                f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave "
+                f"{strategy.name} out of --strategy"
             )
         if config.numerics == "pure_bf16" and stage < 1:
             problems.append(f"{where}: --numerics pure_bf16 needs ZeRO-1, 2 or 3 under DeepSpeed")

@@ -296,7 +296,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     anatomy = None
     if config.profile:  # these steps train on, after all that is recorded and saved
         if progress is not None:
-            progress.say("profiling")
+            progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
         engine = deepspeed_engine(accelerator)
         step = functools.partial(train_step, job, prepared, batches, watch)
         found = profile_steps(step, run_dir, deepspeed_engine=engine)

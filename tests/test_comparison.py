@@ -100,7 +100,7 @@ def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
 def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
     again = slm("compare", "--json", "--model", "slm-1m", *ALIGNED, "--output_dir", str(aligned.folder))
     assert again.out == aligned.finished.out
-    assert again.err.count("kept from ") == 7
+    assert again.err.count("kept from ") == 8  # two references too
 
 
 def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
@@ -113,7 +113,7 @@ def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
     # dollars per million tokens: 1e6 / rate seconds at 2 * $1.5 an hour
     ddp = aligned.rows["ddp"]["tokens_per_second"]
     assert f"${1e6 / ddp * 3 / 3600:.4f}" in table
-    assert "parity holds against single-process fp32 over 20 steps: max |Δloss| " in table
+    assert "parity holds against single-process fp32 over 20 steps: |Δloss| " in table
     assert "the farthest of 6" in table
 
 
@@ -146,8 +146,10 @@ def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
 def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
     for name, row in aligned.rows.items():
         known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
-        assert set(row["phase_seconds"]) == known
-        assert sum(row["phase_seconds"].values()) < 1.5 * row["tokens_per_step"] / row["tokens_per_second"]
+        phases = row["phase_seconds"]
+        step = phases.pop("step")
+        assert set(phases) == known
+        assert sum(phases.values()) < step
     out = slm("report", str(aligned.folder), "--phases").out
     assert "DeepSpeed steps inside backward: only its whole steps compare" in out
     assert "where a step's time goes" in out

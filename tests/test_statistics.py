@@ -247,5 +247,5 @@ def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
 
 def test_labels_tell_rows_apart_by_what_differs() -> None:
     rows = [row_from(with_steps(1.0, 1.0, world_size=size)) for size in (2, 4)]
-    assert labels(rows) == ["ddp world_size=2", "ddp world_size=4"]
+    assert labels(rows) == ["ddp ranks=2", "ddp ranks=4"]
     assert len(set(labels([rows[0], rows[0]]))) == 1  # the very same record

@@ -76,11 +76,11 @@ class Display:
 
     def _label(self, run: PlannedRun) -> str:
         """The strategy, and what else of the grid tells this run from the others."""
-        if run.run_name.startswith(PARITY_REFERENCE):
-            return "single-process fp32 reference"
         names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
         others = [run for run in self.runs if not run.run_name.startswith(PARITY_REFERENCE)]
         varying = [name for name in names if len({getattr(other.config, name) for other in others}) > 1]
         repeat = re.search(r"-r(\d+)$", run.run_name)
         words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)]
+        if run.run_name.startswith(PARITY_REFERENCE):
+            words[0] = f"reference: one process in {run.config.numerics}"
         return " ".join([*words, f"launch {repeat[1]}"] if repeat else words)

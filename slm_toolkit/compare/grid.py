@@ -50,8 +50,8 @@ def plan_runs(
     """All combinations of `given` (field name to a value or a list of values) with all strategies.
 
     `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one. Each
-    run is planned `repeats` times; with `parity_steps` it does so many steps, and
-    the single-process fp32 runs that see the same batches come first. Raises one ValueError with every
+    run is planned `repeats` times; with `parity_steps` it does so many steps, and the single processes that
+    see the same batches come first, in fp32 and in the numerics asked. Raises one ValueError with every
     problem of every combination.
     """
     if parity_steps is not None:
@@ -87,10 +87,11 @@ def plan_runs(
         count = 1 if strategy.engine == "single" else processes
         if parity_steps is not None:
             single = find_strategy("single")
-            reference = _parity_reference(config, num_processes=count)
-            references.append(
-                _planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-")
-            )
+            for numerics in dict.fromkeys(("fp32", config.numerics)):
+                reference = _parity_reference(config, numerics=numerics, num_processes=count)
+                references.append(
+                    _planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-")
+                )
         runs.append(_planned(config, strategy, count, machine, versions))
     # in turn, so that what drifts with time does so for all strategies alike
     again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
@@ -104,15 +105,15 @@ def _repeated(run: PlannedRun, number: int) -> PlannedRun:
     )
 
 
-def _parity_reference(config: RunConfig, *, num_processes: int) -> RunConfig:
-    """One process in fp32 that sees, step by step, the sequences that all ranks of `config` see together.
+def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -> RunConfig:
+    """One process that sees, step by step, the sequences that all ranks of `config` see together.
 
     Rank r's batch number i is the data's batch i * num_processes + r, so more micro-steps do it.
     """
     plain = config.attn_implementation in ("eager", "sdpa")  # flash-attn has no fp32
     return dataclasses.replace(
         config,
-        numerics="fp32",
+        numerics=numerics,
         reduce_dtype=None,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         epoch_multiple=num_processes,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from math import isfinite
 
 from slm_toolkit.numerics import GRAD_NORM_STEPS, GRAD_NORM_TOLERANCE, LOSS_TOLERANCE, PARITY_STEPS
 from slm_toolkit.record import FP32_REFERENCE, RunRecord
@@ -27,11 +28,12 @@ class Parity:
     "the farthest from 1 of the first steps; None where an engine tells no norms"
     loss_tolerance: float
     "at `worst_step`"
-    grad_norm_tolerance: float
+    grad_norm_limit: float
+    "largest ratio that passes, and the inverse of the smallest"
 
     @property
     def holds(self) -> bool:
-        limit = 1 + self.grad_norm_tolerance
+        limit = self.grad_norm_limit
         norms_agree = self.grad_norm_ratio is None or 1 / limit <= self.grad_norm_ratio <= limit
         return self.loss_difference <= self.loss_tolerance and norms_agree
 
@@ -39,11 +41,11 @@ class Parity:
         norms = (
             "gradient norms unknown"
             if self.grad_norm_ratio is None
-            else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {1 + self.grad_norm_tolerance:g})"
+            else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {self.grad_norm_limit:.3g})"
         )
         return (
             f"against {self.reference} over {self.num_steps} steps: |Δloss| {self.loss_difference:.2g} "
-            f"at step {self.worst_step} (allowed {self.loss_tolerance:g}), {norms}"
+            f"at step {self.worst_step} (allowed {self.loss_tolerance:.2g}), {norms}"
         )
 
 
@@ -51,17 +53,29 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     """The Parity of each record; None for a reference itself and for what has none among the records.
 
     The reference is a single process in fp32 that saw the same batches, else DDP (or one process) with the
-    very same flags. `loss_tolerance` stands in for that of the numerics.
+    very same flags. What one process of the record's own numerics differs by from fp32 is no strategy's
+    fault: where `slm compare --parity` ran one, twice that is allowed. `loss_tolerance` stands in for all of
+    it.
     """
-    return [
-        compare_with(reference, record, loss_tolerance=loss_tolerance)
-        if (reference := _reference_of(record, records))
-        else None
-        for record in records
-    ]
+    judged = []
+    for record in records:
+        reference = _reference_of(record, records)
+        control = _control_of(record, records)
+        judged.append(
+            compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
+            if reference
+            else None
+        )
+    return judged
 
 
-def compare_with(reference: RunRecord, record: RunRecord, *, loss_tolerance: float | None = None) -> Parity:
+def compare_with(
+    reference: RunRecord,
+    record: RunRecord,
+    *,
+    control: RunRecord | None = None,
+    loss_tolerance: float | None = None,
+) -> Parity:
     """Losses and norms of the steps that both have. Raises ValueError where they share none.
 
     Where a reference was asked for, all of its steps count, and what is allowed grows with their number
@@ -72,22 +86,40 @@ def compare_with(reference: RunRecord, record: RunRecord, *, loss_tolerance: flo
     if not losses:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     numerics = record.asked["config"]["numerics"]
-    tolerance = LOSS_TOLERANCE[numerics] if loss_tolerance is None else loss_tolerance
+    tolerance, limit = LOSS_TOLERANCE[numerics], 1 + GRAD_NORM_TOLERANCE[numerics]
+    if control is not None:
+        tolerance = max(
+            tolerance, *(2 * gap for gap in _gaps(reference, control, num_steps) if isfinite(gap))
+        )
+        ratio = _grad_norm_ratio(reference, control) or 1.0
+        limit = max(limit, max(ratio, 1 / ratio) ** 2)
+    if loss_tolerance is not None:
+        tolerance = loss_tolerance
     allowed = [tolerance * max(1.0, step / PARITY_STEPS) for step in range(1, len(losses) + 1)]
-    gaps = [float("inf") if None in pair else abs(pair[1] - pair[0]) for pair in losses]
-    parts = [gap / limit for gap, limit in zip(gaps, allowed, strict=True)]
+    gaps = _gaps(reference, record, num_steps)
+    parts = [gap / each for gap, each in zip(gaps, allowed, strict=True)]
     worst = parts.index(max(parts))
-    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
-    ratios = [norm / wanted for wanted, norm in norms if wanted and norm]
     return Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
         num_steps=len(losses),
         loss_difference=gaps[worst],
         worst_step=worst + 1,
-        grad_norm_ratio=max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None),
+        grad_norm_ratio=_grad_norm_ratio(reference, record),
         loss_tolerance=allowed[worst],
-        grad_norm_tolerance=GRAD_NORM_TOLERANCE[numerics],
+        grad_norm_limit=limit,
     )
+
+
+def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float]:
+    losses = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
+    return [float("inf") if None in pair else abs(pair[1] - pair[0]) for pair in losses]
+
+
+def _grad_norm_ratio(reference: RunRecord, record: RunRecord) -> float | None:
+    """The farthest from 1 of the first steps'."""
+    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
+    ratios = [norm / wanted for wanted, norm in norms if wanted and norm]
+    return max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None)
 
 
 def _reference_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
@@ -109,6 +141,22 @@ def _usable(record: RunRecord) -> bool:
 
 def _is_fp32_reference(record: RunRecord) -> bool:
     return record.engine == "single" and record.asked["config"]["numerics"] == "fp32"
+
+
+def _control_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
+    """One process of the same numerics; for a single process's row, another launch of it."""
+    numerics = record.asked["config"]["numerics"]
+    if numerics == "fp32" or not _usable(record):
+        return None
+    controls = [
+        other
+        for other in records
+        if other.is_parity_reference
+        and _usable(other)
+        and other is not record
+        and other.asked["config"]["numerics"] == numerics
+    ]
+    return next((other for other in controls if _task_of(other) == _task_of(record)), None)
 
 
 def _asked_of(record: RunRecord) -> str:

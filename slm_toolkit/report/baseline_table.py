@@ -12,24 +12,26 @@ from slm_toolkit.report.rows import Row
 _STYLES = {"slower": "red", "bigger": "red", "differ": "red", "faster": "green", "smaller": "green"}
 
 
-def baseline_table(found: list[Change], missing: list[Row], *, baseline: Path, width: int) -> RenderableType:
+def baseline_table(
+    found: list[Change], missing: list[Row], *, named: dict[str, str], baseline: Path, width: int
+) -> RenderableType:
     """A line for each run that both have; narrow consoles get the verdicts without the rates."""
-    table = _build(found, with_figures=True)
+    table = _build(found, named, with_figures=True)
     if table.width > width:
-        table = _build(found, with_figures=False)
+        table = _build(found, named, with_figures=False)
     worse = [change for change in found if change.is_regression]
     verdict = (
-        Text(f"worse than {baseline}: {', '.join(change.strategy for change in worse)}", style="red")
+        Text(f"worse than {baseline}: {', '.join(named[change.record_now] for change in worse)}", style="red")
         if worse
         else Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", style="green")
     )
     if not found:
         verdict = Text(f"{baseline} has none of these runs", style="yellow")
-    notes = [Text(f"not in the baseline: {row.strategy}", style="dim") for row in missing]
+    notes = [Text(f"not in the baseline: {named[row.record]}", style="dim") for row in missing]
     return Group(Text(f"against the records in {baseline}", style="bold"), table, verdict, *notes)
 
 
-def _build(found: list[Change], *, with_figures: bool) -> Table:
+def _build(found: list[Change], named: dict[str, str], *, with_figures: bool) -> Table:
     table = Table(header_style="bold")
     table.add_column("strategy", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -41,7 +43,7 @@ def _build(found: list[Change], *, with_figures: bool) -> Table:
     table.add_column("losses", no_wrap=True)
     for change in found:
         cells = [
-            Text(change.strategy),
+            Text(named[change.record_now]),
             Text(change.status, style="" if change.status in ("ok", "mended") else "red"),
         ]
         if with_figures:

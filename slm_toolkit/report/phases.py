@@ -6,20 +6,18 @@ from rich.text import Text
 
 from slm_toolkit.report.rows import Row
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("step", "data", "forward", "backward", "optimizer")
 
 
 def phase_table(rows: dict[str, Row]) -> RenderableType:
-    """A line for each labelled row: the median over the timed steps, on the rank where a phase is longest."""
+    """A line for each labelled row: the mean over the timed steps of the slowest rank."""
     table = Table(header_style="bold")
     table.add_column("strategy", no_wrap=True)
-    for title in ("step", *PHASES):
+    for title in PHASES:
         table.add_column(f"{title}\nms", justify="right", no_wrap=True)
     for label, row in rows.items():
-        step = row.tokens_per_step / row.tokens_per_second if row.tokens_per_second else None
         phases = row.phase_seconds or {}
-        cells = [_ms(step), *(_ms(phases.get(name)) for name in PHASES)]
-        table.add_row(label, *cells)
+        table.add_row(label, *(_ms(phases.get(name)) for name in PHASES))
     roomy = Console(width=10_000)
     table.width = table.__rich_measure__(roomy, roomy.options).maximum  # fixed, or rich would cut figures
     notes = []

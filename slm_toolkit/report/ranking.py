@@ -10,30 +10,54 @@ from slm_toolkit.report.rows import Row
 def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
     """The rows with their numerics' differences and ranks, in the order given.
 
-    Rows of one model, sequence length and machine are compared with each other; the reference is DDP's row,
-    else one process's, else the first. With `strict`, a row that was computed otherwise, or of which that is
-    not known, has no rank.
+    Rows of one model, sequence length and machine are ranked together. Each is held against DDP's row of the
+    same `--numerics`, else one process's, else the first of those. With `strict`, a row that was computed
+    otherwise, or of which that is not known, has no rank, and numerics are ranked apart.
     """
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.model, row.seq_len, row.gpu or row.cpu), []).append(row)
-    changed: dict[int, Row] = {}
-    for group in groups.values():
-        marked = [(row, _marked(row, _reference(group))) for row in group]
-        competing = [new for _, new in marked if _competes(new, strict=strict)]
-        for row, new in marked:
-            if new in competing and len(competing) > 1:
-                new = dataclasses.replace(
-                    new, rank=1 + sum(_clearly_faster(other, new) for other in competing)
-                )
-            changed[id(row)] = new
-    return [changed[id(row)] for row in rows]
+    marked = [_marked(row, _reference(row, rows)) for row in rows]
+    return [
+        dataclasses.replace(
+            row, rank=_rank(row, [other for other in marked if _together(row, other, strict)])
+        )
+        if _competes(row, strict=strict)
+        else row
+        for row in marked
+    ]
 
 
-def _reference(group: list[Row]) -> Row | None:
-    probed = [row for row in group if row.status == "ok" and row.numerics_probed]
+def _rank(row: Row, others: list[Row]) -> int | None:
+    """None for a row that is alone."""
+    return 1 + sum(_clearly_faster(other, row) for other in others) if len(others) > 1 else None
+
+
+def _together(row: Row, other: Row, strict: bool) -> bool:
+    return (
+        _competes(other, strict=strict)
+        and _machine(row) == _machine(other)
+        and not (strict and _numerics(row) != _numerics(other))
+    )
+
+
+def _machine(row: Row) -> tuple:
+    return row.model, row.seq_len, row.gpu or row.cpu
+
+
+def _numerics(row: Row) -> tuple:
+    return row.numerics, row.asked.get("reduce_dtype")
+
+
+def _reference(row: Row, rows: list[Row]) -> Row | None:
+    probed = [
+        other
+        for other in rows
+        if other.status == "ok"
+        and other.numerics_probed
+        and (_machine(other), _numerics(other)) == (_machine(row), _numerics(row))
+    ]
+    # of several, the one that was asked most alike
+    probed.sort(key=lambda other: sum(other.asked.get(name) != value for name, value in row.asked.items()))
     for engine in ("ddp", "single"):
-        if found := next((row for row in probed if row.engine == engine), None):
+        if found := next((other for other in probed if other.engine == engine), None):
             return found
     return next(iter(probed), None)
 

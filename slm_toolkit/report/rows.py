@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
@@ -63,8 +63,8 @@ class Row:
     num_warmup_steps: int | None
     "first steps found slow or compiling, or as asked; not timed"
     phase_seconds: dict[str, float] | None
-    """median seconds per step of data, forward, backward and optimizer on the rank where a phase is longest;
-    under DeepSpeed data only: backward holds the optimizer's step, whole steps alone compare"""
+    """mean seconds of step, data, forward, backward and optimizer on the slowest rank of the first launch;
+    under DeepSpeed step and data only: backward holds the optimizer's step, whole steps alone compare"""
     tokens_per_second_per_gpu: float | None
     "per process where there is no GPU"
     mfu: float | None
@@ -192,7 +192,10 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         parity_holds=None,
         parity=None,
         rank=None,
-        warnings=[warning for record in ok for warning in warnings_of(record)],
+        warnings=[
+            *(["no step was timed: all were warm-up"] if ok and rate is None else []),
+            *(warning for record in ok for warning in warnings_of(record)),
+        ],
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
         record=str(repeats[0][0]),
     )
@@ -227,11 +230,12 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
 
 def _phases(record: RunRecord) -> dict[str, float] | None:
     start = num_warmup_steps(record)
-    ranks = [
-        {name: median(seconds[start:]) for name, seconds in phases.items() if seconds[start:]}
-        for phases in record.phase_seconds
-    ]
-    return {name: max(rank[name] for rank in ranks) for name in ranks[0]} if ranks else None
+    steps = [seconds[start:] for seconds in record.step_seconds]
+    if not steps or not steps[0] or not record.phase_seconds:
+        return None
+    slowest = max(range(len(steps)), key=lambda rank: sum(steps[rank]))
+    phases = {name: seconds[start:] for name, seconds in record.phase_seconds[slowest].items()}
+    return {name: mean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
 
 
 def _joules_per_token(records: list[RunRecord]) -> float | None:

@@ -1,5 +1,6 @@
 """Rows as a rich table; no figure is ever cut, narrow terminals get fewer columns."""
 
+import re
 from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
@@ -29,13 +30,16 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("max_steps", "steps asked"),
 )
 _PARITY_COLUMNS: tuple[tuple[str, Callable[["Row"], str], int], ...] = (
-    ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 0),
+    ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 11),
     (
         "grad-norm\nratio",
         lambda row: DASH if row.parity_grad_norm_ratio is None else f"{row.parity_grad_norm_ratio:.5f}",
         0,
     ),
 )
+_NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
+    *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
+}
 _SWITCHES = (("gradient_checkpointing", "activations recomputed"), ("torch_compile", "compiled"))
 
 
@@ -53,10 +57,10 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
     ] = [  # title, cell, order in which columns are dropped
         *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
-        ("status", lambda row: "parity" if row.parity_holds is False else row.status, 0),
-        ("rank", lambda row: _rank(row, rows), 8),
+        ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
+        ("rank", lambda row: _rank(row, rows), 10),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
-        ("interval", _interval, 4),
+        ("interval", _interval, 8),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: _rate(row.tokens_per_second_per_gpu),
@@ -64,8 +68,8 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         ),
         ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
         ("peak GiB" if on_gpu else "peak GiB\n(process)", _peak, 0),
-        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 2),
-        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 3),
+        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
+        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 2),
         ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 9),
         *_energy_column(rows),
         *(_PARITY_COLUMNS if gate else ()),
@@ -89,7 +93,7 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
 def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]) -> Table:
     table = Table(header_style="bold")
     for title, cell, _ in columns:
-        numeric = all(cell(row)[:1] in f"0123456789${DASH}~±" for row in rows)
+        numeric = all(cell(row)[:1] in f"0123456789${DASH}~±+" for row in rows)
         table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         cells = [Text(cell(row)) for _, cell, _ in columns]
@@ -130,13 +134,16 @@ def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str
     for found, mark in marks.items():
         reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
         notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(found)}", style="yellow"))
-    warnings: dict[str, list[str]] = {}
-    for row in rows:
-        for warning in row.warnings:
-            warnings.setdefault(warning, []).append(row.strategy)
-    notes += [Text(f"{', '.join(names)}: {warning}", style="yellow") for warning, names in warnings.items()]
-    if any(row.rank for row in rows):
-        notes.append(Text("rank: by tokens/s per process; = is a tie, the intervals overlap", style="dim"))
+    if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
+        notes.append(
+            Text("rows with such a mark have no rank: --strict, or nobody to be ranked with", style="dim")
+        )
+    notes += _warnings(rows)
+    if any(row.rank for row in rows) and "rank" not in dropped:
+        scope = "within a model, sequence length and machine; = shares a rank, the intervals overlap"
+        notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
+    if (most := max(row.num_launches for row in rows)) > 1:
+        notes.append(Text(f"intervals: of up to {most} launches", style="dim"))
     prices = sorted({row.price for row in rows if row.price})
     notes += [Text(f"price: {price}", style="dim") for price in prices]
     if not prices and any(row.status == "ok" for row in rows):
@@ -150,6 +157,20 @@ def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str
     return notes
 
 
+def _warnings(rows: list[Row]) -> list[Text]:
+    """Those that differ in numbers only are one line."""
+    alike: dict[str, list[tuple[Row, str]]] = {}
+    for row in rows:
+        for warning in row.warnings:
+            alike.setdefault(re.sub(r"[\d.]+", "", warning), []).append((row, warning))
+    lines = []
+    for found in alike.values():
+        names = dict.fromkeys(row.strategy for row, _ in found)
+        others = f" (and the like, {len(found)} times in {len(rows)} rows)" if len(found) > 1 else ""
+        lines.append(Text(f"{', '.join(names)}: {max(text for _, text in found)}{others}", style="yellow"))
+    return lines
+
+
 def _common(rows: list[Row], name: str) -> object:
     """The value that all rows which have one share."""
     return next((getattr(row, name) for row in rows if getattr(row, name) is not None), None)
@@ -161,7 +182,7 @@ def _differs(rows: list[Row], name: str) -> bool:
 
 def _settings(rows: list[Row]) -> list[tuple[str, str]]:
     """_SETTINGS, then every other flag that was asked."""
-    known = {name for name, _ in _SETTINGS}
+    known = {*(name for name, _ in _SETTINGS), *_NO_SETTINGS}
     asked = dict.fromkeys(name for row in rows for name in row.asked)
     return [*_SETTINGS, *((name, name.replace("_", " ")) for name in asked if name not in known)]
 
@@ -207,11 +228,11 @@ def _rate(value: float | None) -> str:
 
 
 def _interval(row: Row) -> str:
-    """Half of the interval, as a share of the median."""
+    """Both ends, as shares of the median."""
     if row.tokens_per_second is None:
         return DASH
-    half = (row.tokens_per_second_highest - row.tokens_per_second_lowest) / 2
-    return f"±{half / row.tokens_per_second:.1%}"
+    below, above = (end / row.tokens_per_second - 1 for end in row.interval)
+    return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
 
 
 def _peak(row: Row) -> str:

@@ -101,7 +101,9 @@ class NumericsProbe:
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss"),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
-            reduction_dtype=_reduction_dtype(operators, num_params=_num_params(self.model)),
+            reduction_dtype=_reduction_dtype(operators, num_params=_num_params(self.model))
+            if self.accelerator.num_processes > 1
+            else None,
             master_weight_dtype=_dtypes(state["master_weights"] or state["parameters"]),
             optimizer_state_dtype=_dtypes(tensor for tensor in state["optimizer"] if tensor.dim() > 0),
             clipping=self._clipping(),
