@@ -4,112 +4,37 @@
     accelerate launch --config_file accel_configs/ds_zero3.yaml -m slm_toolkit.train --dataset texts/
     python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
 
-Read it downward: parse, build, prepare, check that what runs is what the YAML asked for, train, record.
+Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs is what the YAML asked for),
+train, record.
 """
 
 import dataclasses
 import functools
 import gc
-import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 
-from slm_toolkit.config import Parser, RunConfig, add_flags, config_from_args, with_underscores
+from slm_toolkit.config import Parser, add_flags, config_from_args, with_underscores
 from slm_toolkit.errors import user_errors
-from slm_toolkit.models import ModelSpec, find_model
-from slm_toolkit.record import (
-    RunRecord,
-    everything_asked,
-    finite,
-    identity_of,
-    installed_versions,
-    model_facts,
-    run_name_of,
-    write_record,
-)
-from slm_toolkit.run.batches import count_steps, endless, make_loader
-from slm_toolkit.run.checkpoint import (
-    check_resumable,
-    find_checkpoint,
-    run_description,
-    save_checkpoint,
-    save_model,
-    step_of,
-)
-from slm_toolkit.run.data import load_datasets
-from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
-from slm_toolkit.run.engine import (
-    build_optimizer,
-    check_engine,
-    optimizer_step,
-    probe_engine,
-    reduce_as_asked,
-    start_accelerator,
-)
+from slm_toolkit.record import RunRecord, finite, write_record
+from slm_toolkit.run.batches import endless
+from slm_toolkit.run.checkpoint import save_checkpoint, save_model
+from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.failure import write_failure
-from slm_toolkit.run.launched import (
-    Launch,
-    absolute_deepspeed_config,
-    check_devices,
-    check_environment,
-    find_launch,
-)
-from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.measure import deepspeed_engine
-from slm_toolkit.run.model import build_model
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.ranks import gather_to_all, rank_0_first
+from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.trackers import start_tracker
-from slm_toolkit.run.watch import GpuBefore, RunWatch, look_at_gpu
-from slm_toolkit.strategy import contradictions
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run that is set up: all that a user can get wrong has been checked, nothing is written yet."""
-
-    config: RunConfig
-    spec: ModelSpec
-    launch: Launch
-    accelerator: Accelerator
-    run_dir: Path
-    checkpoint: Path | None
-    description: dict[str, Any]
-    "what a run that resumes from this one's checkpoints must have in common with it"
-    train_set: Any
-    held_out_set: Any
-    tokenizer: Any
-    model: PreTrainedModel
-    gpu_before: GpuBefore
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What `accelerator.prepare` made of a job: each object is the engine's own from here on."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: DataLoader
-    eval_loader: DataLoader | None
-    loss_recorder: RecordedLoss
-    num_steps: int
-    num_micro_steps: int
-    "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
+from slm_toolkit.run.watch import RunWatch
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -140,99 +65,6 @@ def main(argv: list[str] | None = None) -> None:
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
-
-
-def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
-    """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
-    config.check()
-    spec, launch = find_model(config.model), find_launch()
-    absolute_deepspeed_config(launch.strategy)
-    check_environment(launch)
-    check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    if found := contradictions(launch.strategy, config):
-        raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
-    gpu = None
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    gpu_before = look_at_gpu(local_rank)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)  # or all ranks would open GPU 0
-        gpu = torch.cuda.get_device_name()
-    asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
-    identity = identity_of(asked, versions, gpu)
-    run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
-    run_dir = Path(config.output_dir).resolve() / run_name
-    resume = config.resume_from_checkpoint
-    description = run_description(config, launch.strategy, launch.num_processes)
-    checkpoint = find_checkpoint(resume, run_dir, description) if resume else None
-    if checkpoint is not None:
-        check_resumable(checkpoint, description)
-
-    accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-    num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
-    train_set, held_out_set, tokenizer = rank_0_first(
-        lambda: load_datasets(config, spec, num_sequences=num_sequences)
-    )
-    model = build_model(spec, config)
-    job = Job(
-        *(config, spec, launch, accelerator, run_dir, checkpoint, description),
-        *(train_set, held_out_set, tokenizer, model, gpu_before),
-    )
-    record = RunRecord(
-        run_name=run_name,
-        identity=identity,
-        status="failed",  # until it is ok
-        strategy=launch.strategy.name,
-        asked=asked,
-        model=model_facts(spec),
-        versions=versions,
-        started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        command=shlex.join(launch.command or ("python", "-m", "slm_toolkit.train", *arguments)),
-        gpu=gpu,
-        first_step=step_of(checkpoint) if checkpoint else 0,
-        timing_warmup_steps=config.timing_warmup_steps,
-    )
-    return job, record
-
-
-def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
-    """Hand everything to the engine, and go on only if it is the engine that the YAML asks for."""
-    config, accelerator = job.config, job.accelerator
-    loss_recorder = RecordedLoss(job.model)
-    optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
-    set_seed(config.seed)
-    loader = make_loader(job.train_set, config, train=True)
-    model, optimizer, loader = accelerator.prepare(job.model, optimizer, loader)
-    reduce_as_asked(model, config)
-    eval_loader = None
-    if job.held_out_set is not None:
-        eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))
-    with user_errors():
-        running = probe_engine(model)
-        check_engine(running, job.launch)
-        num_steps = count_steps(config, loader)
-        if record.first_step >= num_steps:
-            raise ValueError(
-                f"{job.checkpoint} has all {num_steps} steps done\n"
-                f"hint: to go on, --max_steps above {record.first_step} "
-                f"and --resume_from_checkpoint {job.checkpoint}"
-            )
-    if job.checkpoint is not None:
-        accelerator.load_state(str(job.checkpoint))
-    record = dataclasses.replace(
-        record,
-        world_size=running.world_size,
-        engine=running.engine,
-        zero_stage=running.zero_stage,
-        reshard_after_forward=running.reshard_after_forward,
-        attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
-        tokens_per_step=sequences_per_step(config, accelerator)
-        * config.seq_len,  # after prepare: see num_micro_steps
-        deepspeed_estimate=deepspeed_estimate_of(
-            job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
-        ),
-    )
-    num_micro_steps = accelerator.gradient_accumulation_steps
-    return Prepared(model, optimizer, loader, eval_loader, loss_recorder, num_steps, num_micro_steps), record
 
 
 def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
@@ -349,17 +181,6 @@ def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> 
         losses.append(prepared.loss_recorder.last)
     prepared.model.train()
     return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
-
-
-def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
-    """Over all ranks and micro-steps."""
-    of_rank = config.per_device_train_batch_size * accelerator.gradient_accumulation_steps
-    return of_rank * accelerator.num_processes
-
-
-def local_world_size() -> int:
-    """Processes of this launch on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 if __name__ == "__main__":

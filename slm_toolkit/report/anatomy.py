@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.anatomy import Anatomy
+from slm_toolkit.report.widths import fix_width
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ def _build(anatomies: dict[str, Anatomy], parts: list[_Part], *, shares: bool) -
         table.add_column(title, justify="right", no_wrap=True)
     for strategy, anatomy in anatomies.items():
         table.add_row(Text(strategy), *(Text(cell(anatomy)) for _, cell in columns))
-    roomy = Console(width=10_000)
-    table.width = table.__rich_measure__(roomy, roomy.options).maximum  # fixed, or rich would cut figures
-    return table
+    return fix_width(table)
 
 
 def _heading(anatomies: dict[str, Anatomy]) -> Text:

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.report.baseline import Change
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.widths import fix_width
 
 _STYLES = {"slower": "red", "bigger": "red", "differ": "red", "faster": "green", "smaller": "green"}
 
@@ -54,9 +55,7 @@ def _build(found: list[Change], named: dict[str, str], *, with_figures: bool) ->
             Text(change.losses, style=_STYLES.get(change.losses, "")),
         ]
         table.add_row(*cells)
-    roomy = Console(width=10_000)
-    table.width = table.__rich_measure__(roomy, roomy.options).maximum  # fixed, or rich would cut figures
-    return table
+    return fix_width(table)
 
 
 def _verdict(word: str, ratio: float | None) -> Text:

@@ -1,10 +1,11 @@
 """Milliseconds of a step's phases as a rich table, where the engine lets them be told apart."""
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.widths import fix_width
 
 PHASES = ("step", "data", "forward", "backward", "optimizer")
 
@@ -18,8 +19,7 @@ def phase_table(rows: dict[str, Row]) -> RenderableType:
     for label, row in rows.items():
         phases = row.phase_seconds or {}
         table.add_row(label, *(_ms(phases.get(name)) for name in PHASES))
-    roomy = Console(width=10_000)
-    table.width = table.__rich_measure__(roomy, roomy.options).maximum  # fixed, or rich would cut figures
+    fix_width(table)
     notes = []
     if any(row.engine == "deepspeed" for row in rows.values()):
         note = "DeepSpeed steps inside backward: only its whole steps compare with the others'"

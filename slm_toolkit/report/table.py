@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.widths import fix_width
 
 DASH = "-"
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
@@ -100,11 +101,7 @@ def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]
         status = [title for title, _, _ in columns].index("status")
         cells[status].stylize(_STATUS_STYLE[row.status])
         table.add_row(*cells, style="red" if row.parity_holds is False else None)
-    roomy = Console(width=10_000)
-    table.width = table.__rich_measure__(
-        roomy, roomy.options
-    ).maximum  # fixed, or rich would cut figures to fit
-    return table
+    return fix_width(table)
 
 
 def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
