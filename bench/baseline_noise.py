@@ -2,9 +2,9 @@
 
     python bench/baseline_noise.py --launches 6 --strategy ddp ds_zero2
 
-Launches each strategy 2 N times for real: N as it is, and N with every training step made a quarter
-longer, which is 20 % fewer tokens per second. Then every launch is held against every other as if it were the
-baseline.
+Launches each strategy 3 N times for real: N as it is, N with every training step made a quarter longer, which
+is 20 % fewer tokens per second, and N while another program keeps one core busy. Then every launch is held
+against every other as if it were the baseline.
 """
 
 import argparse
@@ -68,9 +68,14 @@ def main() -> None:
         (folder / "sitecustomize.py").write_text(SLOW_DOWN)
         as_is = launches(args, folder / "as_is", {})
         slowed = launches(args, folder / "slowed", {"PYTHONPATH": name})
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            disturbed = launches(args, folder / "disturbed", {})
+        finally:
+            other.kill()
     table = Table(
         *("strategy", "largest deviation\nfrom the median", "same build:\ntie", "20 % slower:\nfound"),
-        *("median rate\nslowed / as it is",),
+        *("median rate\nslowed / as it is", "a core taken:\ntie", "median rate\ndisturbed / as it is"),
     )
     for strategy in args.strategy:
         rates = [throughput([record]).tokens_per_second for record in as_is[strategy]]
@@ -78,11 +83,18 @@ def main() -> None:
         deviation = max(abs(rate / median(rates) - 1) for rate in rates)
         ties = [verdict(now, then) == "tie" for now, then in permutations(as_is[strategy], 2)]
         found = [verdict(now, then) == "slower" for now, then in product(slowed[strategy], as_is[strategy])]
+        both_ways = [
+            *product(disturbed[strategy], as_is[strategy]),
+            *product(as_is[strategy], disturbed[strategy]),
+        ]
+        disturbed_ties = [verdict(now, then) == "tie" for now, then in both_ways]
+        disturbed_rates = [throughput([record]).tokens_per_second for record in disturbed[strategy]]
         table.add_row(
             *(strategy, f"{deviation:.1%}", f"{sum(ties)} of {len(ties)}", f"{sum(found)} of {len(found)}"),
-            *(f"{median(slow_rates) / median(rates):.3f}",),
+            *(f"{median(slow_rates) / median(rates):.3f}", f"{sum(disturbed_ties)} of {len(disturbed_ties)}"),
+            *(f"{median(disturbed_rates) / median(rates):.3f}",),
         )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def launches(
