@@ -10,7 +10,7 @@ STEPS_PER_BLOCK = 10
 "as in the paper: at least three runs of ten steps"
 LAUNCH_NOISE = 0.05
 """how far another launch of the same run may lie from this one, either way, while fewer than three were seen:
-bench/baseline_noise.py found at most 2.3 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
+bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
 SLOW = 1.1
 "a first step above this multiple of the steady time is warm-up"
 OTHER_CORES = 0.25
