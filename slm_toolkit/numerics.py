@@ -23,8 +23,9 @@ def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = Tr
 class Numerics:
     """What `run/probe.py` read off the live objects in a run's first step; None where it saw nothing.
 
-    Nothing here is copied from a configuration. Dtypes are torch's names without `torch.`; two of them,
-    joined by `+`, where tensors of one kind differ.
+    Nothing here is copied from the RunConfig: clipping and TF32 are what the live optimizer and torch go by,
+    all else was seen to happen. Dtypes are torch's names without `torch.`; two of them, joined by `+`, where
+    tensors of one kind differ.
     """
 
     parameter_dtype: str | None = _probed("weights that the module holds between steps")
