@@ -10,6 +10,7 @@ from rich.console import Console
 from slm_toolkit.hardware import find_gpu, find_price, gpus
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record import RunRecord, find_records, read_record, write_record
+from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
 from slm_toolkit.report.table import comparison_table
 
@@ -106,6 +107,15 @@ def test_the_default_price_is_the_median_of_the_providers_newest_on_demand_ones(
     assert price.usd_per_gpu_hour == pytest.approx((3.99 + 6.155) / 2)
     assert "$3.49 to $12.29" in price.source
     assert find_price(H100, usd_per_gpu_hour=2.0).usd_per_gpu_hour == 2.0
+
+
+def test_a_narrow_table_keeps_the_answer_longest() -> None:
+    names = ("ddp", "fsdp_shard_grad_op")
+    rows = ranked([row_from(made_record(strategy=name)) for name in names], strict=False)
+    heading = "".join(table(rows, 80).splitlines()[1:5])
+    assert "rank" in heading
+    assert "$ per 1M" in heading
+    assert "DeepSpeed's" not in heading
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])

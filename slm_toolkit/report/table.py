@@ -30,12 +30,12 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("dataset", "dataset"),
     ("max_steps", "steps asked"),
 )
-_PARITY_COLUMNS: tuple[tuple[str, Callable[["Row"], str], int], ...] = (
+_PARITY_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
     ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 11),
     (
         "grad-norm\nratio",
         lambda row: DASH if row.parity_grad_norm_ratio is None else f"{row.parity_grad_norm_ratio:.5f}",
-        0,
+        7,
     ),
 )
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
@@ -59,7 +59,7 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
-        ("rank", lambda row: _rank(row, rows), 10),
+        ("rank", lambda row: _rank(row, rows), 12),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
         ("interval", _interval, 8),
         (
