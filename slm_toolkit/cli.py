@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "--parity",
         type=count,
         metavar="K",
-        help="do K steps, of the same weights and batches in one fp32 process too, and compare losses and "
-        "gradient norms: exit code 1 where they differ",
+        help="do K steps, of the same weights and batches in one process too (in fp32, and in the numerics "
+        "asked), and compare losses and gradient norms: exit code 1 where they differ",
     )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     _add_output_flags(compare)
@@ -123,8 +123,8 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--parity_tolerance",
         type=positive_number,
         metavar="X",
-        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned and stock "
-        "0.01, pure_bf16 0.05)",
+        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned 0.01, stock "
+        "and pure_bf16 0.05; more where one process of the same numerics differs by more from fp32)",
     )
     parser.add_argument(
         "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
@@ -211,7 +211,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:
     """Let data, a tracker or an attention kernel that can't serve be an error before anything is launched."""
-    config = runs[0].config
+    config = runs[-1].config  # the first may be references, which report to nobody
     if config.report_to != "none":
         from slm_toolkit.run.trackers import check_tracker
 

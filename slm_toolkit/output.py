@@ -63,6 +63,8 @@ def print_records(
     rows = rows_of(records, args)
     found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
     unchecked = _failed_references(records)
+    if getattr(args, "parity", None) and not unchecked and all(row.parity_holds is None for row in rows):
+        unchecked = ["no parity check: no row ended ok, or none had a reference"]
     if args.json:
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
         content = [dataclasses.asdict(row) for row in rows]
@@ -129,7 +131,7 @@ def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
         row,
         parity_reference=worst.reference,
         parity_max_loss_difference=finite(worst.loss_difference),
-        parity_grad_norm_ratio=worst.grad_norm_ratio,
+        parity_grad_norm_ratio=None if worst.grad_norm_ratio is None else finite(worst.grad_norm_ratio),
         parity_holds=worst.holds,
         parity=str(worst),
     )
@@ -181,6 +183,6 @@ def labels(rows: list["Row"]) -> list[str]:
 
     made = [" ".join([row.strategy, *words(row)]) for row in rows]
     return [
-        label if made.count(label) == 1 else f"{label} {Path(row.record).parent.name[-12:]}"
+        label if made.count(label) == 1 else f"{label} {Path(row.record).parent}"
         for label, row in zip(made, rows, strict=True)
     ]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import num_cores
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
 
@@ -52,8 +51,8 @@ class RunRecord:
     gpu: str | None = None
     "as the driver names it; None on CPU"
     cpu: str = field(default_factory=lambda: _cpu_name())
-    num_cores: int = field(default_factory=lambda: num_cores())
-    "that the run's processes may use on this machine"
+    num_cores: int | None = None
+    "that the run's processes may use on their machine"
     world_size: int | None = None
     engine: str | None = None
     "probed after prepare, like the next two"

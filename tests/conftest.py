@@ -91,6 +91,7 @@ def made_record(**changes: object) -> RunRecord:
         gpu=H100,
         world_size=2,
         engine="ddp",
+        num_cores=2,
         tokens_per_step=2 * 4 * 1024,
         timing_warmup_steps=3,
         losses=[10.0] * 33,

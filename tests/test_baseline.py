@@ -99,6 +99,14 @@ def test_the_newest_of_several_records_is_the_baseline() -> None:
         assert (found.speed, found.record_then) == ("tie", "b")
 
 
+def test_the_record_asked_most_alike_is_the_baseline_before_the_newest() -> None:
+    short = {**made_record().asked, "config": {**made_record().asked["config"], "max_steps": 3}}
+    newer = made_record(asked=short, losses=[10.0] * 3, started_at="2027-01-01T00:00:00+00:00")
+    now = row_of([(Path("now"), made_record(losses=[10.5] * 33))])
+    (found,), _ = changes([now], [row_of([(Path("a"), newer)]), row_of([(Path("b"), made_record())])])
+    assert (found.record_then, found.losses) == ("b", "differ")
+
+
 def test_another_cpu_is_another_run_and_so_is_no_other_length() -> None:
     cpu = {"gpu": None, "cpu": "this one"}
     row = row_of([(Path("now"), made_record(**cpu))])

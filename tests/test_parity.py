@@ -149,6 +149,11 @@ def test_a_loss_that_is_not_a_number_never_agrees_and_json_stays_valid(tmp_path:
     assert (row["parity_holds"], row["parity_max_loss_difference"]) == (False, None)
 
 
+@pytest.mark.parametrize("norms", [[None, 1.0], [0.0] * 33, [1.0, None, 1.0]])
+def test_a_gradient_norm_that_is_none_or_nothing_never_agrees(norms: list) -> None:
+    assert not compare_with(made_record(), made_record(grad_norms=norms)).holds
+
+
 def test_an_engine_that_tells_no_gradient_norms_is_judged_by_its_losses() -> None:
     parity = compare_with(made_record(), made_record(grad_norms=[None] * 33))
     assert (parity.grad_norm_ratio, parity.holds) == (None, True)
@@ -181,6 +186,7 @@ def test_what_one_process_of_the_same_numerics_differs_by_is_no_strategys_fault(
     # aligned allows 0.01; the control differs by 0.02, so 0.04, and a norm ratio of 1.1 squared
     for difference, norm, holds in ((0.039, 1.2, True), (0.041, 1.2, False), (0.039, 1.22, False)):
         losses = [10.0, 10.0 + difference] + [10.0] * 31
+        assert judge([reference, control]) == [None, None]  # they are no rows
         ddp = made_record(losses=losses, grad_norms=[norm] + [1.0] * 32)
         assert judge([reference, control, ddp])[2].holds is holds
         assert judge([reference, ddp])[1].holds is False
@@ -190,6 +196,29 @@ def test_another_tolerance_may_be_given() -> None:
     zero = made_record(identity="1", strategy="ds_zero2", engine="deepspeed", losses=[10.02] * 33)
     assert [parity.holds for parity in judge([made_record(), zero])[1:]] == [False]
     assert [parity.holds for parity in judge([made_record(), zero], loss_tolerance=0.03)[1:]] == [True]
+    # given, it is a limit at every step, however long the run
+    late = made_record(losses=[10.0] * 32 + [10.016])
+    assert not compare_with(made_record(run_name="parity-reference-x"), late, loss_tolerance=0.015).holds
+
+
+def test_what_the_control_does_late_allows_nothing_early() -> None:
+    asked_for = made_record(run_name="parity-reference-made")
+    control = made_record(losses=[10.0] * 32 + [12.0])
+    early = made_record(losses=[10.5] + [10.0] * 32)
+    assert not compare_with(asked_for, early, control=control).holds
+    nothing = made_record(losses=[None] * 33)
+    assert compare_with(asked_for, made_record(), control=nothing).holds
+
+
+def test_on_text_a_reference_must_end_its_epochs_alike() -> None:
+    config = {**made_record().asked["config"], "dataset": "a.txt"}
+    files = {"a.txt": "state"}
+    ddp = made_record(asked={"config": config, "num_processes": 2, "files": files})
+    fp32 = {**config, "numerics": "fp32", "gradient_accumulation_steps": 2}
+    single = {"engine": "single", "strategy": "single", "identity": "1", "world_size": 1}
+    for multiple, found in ((1, False), (2, True)):
+        asked = {"config": {**fp32, "epoch_multiple": multiple}, "num_processes": 1, "files": files}
+        assert (judge([ddp, made_record(asked=asked, **single)])[0] is not None) is found
 
 
 def test_the_reference_sees_the_same_batches_over_the_end_of_an_epoch(texts: Path, tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def test_ranks_count_the_rows_that_are_clearly_faster() -> None:
         row_from(with_steps(*[each] * 11, strategy=name, identity=name, losses=[10.0] * 11))
         for name, each in seconds.items()
     ]
-    assert [row.rank for row in ranked(rows, strict=False)] == [1, 1, 3, 3]
+    found = ranked(rows, strict=False)
+    assert [row.rank for row in found] == [1, 1, 3, 3]
+    assert [row.shares_rank for row in found] == [True] * 4
     failed = dataclasses.replace(rows[1], status="failed")
     broken = dataclasses.replace(rows[2], parity_holds=False)
     assert [row.rank for row in ranked([rows[0], failed, broken, rows[3]], strict=False)] == [
@@ -248,4 +250,6 @@ def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
 def test_labels_tell_rows_apart_by_what_differs() -> None:
     rows = [row_from(with_steps(1.0, 1.0, world_size=size)) for size in (2, 4)]
     assert labels(rows) == ["ddp ranks=2", "ddp ranks=4"]
-    assert len(set(labels([rows[0], rows[0]]))) == 1  # the very same record
+    record = with_steps(1.0, 1.0)
+    twice = [row_of([(Path(folder, "ddp", "record.json"), record)]) for folder in ("a", "b")]
+    assert labels(twice) == ["ddp a/ddp", "ddp b/ddp"]

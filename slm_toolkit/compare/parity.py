@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 
+from slm_toolkit.config import SYNTHETIC
 from slm_toolkit.numerics import GRAD_NORM_STEPS, GRAD_NORM_TOLERANCE, LOSS_TOLERANCE, PARITY_STEPS
 from slm_toolkit.record import FP32_REFERENCE, RunRecord
 
 _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways to the same losses
     *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"),
-    *("profile", "timing_warmup_steps", "save_steps"),
+    *("profile", "save_steps"),
 )
 
 
@@ -59,6 +61,9 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     """
     judged = []
     for record in records:
+        if record.is_parity_reference:
+            judged.append(None)
+            continue
         reference = _reference_of(record, records)
         control = _control_of(record, records)
         judged.append(
@@ -86,18 +91,19 @@ def compare_with(
     if not losses:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     numerics = record.asked["config"]["numerics"]
-    tolerance, limit = LOSS_TOLERANCE[numerics], 1 + GRAD_NORM_TOLERANCE[numerics]
+    allowed = [LOSS_TOLERANCE[numerics] * max(1.0, step / PARITY_STEPS) for step in range(1, len(losses) + 1)]
+    limit = 1 + GRAD_NORM_TOLERANCE[numerics]
     if control is not None:
-        tolerance = max(
-            tolerance, *(2 * gap for gap in _gaps(reference, control, num_steps) if isfinite(gap))
-        )
-        ratio = _grad_norm_ratio(reference, control) or 1.0
-        limit = max(limit, max(ratio, 1 / ratio) ** 2)
+        gaps = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
+        allowed = [
+            max(pair) for pair in zip(allowed, (2 * gap for gap in accumulate(gaps, max)), strict=False)
+        ]
+        ratio = _grad_norm_ratio(reference, control)
+        limit = max(limit, _at_least_1(ratio) ** 2) if ratio is not None and isfinite(ratio) else limit
     if loss_tolerance is not None:
-        tolerance = loss_tolerance
-    allowed = [tolerance * max(1.0, step / PARITY_STEPS) for step in range(1, len(losses) + 1)]
+        allowed = [loss_tolerance] * len(losses)
     gaps = _gaps(reference, record, num_steps)
-    parts = [gap / each for gap, each in zip(gaps, allowed, strict=True)]
+    parts = [gap / each for gap, each in zip(gaps, allowed, strict=False)]
     worst = parts.index(max(parts))
     return Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
@@ -116,18 +122,25 @@ def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float
 
 
 def _grad_norm_ratio(reference: RunRecord, record: RunRecord) -> float | None:
-    """The farthest from 1 of the first steps'."""
+    """The farthest from 1 of the first steps'; None where none is known, infinite for a missing one."""
+    if all(norm is None for norm in record.grad_norms):
+        return None
     norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
-    ratios = [norm / wanted for wanted, norm in norms if wanted and norm]
-    return max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None)
+    ratios = [norm / wanted if wanted and norm else float("inf") for wanted, norm in norms if wanted != norm]
+    return max(ratios, key=_at_least_1, default=1.0)
+
+
+def _at_least_1(ratio: float) -> float:
+    return max(ratio, 1 / ratio)
 
 
 def _reference_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     if not _usable(record):
         return None
-    usable = [other for other in records if _usable(other) and other.identity != record.identity]
-    for other in usable:
-        if _is_fp32_reference(other) and _task_of(other) == _task_of(record):
+    usable = [other for other in records if _usable(other) and other is not record]
+    references = [other for other in usable if _is_fp32_reference(other) and _same_task(other, record)]
+    for other in sorted(references, key=lambda other: not other.is_parity_reference):
+        if other.is_parity_reference or other.identity != record.identity:
             return other
     if record.engine in ("ddp", "single"):
         return None
@@ -156,12 +169,27 @@ def _control_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None
         and other is not record
         and other.asked["config"]["numerics"] == numerics
     ]
-    return next((other for other in controls if _task_of(other) == _task_of(record)), None)
+    return next((other for other in controls if _same_task(other, record)), None)
 
 
 def _asked_of(record: RunRecord) -> str:
     asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
     return json.dumps(asked, sort_keys=True)
+
+
+def _same_task(one: RunRecord, other: RunRecord) -> bool:
+    """Text has ends of epochs too, where what does not fill a batch for each process is dropped."""
+    if _task_of(one) != _task_of(other):
+        return False
+    if one.asked["config"]["dataset"] == SYNTHETIC:
+        return True
+    return _share_of_an_epoch(one) == _share_of_an_epoch(other)
+
+
+def _share_of_an_epoch(record: RunRecord) -> tuple[int, int]:
+    """Sequences per batch, and the number that an epoch's batches are a multiple of."""
+    config = record.asked["config"]
+    return config["per_device_train_batch_size"], config["epoch_multiple"] * record.asked["num_processes"]
 
 
 def _task_of(record: RunRecord) -> str:

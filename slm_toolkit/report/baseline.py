@@ -14,7 +14,7 @@ PROCESS_MEMORY_TOLERANCE = 0.05
 STATE_TOLERANCE = 0.001
 "of the training state's bytes, which are exact: a rank's share may be padded otherwise"
 _NOT_PART_OF_THE_RUN = frozenset(  # what is timed and held is the same with other values of these
-    ("max_steps", "profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches")
+    ("max_steps", "profile", "timing_warmup_steps", "save_steps")
 )
 
 
@@ -50,12 +50,13 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     """Each run of `now` that the baseline has too, and those that it lacks.
 
     Two runs are the same if model, strategy, GPU (without one: CPU), ranks and every flag known to both are;
-    versions may differ. Of several in the baseline the newest counts.
+    versions may differ. Of several in the baseline the most alike counts, of those the newest.
     """
     found, missing = [], []
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
-        earlier = next((other for other in then if _same_run(row, other)), None)
+        alike = [other for other in then if _same_run(row, other)]
+        earlier = min(alike, key=lambda other: _num_differences(row, other), default=None)
         if earlier is None:
             missing.append(row)
         else:
@@ -72,6 +73,10 @@ def _same_run(row: Row, other: Row) -> bool:
         and all(getattr(row, name) == getattr(other, name) for name in names)
         and all(row.asked[name] == other.asked[name] for name in known)
     )
+
+
+def _num_differences(row: Row, other: Row) -> int:
+    return sum(other.asked.get(name) != value for name, value in row.asked.items())
 
 
 def _change(row: Row, earlier: Row) -> Change:
@@ -128,7 +133,7 @@ def _loss_difference(row: Row, earlier: Row) -> float | None:
     Infinite for a loss that is no number at any step and was one.
     """
     pairs = list(zip(row.losses, earlier.losses, strict=False))
-    if not pairs or row.max_steps != earlier.max_steps:
+    if not pairs or row.max_steps != earlier.max_steps or len(row.losses) != len(earlier.losses):
         return None
     if any(now is None and then is not None for now, then in pairs):
         return float("inf")

@@ -15,19 +15,28 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
     otherwise, or of which that is not known, has no rank, and numerics are ranked apart.
     """
     marked = [_marked(row, _reference(row, rows)) for row in rows]
-    return [
-        dataclasses.replace(
-            row, rank=_rank(row, [other for other in marked if _together(row, other, strict)])
-        )
-        if _competes(row, strict=strict)
-        else row
-        for row in marked
-    ]
+    ranks = {id(row): _rank(row, _competitors(row, marked, strict)) for row in marked}
+    found = []
+    for row in marked:
+        rank = ranks[id(row)]
+        others = [other for other in _competitors(row, marked, strict) if other is not row]
+        shares = None if rank is None else any(ranks[id(other)] == rank for other in others)
+        found.append(dataclasses.replace(row, rank=rank, shares_rank=shares))
+    return found
 
 
-def _rank(row: Row, others: list[Row]) -> int | None:
+def _competitors(row: Row, marked: list[Row], strict: bool) -> list[Row]:
+    """The rows, itself among them, that a row is ranked with; none for one that has no rank."""
+    if not _competes(row, strict=strict):
+        return []
+    return [other for other in marked if _together(row, other, strict)]
+
+
+def _rank(row: Row, competitors: list[Row]) -> int | None:
     """None for a row that is alone."""
-    return 1 + sum(_clearly_faster(other, row) for other in others) if len(others) > 1 else None
+    if len(competitors) < 2:
+        return None
+    return 1 + sum(_clearly_faster(other, row) for other in competitors)
 
 
 def _together(row: Row, other: Row, strict: bool) -> bool:

@@ -88,7 +88,7 @@ class Row:
     "of the GPUs' boards, timed steps only, from NVML's energy counter"
     price: str | None
     numerics_probed: dict[str, Any] | None
-    "the fields of numerics.Numerics, as seen in the first step"
+    "the fields of numerics.Numerics, as seen in the first step (the first that compiled nothing, of five)"
     numerics_differences: list[str]
     "in what this row was computed otherwise than `numerics_reference`; filled in by `ranking`"
     numerics_reference: str | None
@@ -101,6 +101,8 @@ class Row:
     "all of it as a sentence"
     rank: int | None
     "1 + rows of the same model, sequence length and GPU whose whole interval, per GPU, is faster"
+    shares_rank: bool | None
+    "whether another row has the same rank: a tie"
     warnings: list[str]
     "what may have disturbed the measurement"
     anatomy: dict[str, Any] | None
@@ -192,6 +194,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         parity_holds=None,
         parity=None,
         rank=None,
+        shares_rank=None,
         warnings=[
             *(["no step was timed: all were warm-up"] if ok and rate is None else []),
             *(warning for record in ok for warning in warnings_of(record)),

@@ -106,7 +106,7 @@ def _prediction_interval(medians: list[float]) -> tuple[float, float]:
     """Where one more launch lies in 95 % of cases: t s sqrt(1 + 1/n) around the median."""
     count = len(medians)
     half = _STUDENT_T[min(count, len(_STUDENT_T) + 1) - 2] * stdev(medians) * sqrt(1 + 1 / count)
-    return median(medians) - half, median(medians) + half
+    return max(0.0, median(medians) - half), median(medians) + half
 
 
 def slowest_rank_seconds(record: RunRecord) -> list[float]:

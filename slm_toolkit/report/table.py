@@ -59,7 +59,7 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
-        ("rank", lambda row: _rank(row, rows), 12),
+        ("rank", _rank, 12),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
         ("interval", _interval, 8),
         (
@@ -194,15 +194,10 @@ def _marks(rows: list[Row]) -> dict[tuple[str, ...], str]:
     return {way: f" [{number}]" for number, way in enumerate(ways, start=1)}
 
 
-def _rank(row: Row, rows: list[Row]) -> str:
+def _rank(row: Row) -> str:
     if row.rank is None:
         return DASH
-    group = [
-        other
-        for other in rows
-        if (other.model, other.gpu, other.seq_len) == (row.model, row.gpu, row.seq_len)
-    ]
-    return f"{row.rank}=" if sum(other.rank == row.rank for other in group) > 1 else str(row.rank)
+    return f"{row.rank}=" if row.shares_rank else str(row.rank)
 
 
 def _energy_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:

@@ -46,7 +46,9 @@ def endless(
     for one batch each.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
-    epoch, skip = (0, skip) if is_stream else divmod(skip, len(loader))
+    if not is_stream and len(loader) < multiple:
+        raise ValueError(f"an epoch has {len(loader)} batches, less than --epoch_multiple {multiple}")
+    epoch, skip = (0, skip) if is_stream else divmod(skip, len(loader) // multiple * multiple)
     while True:
         loader.set_epoch(epoch)
         num_batches = 0
@@ -62,6 +64,6 @@ def endless(
                 else:
                     yield complete
             waiting = []
-        if num_batches < multiple and (is_stream or not skip):
+        if is_stream and num_batches < multiple:
             raise ValueError("the stream holds less than one batch for each process")
         epoch, skip = epoch + 1, skip if is_stream else 0

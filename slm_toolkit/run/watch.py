@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from slm_toolkit.hardware import num_cores
 from slm_toolkit.run.gpu import GpuState, GpuWatch, allocator_retries, gpu_state, open_gpu
 from slm_toolkit.run.host import HostWatch
 from slm_toolkit.run.loss import RecordedLoss
@@ -127,6 +128,7 @@ class RunWatch:
             "tokens_counted": {name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss")},
             "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
             "other_busy_cores": ranks[0]["host"],
+            "num_cores": num_cores(),
             "state_bytes": [rank["state"] for rank in ranks],
             "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
             "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
