@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from slm_toolkit import __version__
-from slm_toolkit.config import SYNTHETIC, Parser, RunConfig, add_flags, with_underscores
+from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import Parser, add_flags, with_underscores
 from slm_toolkit.output import print_records, read_baseline
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies

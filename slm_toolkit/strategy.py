@@ -186,7 +186,7 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
         where, stage = strategy.path or strategy.name, strategy.zero_stage
         # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
         # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
-        if config.reduce_dtype == "fp32" and config.numerics != "fp32" and stage < 2:
+        if config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16") and stage < 2:
             problems.append(
                 f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave "
                 f"{strategy.name} out of --strategy"

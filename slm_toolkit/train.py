@@ -20,8 +20,8 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from slm_toolkit.config import Parser, add_flags, config_from_args, with_underscores
 from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import Parser, add_flags, config_from_args, with_underscores
 from slm_toolkit.record import RunRecord, finite, write_record
 from slm_toolkit.run.batches import endless
 from slm_toolkit.run.checkpoint import save_checkpoint, save_model

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, Comparison, launch, record_under, slm
 
 from slm_toolkit.cli import _parser
-from slm_toolkit.config import Parser, add_flags, with_underscores
+from slm_toolkit.flags import Parser, add_flags, with_underscores
 from slm_toolkit.models import find_model
 
 README = (ROOT / "README.md").read_text()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.config import flags_of
+from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, RunRecord, model_facts, read_record, write_record
 from slm_toolkit.strategy import write_resolved

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from slm_toolkit.numerics import LOSS_TOLERANCE, PARITY_STEPS
 from slm_toolkit.record import finite
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import Row, num_asked_otherwise
 from slm_toolkit.report.stats import overlap
 
 MEMORY_TOLERANCE = 0.01
@@ -56,7 +56,7 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
         alike = [other for other in then if _same_run(row, other)]
-        earlier = min(alike, key=lambda other: _num_differences(row, other), default=None)
+        earlier = min(alike, key=lambda other: num_asked_otherwise(row, other), default=None)
         if earlier is None:
             missing.append(row)
         else:
@@ -73,10 +73,6 @@ def _same_run(row: Row, other: Row) -> bool:
         and all(getattr(row, name) == getattr(other, name) for name in names)
         and all(row.asked[name] == other.asked[name] for name in known)
     )
-
-
-def _num_differences(row: Row, other: Row) -> int:
-    return sum(other.asked.get(name) != value for name, value in row.asked.items())
 
 
 def _change(row: Row, earlier: Row) -> Change:

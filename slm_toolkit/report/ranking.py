@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from slm_toolkit.numerics import differences, numerics_from
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import Row, num_asked_otherwise
 
 
 def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
@@ -64,7 +64,7 @@ def _reference(row: Row, rows: list[Row]) -> Row | None:
         and (_machine(other), _numerics(other)) == (_machine(row), _numerics(row))
     ]
     # of several, the one that was asked most alike
-    probed.sort(key=lambda other: sum(other.asked.get(name) != value for name, value in row.asked.items()))
+    probed.sort(key=lambda other: num_asked_otherwise(row, other))
     for engine in ("ddp", "single"):
         if found := next((other for other in probed if other.engine == engine), None):
             return found

@@ -204,6 +204,11 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     )
 
 
+def num_asked_otherwise(row: Row, other: Row) -> int:
+    """How many flags of `row` have another value in `other`."""
+    return sum(other.asked.get(name) != value for name, value in row.asked.items())
+
+
 def spec_of(record: RunRecord) -> ModelSpec:
     return ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
 

@@ -17,8 +17,8 @@ OTHER_CORES = 0.25
 "CPU cores kept busy by other programs, above which a run on CPU processes was disturbed"
 USED_BYTES = 2**30
 "in use on a GPU before the run opened it, above which somebody else is on it"
-# Student's t, two-sided 95 %, for 2, 3, ... launches less one; more are taken for the last.
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# Student's t, two-sided 95 %, for 3, 4, ... launches (2, 3, ... degrees of freedom); more take the last.
+_STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
 def _prediction_interval(medians: list[float]) -> tuple[float, float]:
     """Where one more launch lies in 95 % of cases: t s sqrt(1 + 1/n) around the median."""
     count = len(medians)
-    half = _STUDENT_T[min(count, len(_STUDENT_T) + 1) - 2] * stdev(medians) * sqrt(1 + 1 / count)
+    half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * stdev(medians) * sqrt(1 + 1 / count)
     return max(0.0, median(medians) - half), median(medians) + half
 
 

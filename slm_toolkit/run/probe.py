@@ -85,7 +85,7 @@ class NumericsProbe:
             hook.remove()
 
     def result(self, gradients: GradientCounter) -> Numerics:
-        """What was seen, over all ranks; every rank must call it. Raises RuntimeError where they differ."""
+        """What was seen, over all ranks; every rank must call it."""
         operators = _operators(self.profile)
         state = training_state(self.accelerator, self.model, self.optimizer)
         num_steps = (

@@ -1,0 +1,91 @@
+"""The command line: a flag for each field of RunConfig, the same under every verb."""
+
+import argparse
+import dataclasses
+import sys
+from typing import Any, get_args, get_origin
+
+from slm_toolkit.config import RunConfig
+
+
+def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(RunConfig):
+        if f.name in leave_out:
+            continue
+        meta = f.metadata
+        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        several = grid and meta["grid"]
+        kind = _value_type(f.type)
+        options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
+        options["choices"] = meta["choices"]
+        options["metavar"] = (
+            None if meta["choices"] else kind.__name__.upper() if kind is not bool else "true|false"
+        )
+        if several:
+            options["nargs"] = "*" if kind is bool else "+"
+        elif kind is bool:
+            options.update(nargs="?", const=True)
+        shown = (
+            ""
+            if f.default is None
+            else f" (default: {str(f.default).lower() if kind is bool else f.default})"
+        )
+        options["help"] = (
+            meta["help"] + shown + ("; several values make a grid" if several else "")
+        ).replace("%", "%%")
+        group.add_argument(*(f"--{name}" for name in (f.name, *meta["aliases"])), **options)
+
+
+def config_from_args(args: argparse.Namespace) -> RunConfig:
+    """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    return RunConfig(
+        **{name: value for name, value in vars(args).items() if name in names and value is not None}
+    )
+
+
+def flags_of(config: RunConfig) -> list[str]:
+    """The command line that stands for `config`: each field that differs from its default."""
+    given = []
+    for f in dataclasses.fields(RunConfig):
+        value = getattr(config, f.name)
+        if value != f.default:
+            given += [f"--{f.name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return given
+
+
+def with_underscores(argv: list[str]) -> list[str]:
+    """Accept `--seq-len` where the flag is `--seq_len`."""
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        words.append(
+            name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else word
+        )
+    return words
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors look like ours: one line, a hint, exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> None:
+        print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _value_type(annotation: Any) -> type:
+    """int of `int | None`."""
+    if get_origin(annotation) is None:
+        return annotation
+    return next(kind for kind in get_args(annotation) if kind is not type(None))
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "false", "0", "no"):
+        return text.lower() in ("true", "1", "yes")
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
