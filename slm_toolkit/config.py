@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 SYNTHETIC = "synthetic"
+CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
+"--gradient_checkpointing was a switch once: scripts and records still say so"
 
 
 def _flag(
@@ -15,10 +17,15 @@ def _flag(
     group: str,
     choices: tuple[str, ...] | None = None,
     aliases: tuple[str, ...] = (),
+    bare: str | None = None,
+    synonyms: dict[str, str] | None = None,
     grid: bool = False,
     identity: bool = True,
 ) -> Any:
-    """A field and its flag; `grid`: several values in `compare`, `identity`: makes another run."""
+    """A field and its flag; `grid`: several values in `compare`, `identity`: makes another run.
+
+    `bare`: the value of the flag without one, `synonyms`: other words for values.
+    """
     return field(
         default=default,
         metadata={
@@ -26,6 +33,8 @@ def _flag(
             "group": group,
             "choices": choices,
             "aliases": aliases,
+            "bare": bare,
+            "synonyms": synonyms or {},
             "grid": grid,
             "id": identity,
         },
@@ -49,10 +58,30 @@ class RunConfig:
         group="model",
         grid=True,
     )
-    gradient_checkpointing: bool = _flag(
-        False,
-        "recompute activations in backward: less memory, about a third more time",
+    loss_kernel: str = _flag(
+        "hf",
+        "hf: transformers' own, fp32 copies of all logits; fused_logits: in chunks, the logits' gradient in "
+        "their place; fused_linear: head and loss in chunks of tokens, logits are never whole",
         group="model",
+        choices=("hf", "fused_logits", "fused_linear"),
+        grid=True,
+    )
+    norm_kernel: str = _flag(
+        "hf",
+        "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
+        group="model",
+        choices=("hf", "fused"),
+        grid=True,
+    )
+    gradient_checkpointing: str = _flag(
+        "none",
+        "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
+        "about a third more time; selective_layer: of every second; selective_op: all but attention and each "
+        "second matrix product",
+        group="model",
+        choices=("none", "full", "selective_op", "selective_layer"),
+        bare="full",
+        synonyms=CHECKPOINTING_SYNONYMS,
         grid=True,
     )
     torch_compile: bool = _flag(
@@ -130,6 +159,19 @@ class RunConfig:
         "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
         group="length",
     )
+    rehearse: int | None = _flag(
+        None,
+        "let one process play rank 0 of so many: the real engine and sizes, nothing is sent and losses mean "
+        "nothing; without a GPU tensors take no memory, and every allocation is traced",
+        group="length",
+        grid=True,
+    )
+    trace_memory: bool = _flag(
+        False,
+        "after the last timed step, follow every allocation of two more: a memory timeline by part and "
+        "module (a rehearsal without a GPU always does)",
+        group="length",
+    )
     optim: str = _flag(
         "adamw_torch_fused",
         "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
@@ -185,7 +227,7 @@ class RunConfig:
             else self.max_grad_norm,
             save_final_model=self.save_final_model
             if self.save_final_model is not None
-            else self.dataset != SYNTHETIC,
+            else self.dataset != SYNTHETIC and self.rehearse is None,
         )
 
     @property
@@ -211,6 +253,7 @@ class RunConfig:
                 "eval_steps",
             ),
             *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps", "epoch_multiple"),
+            "rehearse",
         )
         at_least_zero = ("warmup_steps", "weight_decay", "max_grad_norm", "seed")
         values = dataclasses.asdict(self)
@@ -224,6 +267,10 @@ class RunConfig:
             for n in at_least_zero
             if values[n] is not None and not values[n] >= 0
         ]
+        for f in dataclasses.fields(self):
+            choices = f.metadata["choices"]
+            if choices and values[f.name] is not None and values[f.name] not in choices:
+                found.append(f"--{f.name} is {values[f.name]!r}: one of {', '.join(choices)}")
         if self.reduce_dtype is not None and self.numerics == "stock":
             found.append(f"--reduce_dtype {self.reduce_dtype} with --numerics stock: each engine has its own")
         if self.reduce_dtype == "bf16" and self.numerics == "fp32":
@@ -234,6 +281,9 @@ class RunConfig:
             found.append(f"--learning_rate is {self.learning_rate}: above 0")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < float("inf"):
             found.append(f"--num_train_epochs is {self.num_train_epochs}: above 0")
+        if self.rehearse is not None:
+            learning = ("eval_steps", "save_steps", "save_final_model", "resume_from_checkpoint")
+            found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
         if not 1 <= self.validation_split_percentage <= 50:
             found.append(f"--validation_split_percentage is {self.validation_split_percentage}: 1 to 50")
         if self.max_steps is not None and self.num_train_epochs is not None:

@@ -18,15 +18,18 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
         group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
         several = grid and meta["grid"]
         kind = _value_type(f.type)
+        bare = True if kind is bool else meta["bare"]
         options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
+        if meta["synonyms"]:
+            options["type"] = lambda text, of=meta["synonyms"]: of.get(text.lower(), text)
         options["choices"] = meta["choices"]
         options["metavar"] = (
             None if meta["choices"] else kind.__name__.upper() if kind is not bool else "true|false"
         )
         if several:
-            options["nargs"] = "*" if kind is bool else "+"
-        elif kind is bool:
-            options.update(nargs="?", const=True)
+            options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
+        elif bare is not None:
+            options.update(nargs="?", const=bare)
         shown = (
             ""
             if f.default is None
@@ -76,6 +79,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _Several(argparse.Action):
+    """A list of values; of a flag without any, what the flag alone stands for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, values or [self.const])
 
 
 def _value_type(annotation: Any) -> type:

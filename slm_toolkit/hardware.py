@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -24,7 +25,10 @@ class Gpu:
     "regular expression found in the name that the driver gives"
     dense_bf16_flops_per_second: float
     "without sparsity"
+    memory_bytes: int | None
+    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1); None where we know no report"
     source: str
+    memory_source: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def gpus() -> tuple[Gpu, ...]:
             name=row["name"],
             driver_name_pattern=row["driver_name_pattern"],
             dense_bf16_flops_per_second=float(row["dense_bf16_tflops"]) * 1e12,
+            memory_bytes=round(float(row["usable_gib"]) * 2**30) if row["usable_gib"] else None,
             source=row["source"],
+            memory_source=row["memory_source"],
         )
         for row in _rows("gpus.csv")
     )
@@ -73,6 +79,18 @@ def find_gpu(driver_name: str | None) -> Gpu | None:
         and (match := re.search(rf"(?:{gpu.driver_name_pattern})", driver_name))
     ]
     return max(matches, key=lambda found: found[0])[1] if matches else None
+
+
+def gpu_of_name(name: str) -> Gpu:
+    """The Gpu of a canonical name in any case, with hyphens, spaces or underscores; ValueError for others."""
+    by_name = {gpu.name: gpu for gpu in gpus()}
+    canonical = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if canonical not in by_name:
+        begun = [known for known in by_name if known.startswith(canonical)]  # "h100" is closer to "h200"
+        close = begun or get_close_matches(canonical, by_name, n=1, cutoff=0.4)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"unknown GPU {name!r}\nhint: {meant}There are {', '.join(by_name)}")
+    return by_name[canonical]
 
 
 PRICES_SINCE = "2026"

@@ -22,6 +22,8 @@ _SHORT = {
     "gradient_accumulation_steps": "accum",
     "gradient_checkpointing": "checkpointing",
     "attn_implementation": "attention",
+    "loss_kernel": "loss",
+    "norm_kernel": "norm",
     "torch_compile": "compile",
     "world_size": "ranks",
 }

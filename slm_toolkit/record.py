@@ -94,10 +94,13 @@ class RunRecord:
     """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
     the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
     peak_allocated_bytes: list[int] | None = None
-    "of each rank; None on CPU"
+    "of each rank; None on CPU; in a rehearsal of rank 0 alone, traced where there is no GPU"
     peak_reserved_bytes: list[int] | None = None
     peak_rss_bytes: list[int] | None = None
     "peak resident memory of each rank's process"
+    memory_at_peak: dict[str, Any] | None = None
+    """of rank 0, from following every allocation of a step: phase, module, num_bytes, bytes by part, and
+    by the module that made them; `memory_timeline.csv` beside the record has the whole step"""
     deepspeed_estimate: dict[str, int] | None = None
     "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None

@@ -22,6 +22,8 @@ from accelerate import Accelerator
 
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import Parser, add_flags, config_from_args, with_underscores
+from slm_toolkit.hardware import num_cores
+from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
 from slm_toolkit.record import RunRecord, finite, write_record
 from slm_toolkit.run.batches import endless
 from slm_toolkit.run.checkpoint import save_checkpoint, save_model
@@ -32,6 +34,7 @@ from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
@@ -45,14 +48,21 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with user_errors():
             config = config_from_args(parser.parse_args(arguments))
-            job, record = set_up(config.with_defaults(has_gpu=torch.cuda.is_available()), arguments, started)
+            job, record = set_up(
+                config.with_defaults(has_gpu=torch.cuda.is_available() or config.rehearse is not None),
+                arguments,
+                started,
+            )
     except SystemExit:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # or gloo aborts the exit, after the message
         raise
     try:
-        prepared, record = prepare(job, record)
-        record = dataclasses.replace(record, status="ok", **train(job, prepared, record))
+        with tensors_of(job.config):
+            prepared, record = prepare(job, record)
+            fake = is_fake(job.config)
+            observed = rehearse(job, prepared) if fake else train(job, prepared, record)
+        record = dataclasses.replace(record, status="ok", **observed)
     except Exception as error:
         write_failure(record, error, job.run_dir, started=started)
         raise
@@ -135,9 +145,11 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         anatomy = dataclasses.asdict(found) if found else None
         if found is None and progress is not None:
             progress.say("no anatomy: the driver shows no kernels; is profiling for administrators only?")
+    timeline = follow_memory(job, prepared, batches) if prepared.trace is not None else None
     return {
         **observed,
         "anatomy": anatomy,
+        "memory_at_peak": timeline.summary if timeline else None,
         "losses": [finite(loss) for loss in mean_losses],
         "grad_norms": [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
@@ -145,8 +157,29 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     }
 
 
+def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
+    """Steps on tensors without memory, every allocation traced; returns the record's fields."""
+    timeline = follow_memory(job, prepared, fake_batches(job.config))
+    return {
+        "memory_at_peak": timeline.summary,
+        "peak_allocated_bytes": [timeline.peak.num_bytes],
+        "num_cores": num_cores(),
+    }
+
+
+def follow_memory(job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]]) -> MemoryTimeline:
+    """Trace the allocations of some more steps; the timeline lies beside the record, too."""
+    timeline = trace_memory(
+        functools.partial(train_step, job, prepared, batches),
+        *(job.accelerator, prepared.model, prepared.optimizer, prepared.trace),
+    )
+    if job.accelerator.is_main_process:
+        write_timeline(timeline, job.run_dir / TIMELINE_FILE)
+    return timeline
+
+
 def train_step(
-    job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]], watch: RunWatch
+    job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]], watch: RunWatch | TraceWatch
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """All micro-steps and the optimizer's step; returns this rank's mean loss and the gradient norm."""
     accelerator, model = job.accelerator, prepared.model

@@ -20,7 +20,7 @@ def test_flags_take_hyphens_underscores_and_hugging_face_names() -> None:
 
 def test_flags_of_a_config_parse_back_to_it() -> None:
     config = RunConfig(
-        model="slm-1m", gradient_checkpointing=True, learning_rate=1e-4, save_final_model=False
+        model="slm-1m", gradient_checkpointing="full", learning_rate=1e-4, save_final_model=False
     )
     assert parse(*flags_of(config)) == config
 
@@ -28,6 +28,17 @@ def test_flags_of_a_config_parse_back_to_it() -> None:
 def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
     assert parse("--torch_compile").torch_compile is True
     assert parse("--torch_compile", "false").torch_compile is False
+
+
+def test_checkpointing_was_a_switch_once_and_is_still_understood_as_one() -> None:
+    assert parse("--gradient_checkpointing").gradient_checkpointing == "full"
+    assert parse("--gradient_checkpointing", "true").gradient_checkpointing == "full"
+    assert parse("--gradient_checkpointing", "false").gradient_checkpointing == "none"
+    assert parse("--gradient_checkpointing", grid=True).gradient_checkpointing == ["full"]
+    several = parse("--gradient_checkpointing", "false", "selective_op", grid=True)
+    assert several.gradient_checkpointing == ["none", "selective_op"]
+    with pytest.raises(ValueError, match="--gradient_checkpointing is True: one of none, full"):
+        RunConfig(gradient_checkpointing=True).check()
 
 
 def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:

@@ -118,6 +118,8 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         epoch_multiple=config.epoch_multiple * num_processes,
         attn_implementation=config.attn_implementation if plain else "sdpa",
+        loss_kernel="hf",
+        norm_kernel="hf",
         torch_compile=False,
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none

@@ -11,6 +11,7 @@ from slm_toolkit.record import FP32_REFERENCE, RunRecord
 
 _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways to the same losses
     *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
+    *("loss_kernel", "norm_kernel"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"),
     *("profile", "save_steps"),
 )

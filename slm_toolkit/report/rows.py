@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from slm_toolkit.config import CHECKPOINTING_SYNONYMS
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.hardware import find_gpu, find_price
 from slm_toolkit.models import ModelSpec
@@ -40,7 +41,7 @@ class Row:
     seq_len: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: str
     torch_compile: bool
     optim: str
     seed: int
@@ -122,7 +123,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     judged = next((record for record in records if record.status != "ok"), records[0])  # failures show
     shown = ok[0] if ok else judged
     rate = throughput(ok)
-    config, spec = shown.asked["config"], spec_of(shown)
+    config, spec = _asked(shown), spec_of(shown)
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
     price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     with_attention = flops_per_token(spec, seq_len=config["seq_len"])
@@ -202,6 +203,13 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
         record=str(repeats[0][0]),
     )
+
+
+def _asked(record: RunRecord) -> dict[str, Any]:
+    """The flags of a run, in today's words."""
+    asked = record.asked["config"]
+    checkpointing = str(asked["gradient_checkpointing"]).lower()
+    return {**asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
 
 
 def num_asked_otherwise(row: Row, other: Row) -> int:

@@ -21,6 +21,8 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("seq_len", "seq"),
     ("per_device_train_batch_size", "batch"),
     ("gradient_accumulation_steps", "accum."),
+    ("loss_kernel", "loss kernel"),
+    ("norm_kernel", "norm kernel"),
     ("gradient_checkpointing", "checkpointing"),
     ("attn_implementation", "attention"),
     ("torch_compile", "compile"),
@@ -41,7 +43,12 @@ _PARITY_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
     *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
 }
-_SWITCHES = (("gradient_checkpointing", "activations recomputed"), ("torch_compile", "compiled"))
+_SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
+    "loss_kernel": ("hf", "loss {}"),
+    "norm_kernel": ("hf", "norm {}"),
+    "gradient_checkpointing": ("none", "checkpointing {}"),
+    "torch_compile": (False, "compiled"),
+}
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
@@ -122,7 +129,9 @@ def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
         same.append(f"attention {kernel}")
     if "gradient_accumulation_steps" not in varying and row.gradient_accumulation_steps > 1:
         same.append(f"{row.gradient_accumulation_steps} micro-steps")
-    same += [title for name, title in _SWITCHES if name not in varying and getattr(row, name)]
+    for name, (default, words) in _SAID_ABOVE.items():
+        if name not in varying and _value(row, name) not in (None, default):
+            same.append(words.format(_value(row, name)))
     return Text("measured: " + ", ".join(same), style="bold")
 
 

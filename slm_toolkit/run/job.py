@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shlex
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from slm_toolkit.record import (
     model_facts,
     run_name_of,
 )
+from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
 from slm_toolkit.run.checkpoint import check_resumable, find_checkpoint, run_description, step_of
 from slm_toolkit.run.data import load_datasets
@@ -36,6 +38,7 @@ from slm_toolkit.run.engine import (
     reduce_as_asked,
     start_accelerator,
 )
+from slm_toolkit.run.fake import stay_in_place
 from slm_toolkit.run.launched import (
     Launch,
     absolute_deepspeed_config,
@@ -46,6 +49,7 @@ from slm_toolkit.run.launched import (
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.ranks import rank_0_first
+from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
 from slm_toolkit.strategy import contradictions
 
@@ -75,21 +79,27 @@ class Prepared:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    loader: DataLoader
+    loader: DataLoader | None
+    "None in a rehearsal on fake tensors"
     eval_loader: DataLoader | None
     loss_recorder: RecordedLoss
     num_steps: int
     num_micro_steps: int
     "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
+    trace: AllocationTrace | None
+    "where allocations are followed; it has seen what the engine made so far"
 
 
 def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
+    if config.rehearse is not None:
+        launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
     check_environment(launch)
-    check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
+    if config.rehearse is None:
+        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
     if found := contradictions(launch.strategy, config):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
     gpu = None
@@ -110,10 +120,16 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
 
     accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
-    train_set, held_out_set, tokenizer = rank_0_first(
-        lambda: load_datasets(config, spec, num_sequences=num_sequences)
-    )
-    model = build_model(spec, config)
+    train_set, held_out_set, tokenizer = None, None, None
+    if not is_fake(config):
+        train_set, held_out_set, tokenizer = rank_0_first(
+            lambda: load_datasets(config, spec, num_sequences=num_sequences)
+        )
+    with tensors_of(config):
+        model = build_model(spec, config)
+    if is_fake(config):
+        accelerator.device_placement = False
+        stay_in_place(model)
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description),
         *(train_set, held_out_set, tokenizer, model, gpu_before),
@@ -138,11 +154,17 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
 def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     """Hand everything to the engine, and go on only if it is the engine that the YAML asks for."""
     config, accelerator = job.config, job.accelerator
+    trace = None
+    if config.trace_memory or is_fake(config):
+        trace = AllocationTrace(fake=is_fake(config))
+        trace.adopt(job.model.parameters(), "parameters")
     loss_recorder = RecordedLoss(job.model)
     optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
     set_seed(config.seed)
-    loader = make_loader(job.train_set, config, train=True)
-    model, optimizer, loader = accelerator.prepare(job.model, optimizer, loader)
+    loaders = [] if job.train_set is None else [make_loader(job.train_set, config, train=True)]
+    with trace or nullcontext():
+        model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
+    loader = loaders[0] if loaders else None
     reduce_as_asked(model, config)
     eval_loader = None
     if job.held_out_set is not None:
@@ -150,7 +172,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     with user_errors():
         running = probe_engine(model)
         check_engine(running, job.launch)
-        num_steps = count_steps(config, loader)
+        num_steps = count_steps(config, loader) if loader is not None else NUM_TRACED_STEPS
         if record.first_step >= num_steps:
             raise ValueError(
                 f"{job.checkpoint} has all {num_steps} steps done\n"
@@ -173,7 +195,10 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         ),
     )
     num_micro_steps = accelerator.gradient_accumulation_steps
-    return Prepared(model, optimizer, loader, eval_loader, loss_recorder, num_steps, num_micro_steps), record
+    prepared = Prepared(
+        model, optimizer, loader, eval_loader, loss_recorder, num_steps, num_micro_steps, trace
+    )
+    return prepared, record
 
 
 def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:

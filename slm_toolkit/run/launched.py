@@ -136,6 +136,7 @@ def _strategy_from_environment() -> Strategy:
         from accelerate.utils import DeepSpeedPlugin
 
         config = DeepSpeedPlugin().deepspeed_config
+        config.pop("steps_per_print", None)  # accelerate writes infinity, which JSON has no word for
         stage = config.get("zero_optimization", {}).get("stage", 0)
         return Strategy(f"ds_zero{stage}", "deepspeed", num_processes, stage, deepspeed_config=config)
     if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

@@ -139,15 +139,21 @@ class GradientCounter:
         """Count, if this was not done yet."""
         if self.num_bytes is not None:
             return
-        gradients = [param.grad for param in self.model.parameters()]
-        if self.engine is not None:
-            zero = self.engine.optimizer
-            for group in getattr(zero, "averaged_gradients", {}).values():
-                gradients += group or []
-            gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
+        gradients = live_gradients(self.model, self.engine)
         self.num_bytes = tensor_bytes(gradients)
         held = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
+
+
+def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:
+    """All gradients that this rank holds; `engine` is DeepSpeed's, None elsewhere."""
+    gradients = [param.grad for param in model.parameters()]
+    if engine is not None:
+        zero = engine.optimizer
+        for group in getattr(zero, "averaged_gradients", {}).values():
+            gradients += group or []
+        gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
+    return gradients
 
 
 def state_bytes(

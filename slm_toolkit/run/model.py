@@ -7,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.checkpointing import enable_checkpointing
+from slm_toolkit.run.kernels import use_kernels
 
 
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
@@ -35,12 +37,12 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     that bf16 can hold, so that runs of every numerics start from the same. The dtype is bf16 for `--numerics
     aligned` and `pure_bf16` (where the master weights start from the same rounding under every engine), else
     fp32.
-    Raises ValueError where the attention kernel is unknown or not installed.
+    Raises ValueError where the attention kernel is unknown or not installed, or a fused kernel does not fit.
     """
     set_seed(config.seed)
     options = {"attn_implementation": config.attn_implementation, "dtype": torch.float32}
     check_attention(spec, config)
-    if spec.path is not None and _holds_weights(spec.path):
+    if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
     else:
         model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=config.seq_len), **options)
@@ -49,8 +51,8 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
+    use_kernels(model, loss_kernel=config.loss_kernel, norm_kernel=config.norm_kernel)
     if config.numerics in ("aligned", "pure_bf16"):
         for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()

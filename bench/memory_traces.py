@@ -1,0 +1,164 @@
+"""Rehearse a seeded sample of configurations on fake tensors; writes what `bench/memory_accuracy.py` reads.
+
+    python bench/memory_traces.py --half development   # some 10 minutes on two cores
+    python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
+
+Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
+that has imported everything, with the environment that `accelerate launch` would set.
+"""
+
+import argparse
+import contextlib
+import csv
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.record import RECORD_FILE, installed_versions
+from slm_toolkit.strategy import Strategy, find_strategy
+
+SEED = 20261120
+NUM = 280
+AXES: dict[str, tuple[Any, ...]] = {
+    "model": (
+        *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
+        *("smollm2-135m", "tinyllama-1.1b", "llama-3.2-1b", "qwen2.5-0.5b"),  # tied, grouped-query or both
+    ),
+    "strategy": (
+        *("single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op"),
+        *("ds_zero1", "ds_zero2", "ds_zero3"),
+    ),
+    "num_gpus": (1, 8, 64),
+    "per_device_train_batch_size": (1, 2, 4, 8, 16),
+    "seq_len": (512, 1024, 2048),
+    "attn_implementation": ("sdpa", "eager"),
+    "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
+    "loss_kernel": ("hf", "hf", "fused_logits", "fused_linear"),
+    "norm_kernel": ("hf", "hf", "fused"),
+    "numerics": ("aligned", "aligned", "stock", "stock", "pure_bf16", "fp32"),
+    "optim": ("adamw_torch_fused", "adamw_torch"),
+    "gradient_accumulation_steps": (1, 1, 4),
+}
+"a value that stands twice is drawn twice as often"
+
+
+_FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_TAKE_SECONDS_TO_IMPORT = (
+    *("slm_toolkit.train", "deepspeed", "deepspeed.runtime.zero.stage3", "torch.distributed.fsdp"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
+    *("accelerate.commands.launch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
+)
+
+
+def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
+    """`num` different configurations, the same for the same seed; what can't be is left out."""
+    rng = random.Random(seed)
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < num:
+        drawn = {name: rng.choice(values) for name, values in AXES.items()}
+        if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in ("single", "ddp"):
+            continue
+        found[str(drawn)] = drawn
+    return list(found.values())
+
+
+def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
+    """A random half to look at while formulas are changed, and one that is only ever counted."""
+    shuffled = random.Random(seed).sample(configurations, len(configurations))
+    return {"development": shuffled[::2], "held_out": shuffled[1::2]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num", type=int, default=NUM, help=f"configurations (default: {NUM})")
+    parser.add_argument("--half", choices=("development", "held_out"), required=True)
+    parser.add_argument("--out", type=Path, default=Path("results/memory"), help="folder")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    configurations = halves(sample(args.num))[args.half]
+    for module in _TAKE_SECONDS_TO_IMPORT:
+        importlib.import_module(module)
+
+    started = time.time()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.half}.csv"
+    context = multiprocessing.get_context("fork")
+    with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
+        writer = csv.DictWriter(file, fieldnames=[*AXES, *_FOUND])
+        writer.writeheader()
+        for done, row in enumerate(pool.imap_unordered(trace, configurations), start=1):
+            writer.writerow(row)
+            file.flush()
+            print(f"{done}/{len(configurations)} {row['status']} {row['reason'] or ''}", file=sys.stderr)
+    about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python bench/memory_traces.py --num {args.num} --half {args.half}",
+        "seconds": round(time.time() - started),
+        "versions": installed_versions(),
+    }
+    path.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def trace(configuration: dict[str, Any]) -> dict[str, Any]:
+    """One rehearsal, as a row: what was asked, status, peak, where it was, and the parts there."""
+    from slm_toolkit import train
+
+    strategy = find_strategy(configuration["strategy"])
+    os.environ.update(launch_environment(strategy))
+    flags = {
+        name: value for name, value in configuration.items() if name not in ("strategy", "num_gpus")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        argv += ["--rehearse", str(configuration["num_gpus"]), "--output_dir", folder, "--run_name", "r"]
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            with contextlib.suppress(Exception, SystemExit):
+                train.main(argv)
+        path = Path(folder, "r", RECORD_FILE)
+        record = json.loads(path.read_text()) if path.is_file() else {"status": "failed", "reason": "refused"}
+    at_peak = record.get("memory_at_peak") or {}
+    return {
+        **configuration,
+        "status": record["status"],
+        "reason": record["reason"],
+        "peak_bytes": at_peak.get("num_bytes"),
+        "peak_phase": at_peak.get("phase"),
+        "peak_module": at_peak.get("module"),
+        "parts": json.dumps(at_peak.get("parts")),
+    }
+
+
+def launch_environment(strategy: Strategy) -> dict[str, str]:
+    """The variables that `accelerate launch --num_processes 1 --config_file ...` sets for its process."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    args = launch_command_parser().parse_args(
+        ["--config_file", strategy.path, "--num_processes", "1", "script.py"]
+    )
+    args.deepspeed_fields_from_accelerate_config = ""
+    args, _, _ = _validate_launch_command(args)
+    if strategy.engine == "deepspeed":
+        _, env = prepare_deepspeed_cmd_env(args)
+    elif strategy.engine == "fsdp2":
+        env = prepare_multi_gpu_env(args)
+    else:
+        _, env = prepare_simple_launcher_cmd_env(args)
+    keep = ("ACCELERATE_", "FSDP_")
+    return {name: value for name, value in env.items() if name.startswith(keep)} | {"OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    main()

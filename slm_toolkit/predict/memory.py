@@ -1,0 +1,286 @@
+"""Peak memory of one training step on one rank: closed forms, no torch, some hundred microseconds each.
+
+The step is a handful of instants - the loss, the head's and the final norm's backward, some of the first and the
+last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory, layer_memory
+from slm_toolkit.predict.engine_bytes import (
+    At,
+    Dtypes,
+    Step,
+    Zero,
+    dtypes_of,
+    fsdp2,
+    replicated,
+    zero_1_or_2,
+    zero_3,
+)
+from slm_toolkit.predict.optimizer_bytes import optimizer_temporary
+from slm_toolkit.strategy import Strategy
+
+BATCH_BYTES_PER_TOKEN = 24
+"token ids, shifted labels and positions, 8 bytes each"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the rank that holds most, at the instant when it holds most."""
+
+    parts: dict[str, int]
+    "named as in `memory_timeline.PARTS`"
+    peak_instant: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def estimate_memory(
+    spec: ModelSpec, strategy: Strategy, config: RunConfig, *, num_gpus: int
+) -> MemoryEstimate:
+    """What `slm_toolkit.train` allocates at its peak on one of `num_gpus` ranks; CUDA's own is not counted.
+
+    `config` has its defaults filled in. Raises ValueError for sizes that can't be.
+    """
+    engine = strategy.engine if num_gpus > 1 or strategy.engine not in ("ddp",) else "single"
+    dtypes = dtypes_of(config.numerics, engine, fp32_reduction=config.reduce_dtype == "fp32")
+    compute = compute_of(config.numerics, engine)
+    num_tokens = config.per_device_train_batch_size * config.seq_len
+    layers = _layers(spec, config, compute)
+    step = _engine_step(spec, strategy, config, engine, dtypes, compute, num_gpus)
+    loss = _loss_memory(spec, config, compute, num_tokens)
+
+    sums = _saved_below(layers)
+    saved = sums[-1] * num_tokens
+    fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(spec, config, compute)
+    best_total, best = -1.0, None
+
+    def consider(instant: str, at: At, activations: float, logits: float) -> None:
+        nonlocal best_total, best
+        total = at.gathered + at.gradients + at.communication + at.temporary + activations + logits
+        if total > best_total:
+            best_total, best = total, (instant, at, activations, logits)
+
+    residual = layers[-1].residual * spec.hidden_size * num_tokens
+    consider("forward: the loss", step.at_forward_loss, saved + fixed, loss.forward)
+    if step.at_gather is not None:
+        consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
+    consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
+    consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
+    consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
+    matrices = (
+        spec.hidden_size * spec.ffn_size,
+        spec.hidden_size * spec.num_kv_heads * spec.head_dim,
+        spec.hidden_size * spec.num_heads * spec.head_dim,
+    )
+    last = spec.num_layers - 1
+    for index in {last, max(0, last - 1), 0}:
+        below = sums[index] * num_tokens + residual + fixed
+        for moment in layers[index].moments:
+            made = (
+                moment.ffn_grads * matrices[0]
+                + moment.kv_grads * matrices[1]
+                + moment.query_grads * matrices[2]
+            )
+            at = step.at_layer(index, made)
+            consider(f"backward: layers.{index}.{moment.where}", at, below + moment.num_bytes * num_tokens, 0)
+    consider("backward: embed_tokens", step.at_embedding, residual + fixed, 0)
+    consider("optimizer step", step.at_optimizer, 0, 0)
+
+    instant, at, activations, logits = best
+    state = step.state
+    parts = {
+        "parameters": state.parameters,
+        "master_weights": state.master_weights,
+        "gradients": state.gradients + at.gradients,
+        "optimizer": state.optimizer,
+        "activations": activations,
+        "logits_and_loss": logits,
+        "gathered_parameters": at.gathered,
+        "communication": state.communication + at.communication,
+        "temporary": at.temporary,
+    }
+    return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
+
+
+def compute_of(numerics: str, engine: str) -> str:
+    """How matrix products and the residual stream run."""
+    if numerics == "fp32":
+        return FP32
+    return AUTOCAST if numerics == "stock" and engine in ("single", "ddp") else BF16
+
+
+def _layers(spec: ModelSpec, config: RunConfig, compute: str) -> list[LayerMemory]:
+    def layer(checkpointing: str) -> LayerMemory:
+        return layer_memory(
+            spec,
+            seq_len=config.seq_len,
+            compute=compute,
+            eager=config.attn_implementation == "eager",
+            fused_norm=config.norm_kernel == "fused",
+            checkpointing=checkpointing,
+        )
+
+    if config.gradient_checkpointing == "selective_layer":
+        pair = (layer("none"), layer("full"))  # the second, the fourth, ... are computed again
+        return [pair[number % 2] for number in range(spec.num_layers)]
+    return [layer(config.gradient_checkpointing)] * spec.num_layers
+
+
+def _saved_below(layers: list[LayerMemory]) -> list[float]:
+    """Bytes per token kept by the layers before each, and by all."""
+    sums = [0.0]
+    for layer in layers:
+        sums.append(sums[-1] + layer.saved)
+    return sums
+
+
+def _shared(spec: ModelSpec, config: RunConfig, compute: str) -> float:
+    """What all layers share: RoPE's sine and cosine, and with eager attention the causal mask."""
+    e = 2 if compute == BF16 else 4
+    rope = 2 * config.seq_len * spec.head_dim * e
+    mask = config.seq_len**2 * e if config.attn_implementation == "eager" else 0
+    return rope + mask
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Bytes from the final norm on, at the instants when they may be the peak; heads and losses differ."""
+
+    final_norm: float
+    forward: float
+    backward: float
+    head: float
+    norm: float
+
+
+def _loss_memory(spec: ModelSpec, config: RunConfig, compute: str, num_tokens: int) -> LossMemory:
+    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient."""
+    h, V, T = spec.hidden_size, spec.vocab_size, num_tokens
+    e = 4 if compute == FP32 else 2
+    fused_norm = config.norm_kernel == "fused"
+    # kept by the final norm, the residual stream's gradient (as wide as the norm's input) included
+    if compute == BF16:
+        kept = (4 if fused_norm else 8) * h + 4
+        norm_backward = 16 * h + 8 if fused_norm else 24 * h
+    elif compute == AUTOCAST:
+        kept = (6 if fused_norm else 10) * h + 4
+        norm_backward = 20 * h + 8
+    else:
+        kept = (8 if fused_norm else 12) * h + 4
+        norm_backward = 20 * h + 8
+    if config.loss_kernel == "fused_linear":
+        chunk = chunk_rows(num_tokens=T, vocab_size=V, hidden_size=h)
+        wide = min(chunk * V, max(1, FUSED_LOSS_CHUNK // V) * V)
+        in_forward = kept * T + e * h * T + chunk * V * e + (wide * 4 if e == 2 else 0) + V * h * e
+        after = kept * T + e * h * T + V * h * e
+        return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
+    if config.loss_kernel == "fused_logits":
+        rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
+        in_forward = kept * T + e * V * T + (rows * V * 4 if e == 2 else 0)
+        after = kept * T + e * V * T
+        return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
+    in_forward = kept * T + (8 if compute == FP32 else 10) * V * T
+    backward = kept * T + 12 * V * T
+    head = kept * T + e * V * T + e * h * T
+    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
+
+
+FUSED_LOSS_CHUNK = 2**24
+"elements of fp32 probabilities at a time in `run/kernels.py`: a test compares the two"
+
+
+def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Tokens whose logits the fused linear loss makes at once: V / h chunks, rounded up to a power of two."""
+    rows = -(-num_tokens // -(-vocab_size // hidden_size))
+    return min(num_tokens, 1 << (rows - 1).bit_length())
+
+
+def _engine_step(
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    engine: str,
+    dtypes: Dtypes,
+    compute: str,
+    num_gpus: int,
+) -> Step:
+    accumulates = config.gradient_accumulation_steps > 1
+    temporary = optimizer_temporary(
+        spec,
+        dtypes,
+        numerics=config.numerics,
+        engine=engine,
+        optim=config.optim,
+        num_shards=1 if engine in ("single", "ddp") else num_gpus,
+    )
+    if engine in ("single", "ddp"):
+        of_layer = 2 * spec.matmul_params_per_layer if compute == AUTOCAST else 0
+        of_head = 2 * spec.embedding_params if compute == AUTOCAST else 0
+        return replicated(
+            spec,
+            dtypes,
+            num_ranks=num_gpus,
+            accumulates=accumulates,
+            autocast_copies=(of_layer, of_head),
+            optimizer_temporary=temporary,
+            bucket_view=False,
+        )
+    if engine in ("fsdp1", "fsdp2"):
+        return fsdp2(
+            spec,
+            dtypes,
+            num_ranks=num_gpus,
+            reshard_after_forward=strategy.reshard_after_forward is not False,
+            accumulates=accumulates,
+            optimizer_temporary=temporary,
+        )
+    zero = zero_of(strategy.deepspeed_config or {}, spec)
+    make = zero_3 if zero.stage == 3 else zero_1_or_2
+    return make(
+        spec, dtypes, zero, num_ranks=num_gpus, accumulates=accumulates, optimizer_temporary=temporary
+    )
+
+
+def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
+    """DeepSpeed's own defaults where the JSON is silent; "auto" as accelerate 1.15 fills it in."""
+    section = deepspeed.get("zero_optimization", {})
+    h = spec.hidden_size
+    auto = {
+        "reduce_bucket_size": h * h,
+        "stage3_prefetch_bucket_size": int(0.9 * h * h),
+        "stage3_param_persistence_threshold": 10 * h,
+    }
+    defaults = {
+        "reduce_bucket_size": int(5e8),
+        "stage3_prefetch_bucket_size": int(5e7),
+        "stage3_param_persistence_threshold": int(1e5),
+        "stage3_max_live_parameters": int(1e9),
+        "stage3_max_reuse_distance": int(1e9),
+        "overlap_comm": section.get("stage") == 3,
+        "contiguous_gradients": True,
+    }
+
+    def value(name: str) -> Any:
+        found = section.get(name)
+        if found == "auto":
+            return auto[name]
+        return defaults[name] if found is None else found
+
+    return Zero(
+        stage=section.get("stage", 0),
+        reduce_bucket=int(value("reduce_bucket_size")),
+        overlap_comm=value("overlap_comm"),
+        contiguous_gradients=value("contiguous_gradients"),
+        max_live_parameters=int(value("stage3_max_live_parameters")),
+        max_reuse_distance=int(value("stage3_max_reuse_distance")),
+        persistence_threshold=int(value("stage3_param_persistence_threshold")),
+        prefetch_bucket=int(value("stage3_prefetch_bucket_size")),
+    )

@@ -1,0 +1,103 @@
+"""Activation checkpointing: which decoder layers, or which operators in them, backward computes again."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+# torchtitan's policy: https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/activation_checkpoint.py
+_MATMULS = ("aten::mm", "aten::addmm", "aten::linear")  # a linear layer: without bias, with, or whole
+_ALWAYS_SAVED = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "flash_attn::_flash_attn_forward",
+    "flex_attention",
+    "_c10d_functional::reduce_scatter_tensor",
+)
+
+
+def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -> None:
+    """Let backward compute activations again, as `--gradient_checkpointing` says.
+
+    full: all of every decoder layer but its input. selective_layer: all of every second one, the second, the
+    fourth, ... as torchtitan counts. selective_op: of every layer all but its input and the results of
+    attention and of every second matrix product, the first, third, ...: those of query, value, gate and down
+    are saved; key, output and up are computed again. (Nothing needs down's again; torchtitan saves it too.)
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective_op":
+        options["context_fn"] = _contexts_for_compiler if compiled else _contexts
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if mode == "selective_layer":
+        for number, layer in enumerate(model.model.layers, start=1):
+            layer.gradient_checkpointing = number % 2 == 0
+
+
+def _contexts() -> tuple["_Save", "_Replay"]:
+    """One for a layer's forward, one for its recomputation.
+
+    PyTorch's own pair wants the same operators in both, all of them; under ZeRO-3 a layer's forward also
+    gathers parameters, more of them in one than in the other, and PyTorch's then fails.
+    """
+    results: deque[Any] = deque()
+    return _Save(results), _Replay(results)
+
+
+def _contexts_for_compiler() -> tuple[Any, Any]:
+    """PyTorch's own pair, which alone tells torch.compile what to save."""
+    is_saved = {
+        False: _policy(),
+        True: _policy(),
+    }  # by whether it is the recomputation; torch 2.13 never asks then
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = is_saved[context.is_recompute](op)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _policy() -> Callable[[Any], bool]:
+    """Whether the result of an operator is saved, asked of each operator of one layer in turn."""
+    num_matmuls = 0
+
+    def is_saved(op: Any) -> bool:
+        nonlocal num_matmuls
+        name = op.name().partition(".")[0]  # without its overload
+        if name in _MATMULS:
+            num_matmuls += 1
+            return num_matmuls % 2 == 1
+        return name in _ALWAYS_SAVED
+
+    return is_saved
+
+
+class _Save(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self.results, self.is_saved = results, _policy()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if self.is_saved(op):  # detached: the tensor itself is about to get its place in autograd's graph
+            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self.results, self.is_saved = results, _policy()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.results.popleft() if self.is_saved(op) else op(*args, **(kwargs or {}))

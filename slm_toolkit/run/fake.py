@@ -1,0 +1,100 @@
+"""Real engines on tensors without memory: what torch, accelerate and DeepSpeed need to run on fake ones."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+_RANKS_AGREE = {
+    f"deepspeed.runtime.zero.{name}"
+    for name in ("stage3", "partition_parameters", "partitioned_param_coordinator")
+}
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have shape, dtype and storage size, but no memory, and nothing is computed.
+
+    Fake CPU tensors, on any machine: fake CUDA tensors abort a torch without CUDA, and meta tensors take the
+    unfused attention. Checked with torch 2.13, accelerate 1.15, deepspeed 0.19.8, transformers 5.23.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from transformers import masking_utils
+
+    make_mesh = _fully_shard._init_default_mesh
+
+    def real_mesh(*args: Any, **options: Any) -> Any:  # the ranks' numbers must be real
+        with _disable_current_modes():
+            return make_mesh(*args, **options)
+
+    with ExitStack() as stack:
+        for name in _RANKS_AGREE & sys.modules.keys():  # there are no other ranks to agree with
+            agree = patch.object(sys.modules[name], "assert_ints_same_as_other_ranks", lambda _: None)
+            stack.enter_context(agree)
+        for context in (
+            _mode(),
+            patch.object(_fully_shard, "_init_default_mesh", real_mesh),
+            # which reads values; on real tensors of whole sequences it finds nothing either
+            patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+            patch.object(
+                FakeTensor, "data_ptr", _address, create=True
+            ),  # by which accelerate tells them apart
+            patch.object(torch.nn.parallel, "DistributedDataParallel", _FakeDistributedDataParallel),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Different for different memory, and well aligned."""
+    return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size()
+
+
+@cache
+def _mode() -> FakeTensorMode:
+    """One for the whole process: tensors of two modes don't mix."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def stay_in_place(model: torch.nn.Module) -> None:
+    """Fake parameters can't be swapped for others: what the engines move and cast is where it should be."""
+    model.to = model.bfloat16 = lambda *_, **__: model
+
+
+class _FakeDistributedDataParallel(DistributedDataParallel):
+    """DDP whose C++ reducer never reads a bucket: nothing is broadcast, buckets keep their first order."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, init_sync=False)
+        self.register_comm_hook(None, reduced_already)
+
+    def _ddp_init_helper(self, *args: Any, **options: Any) -> None:
+        super()._ddp_init_helper(*args, **options)
+        self.reducer = _Reducer(self.reducer)
+
+
+class _Reducer:
+    """The C++ reducer, but for rebuilding its buckets, which copies them."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def reduced_already(_: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook for ranks that don't exist: the fake group has no futures to wait for."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

@@ -1,0 +1,117 @@
+"""One process plays rank 0 of N: the real script and engine, with collectives that move nothing."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.memory_timeline import MemoryTimeline
+from slm_toolkit.run.allocations import AllocationTrace, following_modules, timeline_of
+from slm_toolkit.run.fake import fake_tensors
+from slm_toolkit.run.launched import Launch
+from slm_toolkit.run.measure import deepspeed_engine, live_gradients, training_state
+
+NUM_TRACED_STEPS = 2
+"the first makes the optimizer's state (and DTensor's caches), the second is what all later ones are like"
+
+
+def pretend_ranks(launch: Launch, num_ranks: int, *, ranks_per_node: int = 8) -> Launch:
+    """Make this process rank 0 of `num_ranks`, for accelerate and every engine; returns the launch played.
+
+    Call it before accelerate is asked for anything. Raises ValueError where several processes were started.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) != 1:
+        raise ValueError(
+            f"--rehearse {num_ranks} in {os.environ['WORLD_SIZE']} processes: one plays rank 0\n"
+            "hint: accelerate launch --num_processes 1 --config_file ..."
+        )
+    strategy = launch.strategy
+    if strategy.engine == "single" and num_ranks > 1:
+        if strategy.accelerate_config is not None:
+            raise ValueError(
+                f"--rehearse {num_ranks} with {strategy.path or strategy.name}, which is one process\n"
+                "hint: ddp, fsdp_full_shard, ds_zero2, ... have ranks"
+            )
+        strategy = dataclasses.replace(strategy, name="ddp", engine="ddp")  # started by python alone
+    if num_ranks > 1 or strategy.engine not in ("single", "ddp"):
+        local = min(num_ranks, ranks_per_node)
+        ranks = {"WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")  # nobody listens there, nobody asks
+        torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    return dataclasses.replace(launch, strategy=strategy, num_processes=num_ranks)
+
+
+def is_fake(config: RunConfig) -> bool:
+    """Whether this run has tensors without memory: a rehearsal without a GPU."""
+    return config.rehearse is not None and not torch.cuda.is_available()
+
+
+def tensors_of(config: RunConfig) -> AbstractContextManager[None]:
+    """The context in which a run's tensors are made and used."""
+    return fake_tensors() if is_fake(config) else nullcontext()
+
+
+def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of the right shape, without end."""
+    while True:
+        shape = (config.per_device_train_batch_size, config.seq_len)
+        yield {"input_ids": torch.zeros(shape, dtype=torch.long)}
+
+
+class TraceWatch:
+    """What `train_step` tells of a step, for the allocation trace."""
+
+    def __init__(self, trace: AllocationTrace, on_gradients: Callable[[], None]) -> None:
+        self.trace, self.gradients = trace, self
+        self.count = on_gradients
+
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        self.trace.phase, self.trace.module = name, ""
+        yield
+
+    def drew(self, tokens: torch.Tensor) -> None:
+        pass
+
+
+def trace_memory(
+    step: Callable[[TraceWatch], Any],
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trace: AllocationTrace,
+) -> MemoryTimeline:
+    """Do NUM_TRACED_STEPS steps under `trace`; returns the last one's timeline."""
+    engine = deepspeed_engine(accelerator)
+
+    def at_gradients() -> None:
+        trace.adopt(live_gradients(model, engine), "gradients")
+
+    watch = TraceWatch(trace, at_gradients)
+    if engine is not None:
+        take_step = engine.step
+
+        def step_as_a_phase(*args: Any, **options: Any) -> Any:
+            at_gradients()
+            with watch.phase("optimizer"):
+                return take_step(*args, **options)
+
+        engine.step = step_as_a_phase
+    with trace, following_modules(accelerator.unwrap_model(model), trace):
+        for _ in range(NUM_TRACED_STEPS):
+            first_event = len(trace.events)
+            step(watch)
+            trace.phase, trace.module = "between", ""
+            for part, tensors in training_state(accelerator, model, optimizer).items():
+                trace.adopt(tensors, part)
+    if engine is not None:
+        engine.step = take_step
+    return timeline_of(trace.events, first=first_event)
