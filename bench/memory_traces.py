@@ -64,7 +64,10 @@ def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     while len(found) < num:
         drawn = {name: rng.choice(values) for name, values in AXES.items()}
-        if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in ("single", "ddp"):
+        if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in (
+            "single",
+            "ddp",
+        ):
             continue
         found[str(drawn)] = drawn
     return list(found.values())
@@ -113,15 +116,16 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
 
     strategy = find_strategy(configuration["strategy"])
     os.environ.update(launch_environment(strategy))
-    flags = {
-        name: value for name, value in configuration.items() if name not in ("strategy", "num_gpus")
-    }
+    flags = {name: value for name, value in configuration.items() if name not in ("strategy", "num_gpus")}
     with tempfile.TemporaryDirectory() as folder:
         argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         argv += ["--rehearse", str(configuration["num_gpus"]), "--output_dir", folder, "--run_name", "r"]
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            with contextlib.suppress(Exception, SystemExit):
-                train.main(argv)
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stderr(nowhere),
+            contextlib.suppress(Exception, SystemExit),  # the record says why
+        ):
+            train.main(argv)
         path = Path(folder, "r", RECORD_FILE)
         record = json.loads(path.read_text()) if path.is_file() else {"status": "failed", "reason": "refused"}
     at_peak = record.get("memory_at_peak") or {}

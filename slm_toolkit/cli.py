@@ -1,4 +1,4 @@
-"""The `slm` command: compare runs, report on records, write out the configurations."""
+"""The `slm` command: compare runs, estimate them, report on records, write out the configurations."""
 
 import argparse
 import dataclasses
@@ -13,8 +13,9 @@ from rich.console import Console
 from slm_toolkit import __version__
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
+from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.flags import Parser, add_flags, with_underscores
-from slm_toolkit.output import print_records, read_baseline
+from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
@@ -22,6 +23,7 @@ _EPILOG = """\
 examples:
   slm compare                                             six strategies on this machine, then a table
   slm compare --strategy ddp ds_zero2 --per_device_train_batch_size 4 8 16
+  slm estimate --model slm-2b --gpu a100-40gb             its peak memory, and does it fit; nothing runs
   slm report runs --json                                  the records of earlier runs
   slm configs --copy .                                    the YAMLs, to change and to launch
 one training run:
@@ -85,16 +87,31 @@ def _parser() -> argparse.ArgumentParser:
         help="do K steps, of the same weights and batches in one process too (in fp32, and in the numerics "
         "asked), and compare losses and gradient norms: exit code 1 where they differ",
     )
+    compare.add_argument(
+        "--largest_batch",
+        action="store_true",
+        help="find the largest --per_device_train_batch_size that runs, by short runs from the estimate on",
+    )
+    compare.add_argument(
+        "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
+    )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     _add_output_flags(compare)
     add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
     compare.set_defaults(verb=_compare, parser=compare)
+
+    add_estimate_verb(verbs)
 
     report = verbs.add_parser(
         "report", help="print the table of recorded runs", description="The table of records."
     )
     report.add_argument(
         "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
+    )
+    report.add_argument(
+        "--errors",
+        action="store_true",
+        help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
     )
     _add_output_flags(report)
     report.set_defaults(verb=_report, parser=report)
@@ -131,6 +148,12 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
     )
     parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="print where the memory peak is, which modules own it, and the step as a chart, of runs with "
+        "--trace_memory or --rehearse",
+    )
+    parser.add_argument(
         "--baseline",
         type=Path,
         metavar="DIR",
@@ -158,7 +181,8 @@ def whole_number(text: str) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.grid import PlannedRun, plan_runs
+    from slm_toolkit.compare.largest_batch import Search, find_largest_batch, flags_of_trials
     from slm_toolkit.compare.local import execute, forget, kept_record
     from slm_toolkit.hardware import this_machine
 
@@ -170,9 +194,22 @@ def _compare(args: argparse.Namespace) -> int:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     with user_errors():
         strategies = [find_strategy(name) for name in args.strategy]
+        if args.memory and not (args.trace_memory or args.rehearse):
+            raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
         baseline = read_baseline(args.baseline)
         with console.status("looking at this machine"):
             machine = this_machine()
+        if args.max_batch is not None and not args.largest_batch:
+            raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
+        if args.largest_batch:
+            given = flags_of_trials(
+                given,
+                strategies,
+                max_batch=args.max_batch,
+                has_gpu=machine.num_gpus > 0,
+                parity=args.parity is not None,
+                repeats=args.repeats,
+            )
         runs = plan_runs(
             given,
             strategies,
@@ -184,30 +221,40 @@ def _compare(args: argparse.Namespace) -> int:
         _check_what_needs_torch(runs, console)
 
     records: list[tuple[Path, RunRecord]] = []
+    searches: dict[str, Search] = {}
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.default_int_handler)
+
+    def execute_or_keep(run: PlannedRun) -> RunRecord:
+        if args.force:
+            forget(run)
+        record = kept_record(run)
+        kept = record is not None
+        if record is None:
+            display.begin(run)
+            record = execute(
+                run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
+            )
+        display.end(run, record, kept=kept)
+        return record
+
     try:
-        with Display(runs, console) as display:
+        with Display(runs, console, searching=args.largest_batch) as display:
             for run in runs:
-                if args.force:
-                    forget(run)
-                record = kept_record(run)
-                kept = record is not None
-                if record is None:
-                    display.begin(run)
-                    record = execute(
-                        run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
-                    )
-                display.end(run, record, kept=kept)
+                if args.largest_batch:
+                    found, run, record = find_largest_batch(run, execute_or_keep, most=args.max_batch)
+                    searches[str(run.folder / RECORD_FILE)] = found
+                else:
+                    record = execute_or_keep(run)
                 records.append((run.folder / RECORD_FILE, record))
     except KeyboardInterrupt:
         console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
         if records:
-            print_records(records, args, baseline=baseline)
+            print_records(records, args, baseline=baseline, searches=searches)
         return 130
     console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
-    return print_records(records, args, baseline=baseline)
+    return print_records(records, args, baseline=baseline, searches=searches)
 
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:
@@ -233,6 +280,9 @@ def _check_what_needs_torch(runs: list, console: Console) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     with user_errors():
+        others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]
+        if args.errors and others:
+            raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
         records, problems = find_records(args.records)
         if not records:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
@@ -240,18 +290,22 @@ def _report(args: argparse.Namespace) -> int:
         baseline = read_baseline(args.baseline)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    code = print_records(sorted(records, key=_order), args, baseline=baseline)
+    records.sort(key=_order)
+    code = print_errors(records, args) if args.errors else print_records(records, args, baseline=baseline)
     return max(code, 1 if problems else 0)
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:
-    """Models by size, then what was asked, then strategies as the study lists them."""
+    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
     record = found[1]
     known = [*STUDIED_STRATEGIES, record.strategy]
+    asked = {**record.asked["config"]}
+    num_rehearsed = asked.pop("rehearse", None)
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        str(record.asked["config"]),
+        str(asked),
+        num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
     )

@@ -33,7 +33,7 @@ class MemoryTimeline:
 
     segments: tuple[Segment, ...]
     modules_at_peak: dict[str, int]
-    "bytes alive at the peak by the module that made them, training state left out"
+    "of activations, logits_and_loss and temporary: bytes alive at the peak by the module that made them"
 
     @property
     def peak(self) -> Segment:

@@ -30,10 +30,13 @@ class Numerics:
 
     parameter_dtype: str | None = _probed("weights that the module holds between steps")
     autocast: bool | None = _probed("whether the forward ran under autocast")
-    compute_dtype: str | None = _probed("what the output head's matrix product gives")
+    compute_dtype: str | None = _probed("what the output head's matrix product gives, fused: takes")
     residual_dtype: str | None = _probed("residual stream, as the last norm takes it in")
-    logits_dtype: str | None = _probed("logits that the training script gets back")
+    logits_dtype: str | None = _probed(
+        "logits that the training script gets back, None where it gets none", settings=("loss_kernel",)
+    )
     cross_entropy_dtype: str | None = _probed("logits that the cross-entropy is computed of")
+    loss_kernel: str | None = _probed("what computes the loss, as run", settings=("loss_kernel",))
     loss_dtype: str | None = _probed("loss that the training script gets back")
     gradient_dtype: str | None = _probed("gradients as the optimizer's step begins")
     reduction_dtype: str | None = _probed(

@@ -4,17 +4,22 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from slm_toolkit.compare.largest_batch import Search
 from slm_toolkit.compare.parity import Parity, judge
 from slm_toolkit.config import RunConfig
+from slm_toolkit.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records, finite
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from slm_toolkit.report.rows import Row
 
 _SHORT = {
@@ -50,10 +55,13 @@ def print_records(
     args: argparse.Namespace,
     *,
     baseline: list[tuple[Path, RunRecord]],
+    searches: dict[str, Search] | None = None,
 ) -> int:
     """Rows to stdout; returns 1 where a row failed, broke parity or is worse than its baseline, else 0.
 
-    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has.
+    `searches`: by record, how the batch of it was found to be the largest.
+    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
+    memory that was followed.
     """
     from slm_toolkit.anatomy import Anatomy
     from slm_toolkit.report.anatomy import anatomy_table
@@ -62,11 +70,16 @@ def print_records(
     from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import comparison_table
 
-    rows = rows_of(records, args)
+    rows = [_with_search(row, searches or {}) for row in rows_of(records, args)]
     found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
     unchecked = _failed_references(records)
-    if getattr(args, "parity", None) and not unchecked and all(row.parity_holds is None for row in rows):
-        unchecked = ["no parity check: no row ended ok, or none had a reference"]
+    if args.memory and all(row.memory_at_peak is None for row in rows):
+        unchecked.append(
+            "no memory timeline: only runs with --trace_memory, or --rehearse without a GPU, have one"
+        )
+    parity_due = getattr(args, "parity", None) and not _failed_references(records)
+    if parity_due and all(row.parity_holds is None for row in rows):
+        unchecked.append("no parity check: no row ended ok, or none had a reference")
     if args.json:
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
         content = [dataclasses.asdict(row) for row in rows]
@@ -83,6 +96,8 @@ def print_records(
             console.print(note)
         if args.phases:
             console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
+        for chart in _memory_charts(rows, width=width) if args.memory else []:
+            console.print(chart, crop=False)
         anatomies = {
             label: Anatomy(**row.anatomy)
             for label, row in zip(labels(rows), rows, strict=True)
@@ -103,6 +118,26 @@ def print_records(
     return 0 if well and not worse and not unchecked else 1
 
 
+def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
+    """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
+    from slm_toolkit.report.ledger import ledger_of, summaries
+    from slm_toolkit.report.ledger_table import ledger_table
+
+    entries, left_out = ledger_of(records)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, allow_nan=False))
+    elif entries:
+        rows = rows_of(records, args)
+        named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+        console = Console()
+        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        table = ledger_table(entries, summaries(entries), named=named, width=console.width)
+        console.print(table, crop=False)
+    return 0 if entries else 1
+
+
 def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> list["Row"]:
     """One row for each run, however often it was launched, with parity, marks and ranks."""
     from slm_toolkit.report.ranking import ranked
@@ -121,8 +156,27 @@ def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> 
     return ranked(rows, strict=args.strict)
 
 
+def _memory_charts(rows: list["Row"], *, width: int) -> Iterator["RenderableType"]:
+    """Of each row whose allocations were followed."""
+    from slm_toolkit.report.memory import memory_chart, memory_picture
+
+    for label, row in zip(labels(rows), rows, strict=True):
+        if row.memory_at_peak is not None:
+            path = Path(row.record).with_name(TIMELINE_FILE)
+            picture = memory_picture(row.memory_at_peak, read_segments(path) if path.is_file() else [])
+            title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
+            yield memory_chart(title, picture, width=width)
+
+
 def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
     return any(not record.is_parity_reference for _, record in records)
+
+
+def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
+    if row.record not in searches:
+        return row
+    found = searches[row.record]
+    return dataclasses.replace(row, largest_batch=found.largest_ok, smallest_oom_batch=found.smallest_oom)
 
 
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
@@ -163,22 +217,23 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
         label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
         others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
         notes.append(Text(f"parity holds {worst.parity}{others}"))
-    if not notes and len(rows) > 1:
+    if not notes and sum(not row.is_rehearsed for row in rows) > 1:
         notes.append(Text("losses were not compared: no run asked the same (--parity K adds a reference)"))
     return notes
 
 
 def labels(rows: list["Row"]) -> list[str]:
     """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
-    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
+    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"] and f.name != "rehearse"]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
-    machine = [name for name in ("world_size", "gpu") if len({getattr(row, name) for row in rows}) > 1]
+    of_rows = ("evidence", "world_size", "gpu")  # the first two tell rehearsals apart
+    machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
 
     def words(row: "Row") -> list[str]:
         values = [(name, row.asked.get(name)) for name in varying]
         values += [(name, getattr(row, name)) for name in machine]
         return [
-            str(value) if name in ("model", "numerics") else f"{_SHORT.get(name, name)}={value}"
+            str(value) if name in ("model", "numerics", "evidence") else f"{_SHORT.get(name, name)}={value}"
             for name, value in values
             if value is not None
         ]

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
 
@@ -107,6 +107,11 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     @property
+    def is_rehearsal(self) -> bool:
+        """Whether one process played rank 0: then losses mean nothing, and nothing was sent."""
+        return self.asked["config"].get("rehearse") is not None
+
+    @property
     def is_parity_reference(self) -> bool:
         return self.run_name.startswith(PARITY_REFERENCE)
 
@@ -164,6 +169,24 @@ def run_name_of(spec: ModelSpec, strategy: Strategy, identity: str) -> str:
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:
     return {**dataclasses.asdict(spec), "num_params": spec.num_params}
+
+
+def spec_of(record: RunRecord) -> ModelSpec:
+    return ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
+
+
+def flags_asked(record: RunRecord) -> dict[str, Any]:
+    """The flags of a run, in today's words."""
+    asked = record.asked["config"]
+    checkpointing = str(asked["gradient_checkpointing"]).lower()
+    return {**asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
+
+
+def config_of(record: RunRecord) -> RunConfig:
+    """The RunConfig that was asked; flags that came later have their defaults."""
+    known = {f.name for f in dataclasses.fields(RunConfig)}
+    flags = {name: value for name, value in flags_asked(record).items() if name in known}
+    return RunConfig(**flags).with_defaults(has_gpu=record.gpu is not None)
 
 
 def _cpu_name() -> str:

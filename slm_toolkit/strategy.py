@@ -131,7 +131,7 @@ def read_strategy(path: Path) -> Strategy:
             _mapping(config, "deepspeed_config", path), path, mixed_precision=config.get("mixed_precision")
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
-        if stage not in (0, 1, 2, 3):
+        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
             raise ValueError(f"{path}: ZeRO stage {stage!r}\nhint: zero_optimization.stage is 0, 1, 2 or 3")
         return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
     raise ValueError(
@@ -176,7 +176,7 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
         if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
     ]
     for dtype, wanted in (("bf16", config.numerics != "fp32"), ("fp16", False)):
-        enabled = deepspeed.get(dtype, {}).get("enabled", "auto")
+        enabled = (deepspeed.get(dtype) or {}).get("enabled", "auto")
         if enabled not in ("auto", wanted):
             problems.append(
                 f"{strategy.path}: the DeepSpeed JSON says {dtype}.enabled {str(enabled).lower()}, "
@@ -231,6 +231,10 @@ def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisi
         for key in ("gradient_accumulation_steps", "gradient_clipping"):
             if key in section:
                 config[key] = section[key]
+        for key in ("offload_optimizer", "offload_param"):
+            if section.get(f"{key}_device", "none") != "none":
+                config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
+        _check_shape(config, path)
         return config
     json_path = deepspeed_config_path(str(named), path)
     if json_path is None:
@@ -244,8 +248,12 @@ def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisi
         raise ValueError(
             f"{json_path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json"
         ) from None
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
-        raise ValueError(f"{json_path} holds no DeepSpeed settings\nhint: compare with ds_configs/zero2.json")
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else config
+    if not isinstance(zero, dict):
+        raise ValueError(
+            f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
+        )
+    _check_shape(config, json_path)
     problems = []
     if mixed_precision is not None:
         problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
@@ -264,3 +272,51 @@ def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisi
             "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
         )
     return config
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
+
+
+# What DeepSpeed 0.19 takes for the keys read here (with a dot: of zero_optimization); null is its default.
+_TAKES = (
+    ("settings", lambda value: isinstance(value, dict), "bf16 fp16 .offload_optimizer .offload_param"),
+    ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
+    (
+        "none, cpu or nvme",
+        lambda value: value in ("none", "cpu", "nvme"),
+        ".offload_optimizer.device .offload_param.device",
+    ),
+    (
+        'a number or "auto"',
+        lambda value: value == "auto" or _is_number(value),
+        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping .reduce_bucket_size "
+        ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
+    ),
+    (
+        "a number",
+        _is_number,
+        ".stage3_max_live_parameters .stage3_max_reuse_distance .sub_group_size "
+        ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
+    ),
+    (
+        "a whole number of at least 1",
+        lambda value: isinstance(value, int) and _is_number(value) and value >= 1,
+        ".zero_hpz_partition_size",
+    ),
+)
+
+
+def _check_shape(config: dict[str, Any], path: Path) -> None:
+    """Raises one ValueError with every value that is not of the kind that DeepSpeed takes."""
+    problems = []
+    for wanted, is_right, names in _TAKES:
+        for name in names.split():
+            full_name = f"zero_optimization{name}" if name.startswith(".") else name
+            value: Any = config
+            for key in full_name.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and not is_right(value):
+                problems.append(f"{path}: {full_name} is {value!r}, not {wanted}")
+    if problems:
+        raise ValueError("\n".join(problems) + "\nhint: compare with ds_configs/zero3.json")

@@ -150,8 +150,9 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         **observed,
         "anatomy": anatomy,
         "memory_at_peak": timeline.summary if timeline else None,
-        "losses": [finite(loss) for loss in mean_losses],
-        "grad_norms": [finite(float(norm)) for norm in grad_norms],
+        # a rehearsal's mean nothing: nobody else's gradients arrived
+        "losses": [] if config.rehearse else [finite(loss) for loss in mean_losses],
+        "grad_norms": [] if config.rehearse else [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
         "model_dir": str(saved) if saved else None,
     }

@@ -19,6 +19,7 @@ ALIGNED = {
     "residual_dtype": "bfloat16",
     "logits_dtype": "bfloat16",
     "cross_entropy_dtype": "float32",
+    "loss_kernel": "hf",
     "loss_dtype": "float32",
     "gradient_dtype": "bfloat16",
     "reduction_dtype": "bfloat16",

@@ -20,10 +20,14 @@ from slm_toolkit.record import PARITY_REFERENCE, RunRecord
 
 
 class Display:
-    """Shows each run of a comparison from its start to its end."""
+    """Shows each run of a comparison from its start to its end.
 
-    def __init__(self, runs: list[PlannedRun], console: Console) -> None:
+    With `searching`, `runs` are tried with several batches each, nobody knows how many.
+    """
+
+    def __init__(self, runs: list[PlannedRun], console: Console, *, searching: bool = False) -> None:
         self.console, self.runs, self.num_done, self.num_executed = console, runs, 0, 0
+        self.searching = searching
         self.started = time.monotonic()
         self.bars = Progress(
             SpinnerColumn(),
@@ -35,7 +39,7 @@ class Display:
             console=console,
             disable=not console.is_terminal,
         )
-        self.overall = self.bars.add_task("all runs", total=len(runs), says="")
+        self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), says="")
 
     def __enter__(self) -> "Display":
         self.bars.start()
@@ -45,8 +49,10 @@ class Display:
         self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
-        steps = run.config.steps_asked
-        self.task = self.bars.add_task(self._label(run), total=steps, says="starting")
+        says, steps = "starting", run.config.steps_asked
+        if run.config.rehearse is not None and run.gpu is None:
+            says, steps = "rehearsing, some seconds", None  # two steps, neither of which tells that it began
+        self.task = self.bars.add_task(self._label(run), total=steps, says=says)
 
     def progress(self, state: dict[str, float] | None) -> None:
         if state is not None:
@@ -60,7 +66,8 @@ class Display:
         self.num_done += 1
         self.num_executed += not kept
         per_run = (time.monotonic() - self.started) / max(1, self.num_executed)
-        left = (len(self.runs) - self.num_done) * per_run if self.num_executed else 0
+        known = self.num_executed and not self.searching
+        left = (len(self.runs) - self.num_done) * per_run if known else 0
         self.bars.update(
             self.overall, completed=self.num_done, says=f"about {left:.0f} s left" if left else ""
         )
@@ -69,7 +76,8 @@ class Display:
         if kept:
             took = f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force measures again)"
         why = f"  {record.reason}" if record.reason else ""
-        line = f"{self.num_done}/{len(self.runs)}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
+        count = f"trial {self.num_done}" if self.searching else f"{self.num_done}/{len(self.runs)}"
+        line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
         self.console.print(line, highlight=False, end="" if why else "\n")
         if why:
             self.console.print(why, markup=False, highlight=False)
@@ -79,6 +87,7 @@ class Display:
         names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
         others = [run for run in self.runs if not run.run_name.startswith(PARITY_REFERENCE)]
         varying = [name for name in names if len({getattr(other.config, name) for other in others}) > 1]
+        varying += ["per_device_train_batch_size"] if self.searching else []
         repeat = re.search(r"-r(\d+)$", run.run_name)
         words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in varying)]
         if run.run_name.startswith(PARITY_REFERENCE):

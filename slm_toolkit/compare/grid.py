@@ -27,6 +27,7 @@ class PlannedRun:
     spec: ModelSpec
     strategy: Strategy
     num_processes: int
+    "that are launched; a rehearsal is one, whatever the number of ranks that `asked` says"
     gpu: str | None
     asked: dict[str, Any]
     versions: dict[str, str]
@@ -49,10 +50,10 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """All combinations of `given` (field name to a value or a list of values) with all strategies.
 
-    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one. Each
-    run is planned `repeats` times; with `parity_steps` it does so many steps, and the single processes that
-    see the same batches come first, in fp32 and in the numerics asked. Raises one ValueError with every
-    problem of every combination.
+    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one, in a
+    rehearsal too. Each run is planned `repeats` times; with `parity_steps` it does so many steps, and the
+    single processes that see the same batches come first, in fp32 and in the numerics asked. Raises one
+    ValueError with every problem of every combination.
     """
     if parity_steps is not None:
         for name in ("max_steps", "num_train_epochs"):
@@ -61,12 +62,22 @@ def plan_runs(
         given = {**given, "max_steps": parity_steps}
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=machine.num_gpus > 0)
+        config.with_defaults(has_gpu=machine.num_gpus > 0 or config.rehearse is not None)
         for values in itertools.product(*several.values())
+        for config in [RunConfig(**dict(zip(several, values, strict=True)))]
     ]
     default_processes = machine.num_gpus or 2
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
+    if "rehearse" in given:
+        problems += _rehearsal_problems(
+            configs,
+            strategies,
+            num_processes=num_processes,
+            parity_steps=parity_steps,
+            repeats=repeats,
+            on_gpu=machine.num_gpus > 0,
+        )
     if processes < 1:
         problems.append(f"--num_processes is {processes}: at least 1")
     if 0 < machine.num_gpus < processes:
@@ -84,18 +95,53 @@ def plan_runs(
     versions = installed_versions()
     references, runs = [], []
     for config, strategy in itertools.product(configs, strategies):
-        count = 1 if strategy.engine == "single" else processes
+        count = 1 if strategy.engine == "single" else config.rehearse or processes
+        if config.rehearse is not None:
+            config = dataclasses.replace(config, rehearse=count)
         if parity_steps is not None:
             single = find_strategy("single")
             for numerics in dict.fromkeys(("fp32", config.numerics)):
                 reference = _parity_reference(config, numerics=numerics, num_processes=count)
                 references.append(
-                    _planned(reference, single, 1, machine, versions, prefix=f"{PARITY_REFERENCE}-")
+                    _planned(reference, single, 1, machine.gpu, versions, prefix=f"{PARITY_REFERENCE}-")
                 )
-        runs.append(_planned(config, strategy, count, machine, versions))
+        runs.append(_planned(config, strategy, count, machine.gpu, versions))
     # in turn, so that what drifts with time does so for all strategies alike
     again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())
+
+
+def with_batch(run: PlannedRun, size: int) -> PlannedRun:
+    """The same run with another --per_device_train_batch_size."""
+    config = dataclasses.replace(run.config, per_device_train_batch_size=size, run_name=None)
+    return _planned(config, run.strategy, run.asked["num_processes"], run.gpu, run.versions)
+
+
+def _rehearsal_problems(
+    configs: list[RunConfig],
+    strategies: list[Strategy],
+    *,
+    num_processes: int | None,
+    parity_steps: int | None,
+    repeats: int,
+    on_gpu: bool,
+) -> list[str]:
+    """What can't be asked of one process that plays rank 0."""
+    problems = []
+    if num_processes is not None:
+        problems.append("--num_processes with --rehearse, which starts one process and says how many ranks")
+    if parity_steps is not None:
+        problems.append("--parity with --rehearse, whose losses mean nothing")
+    if repeats > 1 and not on_gpu:
+        problems.append("--repeats with --rehearse, which repeats to the byte without a GPU")
+    if configs[0].profile and not on_gpu:
+        problems.append("--profile with --rehearse, which computes nothing without a GPU")
+    if any(config.torch_compile for config in configs) and not on_gpu:
+        problems.append("--torch_compile with --rehearse, whose tensors can't be compiled without a GPU")
+    most = max(config.rehearse for config in configs)
+    if most > 1 and all(strategy.engine == "single" for strategy in strategies):
+        problems.append(f"--rehearse {most} with {strategies[0].name}, which is one process")
+    return problems
 
 
 def _repeated(run: PlannedRun, number: int) -> PlannedRun:
@@ -133,15 +179,17 @@ def _planned(
     config: RunConfig,
     strategy: Strategy,
     num_processes: int,
-    machine: Machine,
+    gpu: str | None,
     versions: dict[str, str],
     *,
     prefix: str = "",
 ) -> PlannedRun:
+    """`num_processes`: the ranks asked for."""
     spec = find_model(config.model)
     asked = everything_asked(config, strategy, num_processes)
-    identity = identity_of(asked, versions, machine.gpu)
+    identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
     folder = str(Path(config.output_dir).resolve())
     config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
-    return PlannedRun(config, spec, strategy, num_processes, machine.gpu, asked, versions, identity, run_name)
+    launched = 1 if config.rehearse is not None else num_processes
+    return PlannedRun(config, spec, strategy, launched, gpu, asked, versions, identity, run_name)

@@ -150,7 +150,9 @@ def _reference_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | No
 
 
 def _usable(record: RunRecord) -> bool:
-    return record.status == "ok" and bool(record.losses) and record.first_step == 0
+    return (
+        record.status == "ok" and bool(record.losses) and record.first_step == 0 and not record.is_rehearsal
+    )
 
 
 def _is_fp32_reference(record: RunRecord) -> bool:

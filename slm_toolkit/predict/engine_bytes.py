@@ -1,9 +1,8 @@
 """Bytes that belong to parameters, on one rank, at each instant of a step: what the engine makes of them.
 
 One function per engine, each read off the allocation traces of the real one (`slm_toolkit.train --rehearse`;
-torch 2.13, accelerate 1.15, deepspeed 0.19.8), with the engine's own words. P: parameters, p: those of a decoder
-layer, E: those of a vocabulary matrix, N: ranks.
-"""
+torch 2.13, accelerate 1.15, deepspeed 0.19.8), with the engine's own words. P: parameters, p: those of a
+decoder layer, E: those of a vocabulary matrix, N: ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +51,8 @@ class At:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's step. Layers are counted from 0; `made` are parameters of a layer with a gradient already."""
+    """One rank's step. Layers are counted from 0; `made` are parameters of a layer with a gradient
+    already."""
 
     state: State
     at_forward_loss: At
@@ -62,8 +62,12 @@ class Step:
     at_layer: Callable[[int, float], At]
     at_embedding: At
     at_optimizer: At
+    at_layer_end: Callable[[int], At] | None = None
+    "when a layer's gradients are put together to be sent, its activations gone"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
+    crowded_layer: int = 0
+    "in whose backward most parameters are gathered"
 
 
 def dtypes_of(numerics: str, engine: str, *, fp32_reduction: bool) -> Dtypes:
@@ -81,46 +85,54 @@ def dtypes_of(numerics: str, engine: str, *, fp32_reduction: bool) -> Dtypes:
     return Dtypes(4, 0, 8, 2, 4, 4, 4)  # autocast over fp32
 
 
+@dataclass(frozen=True)
+class Copies:
+    """bf16 copies of fp32 weights, which autocast makes; in all the rest of the cases there are none."""
+
+    of_layer: float = 0.0
+    of_head: float = 0.0
+    recomputed: tuple[bool, ...] = ()
+    "of each layer, whether it is checkpointed: then its copies don't wait for backward"
+
+    def waiting(self, num_layers: int) -> float:
+        """Those of the first so many layers, at the end of forward."""
+        return self.of_layer * (num_layers - sum(self.recomputed[:num_layers]))
+
+
 def replicated(
     spec: ModelSpec,
     dtypes: Dtypes,
     *,
-    num_ranks: int,
+    has_buckets: bool,
     accumulates: bool,
-    autocast_copies: tuple[float, float],
+    copies: Copies,
     optimizer_temporary: float,
-    bucket_view: bool,
 ) -> Step:
-    """One process, and DDP: everything on every rank, with DDP's buckets as large as all gradients.
-
-    `autocast_copies`: bf16 copies of one layer's and of the head's weights that wait for backward; 0 without
-    autocast. With `gradient_as_bucket_view` the gradients lie in the buckets.
-    """
+    """One process, and DDP, of one rank too: all on every rank, and buckets as large as all gradients."""
     P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
     g = dtypes.gradient
-    of_layer, of_head = autocast_copies
-    copies = L * of_layer + of_head
-    buckets = P * g if num_ranks > 1 else 0
-    all_gradients = 0 if bucket_view and buckets else P * g
+    buckets = P * g if has_buckets else 0
     state = State(P * dtypes.parameter, P * dtypes.master, P * dtypes.moments, buckets)
-    before = all_gradients if accumulates else 0
+    before = P * g if accumulates else 0
     widest = spec.hidden_size * spec.ffn_size * g
+    held = E * g if spec.tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
-        gathered = (layer + 1) * of_layer
+        own = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
+        gathered = copies.waiting(layer + 1) + own
         if accumulates:
-            return At(gathered, before, temporary=widest)
+            return At(gathered, before + held, temporary=widest)
         return At(gathered, g * (E + spec.hidden_size + (L - 1 - layer) * p + made))
 
     return Step(
         state,
-        at_forward_loss=At(copies, before),
-        at_loss=At(copies, before),
-        at_head=At(copies, before or E * g, temporary=E * g * bool(before) + of_head),
-        at_norm=At(L * of_layer, before or E * g),
+        at_forward_loss=At(L * copies.of_layer + copies.of_head, before),
+        at_loss=At(copies.waiting(L) + copies.of_head, before),
+        at_head=At(copies.waiting(L) + copies.of_head, before + E * g, temporary=copies.of_head),
+        at_norm=At(copies.waiting(L), before + E * g),
         at_layer=at_layer,
-        at_embedding=At(0, all_gradients, temporary=E * g if accumulates or spec.tied else 0),
-        at_optimizer=At(0, all_gradients, temporary=optimizer_temporary),
+        at_embedding=At(0, P * g + (2 + accumulates if spec.tied else accumulates) * E * g),
+        at_optimizer=At(0, P * g, temporary=optimizer_temporary),
     )
 
 
@@ -141,132 +153,46 @@ def fsdp2(
     P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
     w, r, kept = dtypes.compute, dtypes.reduced, dtypes.kept_gradient
     tail = E + spec.hidden_size
-    embedding = 0 if spec.tied else E
     state = State(
         P / num_ranks * dtypes.parameter, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments
     )
-    whole = P * w if not reshard_after_forward else 0
     before = P * dtypes.gradient if accumulates else 0
     widest = spec.hidden_size * spec.ffn_size * w
+    # tied: one unit of embedding, norm and head, gathered from the first to the last moment, and its gradient
+    # waits for the embedding's
+    held = tail if spec.tied else 0
+    ahead_of_first = 0 if spec.tied else E
 
     def gathered_at(layer: int) -> float:
         if not reshard_after_forward:
-            return (embedding + (layer + 1) * p) * w
-        return (p + (p if layer else embedding)) * w
+            return (E + (layer + 1) * p) * w
+        return (held + p + (p if layer else ahead_of_first)) * w
 
     def at_layer(layer: int, made: float) -> At:
-        reduced_so_far = tail + (L - 1 - layer) * p
         if accumulates:
-            return At(gathered_at(layer), before, temporary=widest)
+            return At(gathered_at(layer), before + held * w, temporary=widest)
+        reduced_so_far = (0 if spec.tied else tail) + (L - 1 - layer) * p
+        last = 0 if spec.tied else tail
         return At(
             gathered_at(layer),
-            made * w + reduced_so_far / num_ranks * kept,
-            communication=(tail if layer == L - 1 else p) * r,
+            (held + made) * w + reduced_so_far / num_ranks * kept,
+            communication=(last if layer == L - 1 else p) * r,
         )
 
+    whole = P * w if not reshard_after_forward else 0
+    flat = p if spec.tied else tail
     return Step(
         state,
-        at_gather=At((whole or p * w + tail * w) + tail * w, before),
-        at_forward_loss=At((whole or tail * w) + tail * w, before),
+        at_gather=None if spec.tied else At((whole or (p + tail) * w) + tail * w, before),
+        at_forward_loss=At((whole or tail * w) + flat * w, before),
         at_loss=At(whole or tail * w, before),
         at_head=At(whole or (tail + p) * w, before + E * w),
         at_norm=At(whole or (tail + p) * w, before + tail * w),
         at_layer=at_layer,
         at_embedding=At(
-            embedding * w, embedding * w + P / num_ranks * kept, communication=max(p, embedding) * r
+            tail * w,
+            (3 if spec.tied else 1) * E * w + (before or P / num_ranks * kept),
+            communication=(p if accumulates or spec.tied else max(p, E)) * r,
         ),
         at_optimizer=At(0, P / num_ranks * kept, temporary=optimizer_temporary),
-    )
-
-
-@dataclass(frozen=True)
-class Zero:
-    """What a DeepSpeed JSON says of memory, in elements, after accelerate has filled in "auto"."""
-
-    stage: int
-    reduce_bucket: int
-    overlap_comm: bool
-    contiguous_gradients: bool
-    max_live_parameters: int
-    max_reuse_distance: int
-    persistence_threshold: int
-    prefetch_bucket: int
-
-
-def zero_1_or_2(
-    spec: ModelSpec,
-    dtypes: Dtypes,
-    zero: Zero,
-    *,
-    num_ranks: int,
-    accumulates: bool,
-    optimizer_temporary: float,
-) -> Step:
-    """ZeRO-1 and ZeRO-2: whole parameters; gradients go through buckets to the rank that keeps them."""
-    P, E, L = spec.num_params, spec.embedding_params, spec.num_layers
-    w, kept = dtypes.parameter, dtypes.kept_gradient
-    state = State(P * w, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments)
-    buckets = zero.reduce_bucket * w * ((2 if zero.overlap_comm else 1) if zero.contiguous_gradients else 0)
-    flattened = min(zero.reduce_bucket, P) * w  # a bucket's gradients, put together to be sent
-    share = P / num_ranks * kept
-    head_waits = E * w if E > zero.reduce_bucket and zero.stage == 1 else 0
-    widest = spec.hidden_size * spec.ffn_size * w
-    before = 0.0
-    if accumulates:  # ZeRO-1 reduces at the last micro-step only, ZeRO-2 at each
-        before = share if zero.stage == 2 else P * kept
-
-    def at_layer(layer: int, made: float) -> At:
-        own = before or min(share, (E + (L - 1 - layer) * spec.params_per_layer + made) * w) * (
-            num_ranks == 1
-        )
-        return At(0, head_waits + own, buckets, max(widest, flattened))
-
-    large = E > zero.reduce_bucket
-    return Step(
-        state,
-        at_forward_loss=At(0, before),
-        at_loss=At(0, before),
-        at_head=At(0, before + E * w),
-        at_norm=At(0, before + E * w, buckets),
-        at_layer=at_layer,
-        at_embedding=At(0, head_waits + E * w + share, buckets + E * w * large, flattened),
-        at_optimizer=At(0, share, 0, share / kept * (dtypes.master or 0) + optimizer_temporary),
-    )
-
-
-def zero_3(
-    spec: ModelSpec,
-    dtypes: Dtypes,
-    zero: Zero,
-    *,
-    num_ranks: int,
-    accumulates: bool,
-    optimizer_temporary: float,
-) -> Step:
-    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to a number that may be live."""
-    P, E = spec.num_params, spec.embedding_params
-    w = dtypes.parameter
-    share = P / num_ranks
-    state = State(
-        share * w,
-        share * dtypes.master,
-        share * dtypes.moments,
-        zero.reduce_bucket * w,
-        share * dtypes.kept_gradient,
-    )
-    live = min(P, zero.max_live_parameters) * w
-    widest = spec.hidden_size * spec.ffn_size * w
-
-    def at_layer(layer: int, made: float) -> At:
-        return At(live, 0, 0, widest)
-
-    return Step(
-        state,
-        at_forward_loss=At(live),
-        at_loss=At(live),
-        at_head=At(live, E * w),
-        at_norm=At(live, E * w),
-        at_layer=at_layer,
-        at_embedding=At(live, E * w),
-        at_optimizer=At(0, 0, 0, share * (dtypes.master or 0) + optimizer_temporary),
     )

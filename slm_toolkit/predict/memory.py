@@ -1,28 +1,25 @@
 """Peak memory of one training step on one rank: closed forms, no torch, some hundred microseconds each.
 
-The step is a handful of instants - the loss, the head's and the final norm's backward, some of the first and the
-last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
+The step is a handful of instants - the loss, the head's and the final norm's backward, some of the first and
+the last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory, layer_memory
 from slm_toolkit.predict.engine_bytes import (
     At,
+    Copies,
     Dtypes,
     Step,
-    Zero,
     dtypes_of,
     fsdp2,
     replicated,
-    zero_1_or_2,
-    zero_3,
 )
 from slm_toolkit.predict.optimizer_bytes import optimizer_temporary
+from slm_toolkit.predict.zero_bytes import zero_1_or_2, zero_3, zero_of
 from slm_toolkit.strategy import Strategy
 
 BATCH_BYTES_PER_TOKEN = 24
@@ -43,19 +40,19 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    spec: ModelSpec, strategy: Strategy, config: RunConfig, *, num_gpus: int
+    spec: ModelSpec, strategy: Strategy, config: RunConfig, *, num_gpus: int, software: str = "2026"
 ) -> MemoryEstimate:
     """What `slm_toolkit.train` allocates at its peak on one of `num_gpus` ranks; CUDA's own is not counted.
 
     `config` has its defaults filled in. Raises ValueError for sizes that can't be.
     """
-    engine = strategy.engine if num_gpus > 1 or strategy.engine not in ("ddp",) else "single"
+    engine = strategy.engine
     dtypes = dtypes_of(config.numerics, engine, fp32_reduction=config.reduce_dtype == "fp32")
     compute = compute_of(config.numerics, engine)
     num_tokens = config.per_device_train_batch_size * config.seq_len
-    layers = _layers(spec, config, compute)
+    layers = _layers(spec, config, compute, software)
     step = _engine_step(spec, strategy, config, engine, dtypes, compute, num_gpus)
-    loss = _loss_memory(spec, config, compute, num_tokens)
+    loss = _loss_memory(spec, config, compute, num_tokens, software)
 
     sums = _saved_below(layers)
     saved = sums[-1] * num_tokens
@@ -73,7 +70,8 @@ def estimate_memory(
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
-    consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
+    if config.loss_kernel != "fused_linear":  # whose head has its gradient already, from forward
+        consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
     consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
     matrices = (
         spec.hidden_size * spec.ffn_size,
@@ -81,7 +79,7 @@ def estimate_memory(
         spec.hidden_size * spec.num_heads * spec.head_dim,
     )
     last = spec.num_layers - 1
-    for index in {last, max(0, last - 1), 0}:
+    for index in {last, max(0, last - 1), step.crowded_layer, 0}:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
             made = (
@@ -91,6 +89,8 @@ def estimate_memory(
             )
             at = step.at_layer(index, made)
             consider(f"backward: layers.{index}.{moment.where}", at, below + moment.num_bytes * num_tokens, 0)
+        if step.at_layer_end is not None:
+            consider(f"backward: layers.{index}, reducing", step.at_layer_end(index), below, 0)
     consider("backward: embed_tokens", step.at_embedding, residual + fixed, 0)
     consider("optimizer step", step.at_optimizer, 0, 0)
 
@@ -117,7 +117,7 @@ def compute_of(numerics: str, engine: str) -> str:
     return AUTOCAST if numerics == "stock" and engine in ("single", "ddp") else BF16
 
 
-def _layers(spec: ModelSpec, config: RunConfig, compute: str) -> list[LayerMemory]:
+def _layers(spec: ModelSpec, config: RunConfig, compute: str, software: str) -> list[LayerMemory]:
     def layer(checkpointing: str) -> LayerMemory:
         return layer_memory(
             spec,
@@ -126,6 +126,8 @@ def _layers(spec: ModelSpec, config: RunConfig, compute: str) -> list[LayerMemor
             eager=config.attn_implementation == "eager",
             fused_norm=config.norm_kernel == "fused",
             checkpointing=checkpointing,
+            compiled=config.torch_compile,
+            software=software,
         )
 
     if config.gradient_checkpointing == "selective_layer":
@@ -161,8 +163,13 @@ class LossMemory:
     norm: float
 
 
-def _loss_memory(spec: ModelSpec, config: RunConfig, compute: str, num_tokens: int) -> LossMemory:
-    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient."""
+def _loss_memory(
+    spec: ModelSpec, config: RunConfig, compute: str, num_tokens: int, software: str
+) -> LossMemory:
+    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient.
+
+    In 2024 the fp32 copy was what the model handed back, and so stayed alive in backward.
+    """
     h, V, T = spec.hidden_size, spec.vocab_size, num_tokens
     e = 4 if compute == FP32 else 2
     fused_norm = config.norm_kernel == "fused"
@@ -188,7 +195,7 @@ def _loss_memory(spec: ModelSpec, config: RunConfig, compute: str, num_tokens: i
         after = kept * T + e * V * T
         return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
     in_forward = kept * T + (8 if compute == FP32 else 10) * V * T
-    backward = kept * T + 12 * V * T
+    backward = kept * T + (16 if software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T
     return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
 
@@ -222,16 +229,21 @@ def _engine_step(
         num_shards=1 if engine in ("single", "ddp") else num_gpus,
     )
     if engine in ("single", "ddp"):
-        of_layer = 2 * spec.matmul_params_per_layer if compute == AUTOCAST else 0
-        of_head = 2 * spec.embedding_params if compute == AUTOCAST else 0
+        copies = Copies()
+        if compute == AUTOCAST:
+            checkpointing = config.gradient_checkpointing
+            recomputed = tuple(
+                number % 2 == 1 if checkpointing == "selective_layer" else checkpointing != "none"
+                for number in range(spec.num_layers)
+            )
+            copies = Copies(2 * spec.matmul_params_per_layer, 2 * spec.embedding_params, recomputed)
         return replicated(
             spec,
             dtypes,
-            num_ranks=num_gpus,
+            has_buckets=engine == "ddp",
             accumulates=accumulates,
-            autocast_copies=(of_layer, of_head),
+            copies=copies,
             optimizer_temporary=temporary,
-            bucket_view=False,
         )
     if engine in ("fsdp1", "fsdp2"):
         return fsdp2(
@@ -246,41 +258,4 @@ def _engine_step(
     make = zero_3 if zero.stage == 3 else zero_1_or_2
     return make(
         spec, dtypes, zero, num_ranks=num_gpus, accumulates=accumulates, optimizer_temporary=temporary
-    )
-
-
-def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
-    """DeepSpeed's own defaults where the JSON is silent; "auto" as accelerate 1.15 fills it in."""
-    section = deepspeed.get("zero_optimization", {})
-    h = spec.hidden_size
-    auto = {
-        "reduce_bucket_size": h * h,
-        "stage3_prefetch_bucket_size": int(0.9 * h * h),
-        "stage3_param_persistence_threshold": 10 * h,
-    }
-    defaults = {
-        "reduce_bucket_size": int(5e8),
-        "stage3_prefetch_bucket_size": int(5e7),
-        "stage3_param_persistence_threshold": int(1e5),
-        "stage3_max_live_parameters": int(1e9),
-        "stage3_max_reuse_distance": int(1e9),
-        "overlap_comm": section.get("stage") == 3,
-        "contiguous_gradients": True,
-    }
-
-    def value(name: str) -> Any:
-        found = section.get(name)
-        if found == "auto":
-            return auto[name]
-        return defaults[name] if found is None else found
-
-    return Zero(
-        stage=section.get("stage", 0),
-        reduce_bucket=int(value("reduce_bucket_size")),
-        overlap_comm=value("overlap_comm"),
-        contiguous_gradients=value("contiguous_gradients"),
-        max_live_parameters=int(value("stage3_max_live_parameters")),
-        max_reuse_distance=int(value("stage3_max_reuse_distance")),
-        persistence_threshold=int(value("stage3_param_persistence_threshold")),
-        prefetch_bucket=int(value("stage3_prefetch_bucket_size")),
     )

@@ -1,4 +1,4 @@
-"""What the optimizer's step allocates beside its state: casts of gradients, and a foreach kernel's temporary."""
+"""What the optimizer's step allocates beside its state: casts of gradients, a foreach kernel's temporary."""
 
 from functools import lru_cache
 

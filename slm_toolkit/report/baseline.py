@@ -65,7 +65,8 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
 
 
 def _same_run(row: Row, other: Row) -> bool:
-    names = ("model", "strategy", "gpu") if row.gpu else ("model", "strategy", "gpu", "cpu")
+    names = ("model", "strategy", "gpu", "evidence")
+    names += () if row.gpu or row.is_rehearsed else ("cpu",)
     known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     ranks = row.world_size == other.world_size or None in (row.world_size, other.world_size)
     return (
@@ -107,9 +108,9 @@ def _speed(row: Row, earlier: Row, ratio: float) -> str:
 
 def _memory(row: Row, earlier: Row) -> tuple[str, float | None]:
     """Peak memory and the training state, each with its own tolerance; what is worse is told."""
-    peaks = [item.peak_allocated_bytes if item.gpu else item.peak_rss_bytes for item in (row, earlier)]
+    peaks = [item.peak_bytes for item in (row, earlier)]
     states = [sum((item.state_bytes_per_rank or {}).values()) or None for item in (row, earlier)]
-    tolerance = MEMORY_TOLERANCE if row.gpu else PROCESS_MEMORY_TOLERANCE
+    tolerance = MEMORY_TOLERANCE if row.gpu or row.is_rehearsed else PROCESS_MEMORY_TOLERANCE
     verdicts = [
         (_size(ratio, allowed), ratio)
         for ratio, allowed in ((_ratio(*peaks), tolerance), (_ratio(*states), STATE_TOLERANCE))

@@ -12,7 +12,8 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
 
     Rows of one model, sequence length and machine are ranked together. Each is held against DDP's row of the
     same `--numerics`, else one process's, else the first of those. With `strict`, a row that was computed
-    otherwise, or of which that is not known, has no rank, and numerics are ranked apart.
+    otherwise, or of which that is not known, has no rank, and numerics are ranked apart. Nor has a
+    rehearsal one.
     """
     marked = [_marked(row, _reference(row, rows)) for row in rows]
     ranks = {id(row): _rank(row, _competitors(row, marked, strict)) for row in marked}
@@ -61,6 +62,7 @@ def _reference(row: Row, rows: list[Row]) -> Row | None:
         for other in rows
         if other.status == "ok"
         and other.numerics_probed
+        and not other.is_rehearsed
         and (_machine(other), _numerics(other)) == (_machine(row), _numerics(row))
     ]
     # of several, the one that was asked most alike
@@ -74,7 +76,7 @@ def _reference(row: Row, rows: list[Row]) -> Row | None:
 def _marked(row: Row, reference: Row | None) -> Row:
     """The row with what of its numerics differs and is not explained by flags that were asked otherwise."""
     mine = numerics_from(row.numerics_probed)
-    if reference is None or mine is None or row is reference:
+    if reference is None or mine is None or row is reference or row.is_rehearsed:
         return row
     settings: Iterable[str] = row.asked.keys() | reference.asked.keys()
     other = {name for name in settings if row.asked.get(name) != reference.asked.get(name)}
@@ -90,7 +92,8 @@ def _marked(row: Row, reference: Row | None) -> Row:
 
 def _competes(row: Row, *, strict: bool) -> bool:
     fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    return row.status == "ok" and row.parity_holds is not False and row.tokens_per_second is not None and fair
+    timed = row.tokens_per_second is not None and not row.is_rehearsed
+    return row.status == "ok" and row.parity_holds is not False and timed and fair
 
 
 def _clearly_faster(other: Row, row: Row) -> bool:

@@ -1,17 +1,15 @@
 """Records to rows: every figure that a report shows of one run, computed once, None where unknown."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from slm_toolkit.config import CHECKPOINTING_SYNONYMS
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.hardware import find_gpu, find_price
-from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.record import RunRecord
+from slm_toolkit.record import RunRecord, flags_asked, spec_of
+from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import num_warmup_steps, throughput, timed_seconds
 from slm_toolkit.report.warnings import warnings_of
 
@@ -28,7 +26,7 @@ class Row:
     status: str
     reason: str | None
     evidence: str
-    "measured: this comes from a run"
+    "measured: this comes from a run; rehearsed: from one process that played rank 0 of `world_size`"
     engine: str | None
     zero_stage: int | None
     reshard_after_forward: bool | None
@@ -79,8 +77,13 @@ class Row:
     "over all ranks and micro-steps"
     tokens_counted: dict[str, int] | None
     peak_allocated_bytes: int | None
+    "rehearsed: of rank 0; without a GPU traced, of tensors that took no memory"
+    estimated_peak_bytes: int | None
+    "allocated, by closed forms; of rehearsals and on GPUs, where there is a peak to hold against it"
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
+    memory_at_peak: dict[str, Any] | None
+    "of rank 0, where allocations were followed: phase, module, num_bytes, parts, modules"
     state_bytes_per_rank: dict[str, int] | None
     deepspeed_bytes: int | None
     "DeepSpeed's own estimate per GPU"
@@ -109,6 +112,20 @@ class Row:
     anatomy: dict[str, Any] | None
     record: str
     "the record's file, of the first launch"
+    largest_batch: int | None = None
+    """per device, that was found to run; 0: not even 1 does. Filled in by `slm compare --largest_batch`, like
+    the next"""
+    smallest_oom_batch: int | None = None
+    "of those tried; None: --max_batch ended the search"
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return self.evidence == "rehearsed"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What tensors took of a GPU (in a rehearsal: would take), else what the process took."""
+        return self.peak_allocated_bytes if self.gpu or self.is_rehearsed else self.peak_rss_bytes
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -117,13 +134,16 @@ class Row:
 
 
 def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | None = None) -> Row:
-    """All figures of one run's launches. What can't be true makes the row failed: `impossible` says why."""
+    """All figures of one run's launches. What can't be true makes the row failed: `impossible` says why.
+
+    Of a rehearsal neither losses nor dollars are told; its rate, where it has one, is of compute alone.
+    """
     records = [record for _, record in repeats]
     ok = [record for record in records if record.status == "ok"]
     judged = next((record for record in records if record.status != "ok"), records[0])  # failures show
     shown = ok[0] if ok else judged
     rate = throughput(ok)
-    config, spec = _asked(shown), spec_of(shown)
+    config, spec = flags_asked(shown), spec_of(shown)
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
     price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     with_attention = flops_per_token(spec, seq_len=config["seq_len"])
@@ -133,12 +153,14 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     if status == "ok" and (wrong := impossible(ok, mfu)):
         status, reason = "failed", wrong
     measured = ok or records
+    rehearsed = shown.is_rehearsal
+    losses = [] if rehearsed else measured[0].losses
     return Row(
         model=spec.name,
         strategy=shown.strategy,
         status=status,
         reason=reason,
-        evidence="measured",
+        evidence="rehearsed" if rehearsed else "measured",
         engine=shown.engine,
         zero_stage=shown.zero_stage,
         reshard_after_forward=shown.reshard_after_forward,
@@ -156,8 +178,8 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
             )
         },
         asked=config,
-        losses=measured[0].losses,
-        final_loss=measured[0].losses[-1] if measured[0].losses else None,
+        losses=losses,
+        final_loss=losses[-1] if losses else None,
         tokens_per_second=rate.tokens_per_second if rate else None,
         tokens_per_second_lowest=rate.lowest if rate else None,
         tokens_per_second_highest=rate.highest if rate else None,
@@ -173,8 +195,10 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         tokens_per_step=shown.tokens_per_step,
         tokens_counted=shown.tokens_counted,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
+        estimated_peak_bytes=_estimated_peak(shown),
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
         peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),
+        memory_at_peak=next((record.memory_at_peak for record in measured if record.memory_at_peak), None),
         state_bytes_per_rank=_largest_state(measured[0].state_bytes),
         deepspeed_bytes=shown.deepspeed_estimate["gpu_bytes"] if shown.deepspeed_estimate else None,
         usd_per_million_tokens=usd_per_million_tokens(
@@ -182,10 +206,10 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
             usd_per_gpu_hour=price.usd_per_gpu_hour,
             num_gpus=shown.world_size,
         )
-        if rate and price
+        if rate and price and not rehearsed
         else None,
-        joules_per_token=_joules_per_token(ok),
-        price=str(price) if price else None,
+        joules_per_token=None if rehearsed else _joules_per_token(ok),
+        price=str(price) if price and not rehearsed else None,
         numerics_probed=measured[0].numerics,
         numerics_differences=[],
         numerics_reference=None,
@@ -196,7 +220,9 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         parity=None,
         rank=None,
         shares_rank=None,
-        warnings=[
+        warnings=[]
+        if rehearsed
+        else [
             *(["no step was timed: all were warm-up"] if ok and rate is None else []),
             *(warning for record in ok for warning in warnings_of(record)),
         ],
@@ -205,20 +231,9 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     )
 
 
-def _asked(record: RunRecord) -> dict[str, Any]:
-    """The flags of a run, in today's words."""
-    asked = record.asked["config"]
-    checkpointing = str(asked["gradient_checkpointing"]).lower()
-    return {**asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
-
-
 def num_asked_otherwise(row: Row, other: Row) -> int:
     """How many flags of `row` have another value in `other`."""
     return sum(other.asked.get(name) != value for name, value in row.asked.items())
-
-
-def spec_of(record: RunRecord) -> ModelSpec:
-    return ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
 
 
 def mfu_of(record: RunRecord, tokens_per_second_per_gpu: float | None, flops: float) -> float | None:
@@ -234,6 +249,8 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
     if mfu is not None and mfu > 1:
         return f"an MFU of {mfu:.0%} is more than a {records[0].gpu} can do: a wrong clock or count"
     for record in records:
+        if record.is_rehearsal:  # which counts its own tokens, and is asked for those of all ranks
+            continue
         planned = (record.tokens_per_step or 0) * len(record.losses)
         probed = (record.numerics or {}).get("tokens_per_step")
         counts = {"planned": planned, **(record.tokens_counted or {})}
@@ -242,6 +259,11 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
         if len(set(counts.values())) > 1:
             return "tokens were counted differently: " + ", ".join(f"{n} {c:,}" for n, c in counts.items())
     return None
+
+
+def _estimated_peak(record: RunRecord) -> int | None:
+    estimate = estimate_of(record) if record.gpu or record.is_rehearsal else None
+    return None if estimate is None else estimate.peak_allocated_bytes
 
 
 def _phases(record: RunRecord) -> dict[str, float] | None:

@@ -15,6 +15,7 @@ DASH = "-"
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
 _SETTINGS = (  # shown as a column where rows differ in them, else once above the table
     ("model", "model"),
+    ("evidence", "evidence"),
     ("gpu", "GPU"),
     ("world_size", "ranks"),
     ("numerics", "numerics"),
@@ -42,6 +43,7 @@ _PARITY_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
 )
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
     *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
+    *("rehearse", "trace_memory"),
 }
 _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "loss_kernel": ("hf", "loss {}"),
@@ -57,6 +59,8 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
     Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
     """
     settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
+    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # a column of its own
+        settings = [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
     on_gpu = any(row.gpu for row in rows)
     marks = _marks(rows)
     gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
@@ -66,16 +70,19 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
+        *_largest_batch_column(rows),
         ("rank", _rank, 12),
         ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
         ("interval", _interval, 8),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: _rate(row.tokens_per_second_per_gpu),
-            1,
+            2,
         ),
         ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
-        ("peak GiB" if on_gpu else "peak GiB\n(process)", _peak, 0),
+        *_peak_columns(rows, on_gpu=on_gpu),
+        *_estimate_column(rows),
+        *([("peak at", _peak_place, 4)] if any(row.is_rehearsed for row in rows) else []),
         ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
         ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 2),
         ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 9),
@@ -87,6 +94,9 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
 
     def says_something(column: tuple[str, Callable[[Row], str], int]) -> bool:
         return any(column[1](row) != DASH for row in rows)
+
+    if all(row.is_rehearsed for row in rows):  # which are of one thing mostly, memory
+        columns = [column for column in columns if says_something(column)]
 
     while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
         victim = min(
@@ -117,13 +127,15 @@ def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
     same = []
     if "model" not in varying:
         same.append(row.model)
-    if "world_size" not in varying and (size := _common(rows, "world_size")) is not None:
+    if any(row.is_rehearsed for row in rows):
+        same += _rehearsed_ranks(rows, varying)
+    elif "world_size" not in varying and (size := _common(rows, "world_size")) is not None:
         same.append(f"{size} x {row.gpu}" if row.gpu else f"{size} CPU process{'es' if size > 1 else ''}")
     if "numerics" not in varying:
         same.append(f"numerics {row.numerics}")
     if "seq_len" not in varying:
         same.append(f"sequence {row.seq_len}")
-    if "per_device_train_batch_size" not in varying:
+    if "per_device_train_batch_size" not in varying and row.largest_batch is None:
         same.append(f"batch {row.per_device_train_batch_size} per process")
     if "attn_implementation" not in varying and (kernel := _common(rows, "attn_implementation")):
         same.append(f"attention {kernel}")
@@ -132,7 +144,19 @@ def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
     for name, (default, words) in _SAID_ABOVE.items():
         if name not in varying and _value(row, name) not in (None, default):
             same.append(words.format(_value(row, name)))
-    return Text("measured: " + ", ".join(same), style="bold")
+    evidence = " and ".join(dict.fromkeys(row.evidence for row in rows))
+    return Text(f"{evidence}: " + ", ".join(same), style="bold")
+
+
+def _rehearsed_ranks(rows: list[Row], varying: set[str]) -> list[str]:
+    """How many ranks, and what the rehearsals had instead."""
+    size = _common(rows, "world_size")
+    known = "world_size" not in varying and size is not None
+    if "evidence" in varying:
+        return [f"{size} ranks"] if known else []
+    gpu = _common(rows, "gpu")
+    ranks = f"of {size}" if known else "of the ranks below"
+    return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
 
 
 def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str]) -> list[Text]:
@@ -150,13 +174,30 @@ def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
     if (most := max(row.num_launches for row in rows)) > 1:
         notes.append(Text(f"intervals: of up to {most} launches", style="dim"))
+    if any(row.is_rehearsed for row in rows):
+        notes.append(
+            Text(
+                "rehearsed: one process played rank 0, nothing was sent; what tensors take, without what "
+                "CUDA, NCCL and the allocator add",
+                style="dim",
+            )
+        )
     prices = sorted({row.price for row in rows if row.price})
     notes += [Text(f"price: {price}", style="dim") for price in prices]
-    if not prices and any(row.status == "ok" for row in rows):
+    if not prices and any(row.status == "ok" and not row.is_rehearsed for row in rows):
         notes.append(Text("no price known for this hardware: --usd_per_gpu_hour gives one", style="dim"))
     if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
         notes.append(
             Text("DeepSpeed's estimate: its own function; model states only, no activations", style="dim")
+        )
+    if any(row.largest_batch is not None for row in rows):
+        more = "; or more: --max_batch ended the search"
+        ended = any(row.largest_batch is not None and row.smallest_oom_batch is None for row in rows)
+        said = "largest batch: sequences per process that ran; one more ran out of memory"
+        notes.append(Text(said + more * ended, style="dim"))
+    if any(row.estimated_peak_bytes for row in rows) and "estimated GiB" not in dropped:
+        notes.append(
+            Text("estimated: by closed forms; `slm report --errors` has their errors by part", style="dim")
         )
     if dropped:
         notes.append(Text(f"left out for want of width: {', '.join(dropped)} (--json has all)", style="dim"))
@@ -236,8 +277,43 @@ def _interval(row: Row) -> str:
     return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
 
 
-def _peak(row: Row) -> str:
-    return _gib(row.peak_allocated_bytes if row.gpu else row.peak_rss_bytes)
+def _peak_columns(rows: list[Row], *, on_gpu: bool) -> list[tuple[str, Callable[[Row], str], int]]:
+    """Measured peaks and rehearsed ones never share a column."""
+    titles = {
+        "measured": "peak GiB" if on_gpu else "peak GiB\n(process)",
+        "rehearsed": "peak GiB\nallocated on\nrank 0",
+    }
+
+    def of(evidence: str) -> Callable[[Row], str]:
+        return lambda row: _gib(row.peak_bytes) if row.evidence == evidence else DASH
+
+    found = {row.evidence for row in rows}
+    return [(title, of(evidence), 0) for evidence, title in titles.items() if evidence in found]
+
+
+def _largest_batch_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
+    if all(row.largest_batch is None for row in rows):
+        return []
+
+    def shown(row: Row) -> str:
+        if row.largest_batch is None:
+            return DASH
+        return f"{row.largest_batch}{' or more' if row.smallest_oom_batch is None else ''}"
+
+    return [("largest\nbatch", shown, 0)]
+
+
+def _estimate_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
+    """Beside peaks that it is an estimate of: not those of CPU processes."""
+    if all(row.estimated_peak_bytes is None for row in rows):
+        return []
+    return [("estimated\nGiB", lambda row: _gib(row.estimated_peak_bytes), 1)]
+
+
+def _peak_place(row: Row) -> str:
+    if row.memory_at_peak is None:
+        return DASH
+    return f"{row.memory_at_peak['phase']} {row.memory_at_peak['module']}".strip()
 
 
 def _scientific(value: float | None) -> str:

@@ -14,8 +14,13 @@ from torch.utils._pytree import tree_iter
 from slm_toolkit.memory_timeline import PARTS, MemoryTimeline, Segment
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # the last is how FSDP2 takes buffers apart
+_BUFFER_MAKERS = ("aten.empty.memory_format", "aten.new_empty.default")
+_OF_MODULES = ("activations", "logits_and_loss", "temporary")
+"parts that a module makes, not an engine"
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
+_CAT = torch.ops.aten.cat.default
 
 
 class Allocation:
@@ -64,6 +69,10 @@ class AllocationTrace(TorchDispatchMode):
             countable = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
             if countable and tensor.device.type != "meta":
                 self._see(tensor.untyped_storage(), str(func))
+        if func.namespace in _COLLECTIVES and self.phase in ("forward", "backward"):
+            self._claim_buffers(func, args, kwargs or {})
+        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 puts what it gathered together so
+            self.claim([out], "gathered_parameters")
         return out
 
     def __enter__(self) -> "AllocationTrace":
@@ -88,6 +97,26 @@ class AllocationTrace(TorchDispatchMode):
             if tensor is not None:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self._see(local.untyped_storage(), "adopted").part = part
+
+    def claim(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Say of which part tensors are that were seen before and are of none yet."""
+        for tensor in tensors:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            if known is not None and known[0].part is None:
+                known[0].part = part
+
+    def _claim_buffers(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an engine's buffers are for is told by the collectives that they are handed to."""
+        name = str(func)
+        if "chunk_cat" in name:  # FSDP2 copies whole gradients into the buffer that is reduced
+            self.claim(args[0], "gradients")
+        tensors = (item for item in tree_iter((args, kwargs)) if isinstance(item, torch.Tensor))
+        gathers = any(word in name for word in _GATHERS)
+        self.claim(tensors, "gathered_parameters" if gathers else "communication")
+
+    def _is_gathered(self, tensor: torch.Tensor) -> bool:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return known is not None and known[0].part == "gathered_parameters"
 
     def _see(self, storage: torch.UntypedStorage, op: str) -> Allocation:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -129,9 +158,9 @@ def part_of(allocation: Allocation) -> str:
         return "communication"  # neither parameters nor state: an engine's buckets
     if allocation.phase == "optimizer":
         return "temporary"
-    if allocation.op == "resize_" or (namespace in _COLLECTIVES and "all_gather" in allocation.op):
+    if allocation.op == "resize_":
         return "gathered_parameters"
-    if namespace in _COLLECTIVES:
+    if namespace in _COLLECTIVES or (allocation.phase == "backward" and allocation.op in _BUFFER_MAKERS):
         return "communication"
     if allocation.module in ("", "lm_head", "loss"):
         return "logits_and_loss"
@@ -140,8 +169,15 @@ def part_of(allocation: Allocation) -> str:
 
 @contextmanager
 def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterator[None]:
-    """Keep `trace.module` at the decoder layer (and its child) that computes, in forward and in backward."""
-    handles = []
+    """Keep `trace.module` at the decoder layer (and its child) that computes, in forward and in backward.
+
+    Gradients are known as such from when they are made.
+    """
+
+    def has_gradient(gradient: torch.Tensor) -> None:
+        trace.claim([gradient], "gradients")
+
+    handles = [param.register_hook(has_gradient) for param in model.parameters() if param.requires_grad]
 
     def enter(name: str) -> Any:
         def hook(module: torch.nn.Module, args: Any) -> None:
@@ -166,7 +202,7 @@ def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterato
         parts = short.split(".")
         is_layer_or_child = parts[0] == "layers" and 2 <= len(parts) <= 3
         if short in ("embed_tokens", "norm", "lm_head") or is_layer_or_child:
-            outer = ".".join(parts[:2]) if len(parts) == 3 else ""
+            outer = ".".join(parts[:2]) if len(parts) == 3 else "loss" if short == "lm_head" else ""
             handles.append(module.register_forward_pre_hook(enter(short)))
             handles.append(module.register_forward_hook(leave(short, outer)))
     try:
@@ -197,7 +233,7 @@ def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
             highest, peak_index = total, index
     by_module: dict[str, int] = {}
     for event in events[: peak_index + 1]:
-        if part_of(event.allocation) not in ("parameters", "master_weights", "optimizer"):
+        if part_of(event.allocation) in _OF_MODULES:
             name = event.allocation.module
             by_module[name] = by_module.get(name, 0) + event.delta_bytes
     return MemoryTimeline(tuple(segments), {name: count for name, count in by_module.items() if count})

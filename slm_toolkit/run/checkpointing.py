@@ -1,5 +1,6 @@
 """Activation checkpointing: which decoder layers, or which operators in them, backward computes again."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,9 @@ def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective_op":
         options["context_fn"] = _contexts_for_compiler if compiled else _contexts
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if mode == "selective_layer":
         for number, layer in enumerate(model.model.layers, start=1):
             layer.gradient_checkpointing = number % 2 == 0

@@ -105,8 +105,15 @@ def _reduces_in_fp32(config: RunConfig) -> bool:
 
 
 def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
-    """DDP's part of `--reduce_dtype fp32`; FSDP2 and DeepSpeed have it in their own configuration."""
-    if isinstance(model, DistributedDataParallel) and _reduces_in_fp32(config):
+    """DDP's part of `--reduce_dtype fp32`; FSDP2 and DeepSpeed have it in their own configuration.
+
+    And of a rehearsal, whose process group has nothing to wait for.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if config.rehearse is not None:
+        model.register_comm_hook(_reduces_in_fp32(config), _reduced_already)
+    elif _reduces_in_fp32(config):
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
 
 
@@ -117,6 +124,17 @@ def _reduce_in_fp32(
     wide = bucket.buffer().float().div_(group.size())
     work = torch.distributed.all_reduce(wide, group=group, async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _reduced_already(
+    in_fp32: bool, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook for ranks that don't exist."""
+    if in_fp32:
+        bucket.buffer().copy_(bucket.buffer().float())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:

@@ -73,7 +73,6 @@ class _FakeDistributedDataParallel(DistributedDataParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, init_sync=False)
-        self.register_comm_hook(None, reduced_already)
 
     def _ddp_init_helper(self, *args: Any, **options: Any) -> None:
         super()._ddp_init_helper(*args, **options)
@@ -91,10 +90,3 @@ class _Reducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
-
-
-def reduced_already(_: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook for ranks that don't exist: the fake group has no futures to wait for."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done

@@ -94,6 +94,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
+    if is_fake(config) and config.torch_compile:
+        raise ValueError(
+            f"--rehearse {config.rehearse} with --torch_compile and no GPU: fake tensors can't be compiled\n"
+            "hint: leave --torch_compile out; `slm estimate --torch_compile` knows compiled layers"
+        )
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)

@@ -66,6 +66,7 @@ class NumericsProbe:
 
     def __enter__(self) -> "NumericsProbe":
         module = self.accelerator.unwrap_model(self.model)
+        self.vocab_size = module.get_output_embeddings().out_features
         self.hooks = [
             self.model.register_forward_hook(self._saw_forward, with_kwargs=True),
             _last_norm(module).register_forward_pre_hook(self._saw_norm),
@@ -95,10 +96,12 @@ class NumericsProbe:
         mine = Numerics(
             parameter_dtype=_dtypes(self.model.parameters()),
             autocast=self._only("autocast"),
-            compute_dtype=self._only("head"),
+            compute_dtype=self._only("head") or _product_dtype(operators, num_columns=self.vocab_size),
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
-            cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss"),
+            cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
+            or _argument_dtype(operators, "aten::exp_"),  # of `run/kernels.py`, and nobody else's
+            loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
             reduction_dtype=_reduction_dtype(operators, num_params=_num_params(self.model))
@@ -130,14 +133,16 @@ class NumericsProbe:
         self.num_tokens += tokens.numel()
         self.batch_hash.update(tokens.cpu().numpy().tobytes())
         self.seen["loss"].add(_name(output.loss.dtype))
-        self.seen["logits"].add(_name(output.logits.dtype))
+        if output.logits.dim() > 0:  # --loss_kernel fused_linear has none: the loss is in their place
+            self.seen["logits"].add(_name(output.logits.dtype))
 
     def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self.seen["residual"].add(_name(args[0].dtype))
         self.seen["autocast"].add(torch.is_autocast_enabled(args[0].device.type))
 
     def _saw_head(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        self.seen["head"].add(_name(output.dtype))
+        if output.dim() > 0:
+            self.seen["head"].add(_name(output.dtype))
 
     def _saw_step(self, *arguments: Any) -> None:
         self.num_steps += 1
@@ -147,6 +152,12 @@ class NumericsProbe:
             0.0 if max_norm == float("inf") else float(max_norm)
         )  # infinity: to measure only
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
+
+    def _loss_kernel(self, operators: list[_Operator]) -> str:
+        """The name that `--loss_kernel` has for what ran."""
+        if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
+            return "hf"
+        return "fused_logits" if self.seen["logits"] else "fused_linear"
 
     def _clipping(self) -> float | None:
         """The threshold that the step itself reads."""
@@ -213,6 +224,12 @@ def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
 def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
     dtypes = {_KINETO_DTYPES.get(op.dtypes[0], op.dtypes[0]) for op in operators if op.name == name}
     return "+".join(sorted(dtypes)) or None
+
+
+def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:
+    """Of the matrix products that give so many columns."""
+    products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
+    return _argument_dtype(products, "aten::mm")
 
 
 def _num_params(model: torch.nn.Module) -> int:

@@ -75,7 +75,7 @@ class TraceWatch:
 
     @contextmanager
     def phase(self, name: str) -> Any:
-        self.trace.phase, self.trace.module = name, ""
+        self.trace.phase, self.trace.module = name, "loss" if name == "backward" else ""
         yield
 
     def drew(self, tokens: torch.Tensor) -> None:

@@ -1,0 +1,73 @@
+"""How far `slm estimate`'s peak memory is from traces of the real engines, over a seeded grid.
+
+    python bench/memory_accuracy.py            # reads results/memory/*.csv, which bench/memory_traces.py
+    wrote
+
+The development half was looked at while the formulas were made, the held-out half never: it is counted
+only. Tracer (`run/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated bytes on
+rank 0.
+"""
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import find_model
+from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
+from slm_toolkit.strategy import find_strategy
+
+FOLDER = Path(__file__).parent.parent / "results" / "memory"
+_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps")
+_NOT_FLAGS = ("strategy", "num_gpus", "status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--worst", type=int, default=5, help="rows of the development half to list (default: 5)"
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    for half in ("development", "held_out"):
+        rows = traces(args.folder / f"{half}.csv")
+        about = json.loads((args.folder / f"{half}.json").read_text())
+        print(f"{half}: {summary([error for error, _ in rows])}; traced {about['date']}: {about['command']}")
+        for strategy in sorted({row["strategy"] for _, row in rows}):
+            print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
+        if half == "development":
+            for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
+                asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
+                print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
+
+
+def traces(path: Path) -> list[tuple[float, dict[str, Any]]]:
+    """Each traced configuration, with the estimate's error as a fraction of the trace."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    return [(estimate_of(row).peak_bytes / int(row["peak_bytes"]) - 1, row) for row in rows]
+
+
+def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
+    """What the estimator says of a traced configuration."""
+    flags = {
+        name: int(value) if name in _NUMBERS else value
+        for name, value in row.items()
+        if name not in _NOT_FLAGS
+    }
+    config = RunConfig(**flags).with_defaults(has_gpu=True)
+    return estimate_memory(
+        find_model(row["model"]), find_strategy(row["strategy"]), config, num_gpus=int(row["num_gpus"])
+    )
+
+
+def summary(errors: list[float]) -> str:
+    sizes = sorted(abs(error) for error in errors)
+    return f"{len(sizes)} configurations, median error {median(sizes):.3%}, worst {sizes[-1]:.2%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The largest per-device batch that really runs, found by trials: short runs in processes of their own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.compare.grid import PlannedRun, with_batch
+from slm_toolkit.hardware import find_gpu
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, estimate, largest_batch
+from slm_toolkit.predict.host_memory import placement_of
+from slm_toolkit.record import RunRecord
+from slm_toolkit.strategy import Strategy
+
+TRIAL_STEPS = 3
+"the first makes the optimizer's states, the second is what all later ones are like"
+_FIRST_STRIDE = 1 / 16  # of where the search starts: the estimate is seldom farther off
+
+
+@dataclass(frozen=True)
+class Search:
+    """What trials found."""
+
+    largest_ok: int | None
+    "0: not even 1 runs; None: a trial failed otherwise, and nothing is known"
+    smallest_oom: int | None
+    "None: none ran out of memory up to the most that was allowed"
+
+
+def search(runs: Callable[[int], str], *, start: int, most: int) -> Search:
+    """Find the largest batch up to `most` for which `runs` says "ok"; larger ones say "oom".
+
+    From `start` by strides that double until both answers are known, then by halves. No batch is tried
+    twice; any other answer ends the search.
+    """
+    ok, oom = 0, most + 1
+    batch = min(max(1, start), most)
+    stride = max(1, int(batch * _FIRST_STRIDE))
+    while ok + 1 < oom:
+        answer = runs(batch)
+        if answer == "ok":
+            ok = batch
+        elif answer == "oom":
+            oom = batch
+        else:
+            return Search(None, oom if oom <= most else None)
+        if oom > most:  # nothing was too large yet
+            batch = min(ok + stride, most)
+        elif ok == 0:
+            batch = max(oom - stride, 1)
+        else:
+            batch = (ok + oom) // 2
+        stride *= 2
+    return Search(ok, oom if oom <= most else None)
+
+
+def find_largest_batch(
+    run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int | None
+) -> tuple[Search, PlannedRun, RunRecord]:
+    """Search for one planned run, from the estimate for its GPU (else from 1); `execute` does a trial.
+
+    Returns the trial to show, too: the largest that ran, else batch 1, else the one that failed.
+    """
+    trials: dict[int, tuple[PlannedRun, RunRecord]] = {}
+
+    def runs(batch: int) -> str:
+        trial = with_batch(run, batch)
+        trials[batch] = trial, execute(trial)
+        return trials[batch][1].status
+
+    found = search(runs, start=estimated_batch(run) or 1, most=most or LARGEST_BATCH_TRIED)
+    shown = list(trials)[-1] if found.largest_ok is None else max(1, found.largest_ok)
+    return found, *trials[shown]
+
+
+def estimated_batch(run: PlannedRun) -> int | None:
+    """The largest batch that fits on this machine's GPU, says the estimate; None where it can't say."""
+    gpu = find_gpu(run.gpu)
+    if gpu is None or gpu.memory_bytes is None:
+        return None
+    try:
+        placement = placement_of(run.strategy)
+    except ValueError:  # ZeRO-0, tensor parallelism, ...: the search needs no estimate
+        return None
+    num_gpus = run.asked["num_processes"]
+
+    def estimate_of(config: Any) -> Any:
+        return estimate(
+            run.spec,
+            run.strategy,
+            placement,
+            config,
+            num_gpus=num_gpus,
+            gpus_per_node=num_gpus,
+            gpu=gpu,
+            deepspeed_needs=deepspeed_needs,
+            deepspeed_version=ESTIMATOR_VERSION,
+        )
+
+    return largest_batch(estimate_of, run.config).per_device_train_batch_size
+
+
+def flags_of_trials(
+    given: dict[str, Any],
+    strategies: list[Strategy],
+    *,
+    max_batch: int | None,
+    has_gpu: bool,
+    parity: bool,
+    repeats: int,
+) -> dict[str, Any]:
+    """The flags of a search's runs. Raises one ValueError with all that can't be asked of a search."""
+    problems = []
+    if "per_device_train_batch_size" in given:
+        problems.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
+    if parity:
+        problems.append("--parity with --largest_batch, whose runs are short and of different batches")
+    if repeats > 1:
+        problems.append("--repeats with --largest_batch, which runs each batch once")
+    if not has_gpu and "rehearse" in given:
+        problems.append("--rehearse with --largest_batch and no GPU, where it never runs out of memory")
+    elif not has_gpu and max_batch is None:
+        problems.append(
+            "--largest_batch without a GPU, where nothing but the machine ends it: add --max_batch"
+        )
+    key = "train_micro_batch_size_per_gpu"
+    for strategy in strategies:
+        if (fixed := (strategy.deepspeed_config or {}).get(key, "auto")) != "auto":
+            problems.append(f"{strategy.path}: the JSON says {key} {fixed}, --largest_batch looks for it")
+    if problems:
+        raise ValueError(
+            "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` runs nothing"
+        )
+    trial = {"per_device_train_batch_size": 1}
+    if "num_train_epochs" not in given:
+        trial["max_steps"] = given.get("max_steps", TRIAL_STEPS)
+    return {**given, **trial}

@@ -1,0 +1,304 @@
+"""`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import add_flags
+from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.strategy import (
+    STUDIED_STRATEGIES,
+    Strategy,
+    contradictions,
+    find_strategy,
+    shipped_strategies,
+)
+
+if TYPE_CHECKING:
+    from slm_toolkit.predict.estimate import Estimate
+
+_NOT_OF_AN_ESTIMATE = (
+    *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
+    *("epoch_multiple", "num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
+    *("eval_steps", "eval_batches", "save_steps", "save_total_limit", "save_final_model"),
+    *("resume_from_checkpoint", "report_to", "output_dir", "run_name"),
+)
+_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+)
+_LARGEST_NUMBER = 10**12
+_LARGEST_MODEL = 10**15
+
+
+def add_estimate_verb(verbs: Any) -> None:
+    """The `estimate` command among the `verbs` of `slm`."""
+    parser = verbs.add_parser(
+        "estimate",
+        help="peak memory of a grid of models, strategies, batches, ...; nothing runs",
+        description="Peak memory per GPU and per node's host, by closed forms: no GPU, no torch, no network. "
+        "Flags that change no memory (learning rate, steps, data) are taken as in `slm compare`.",
+    )
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        default=list(STUDIED_STRATEGIES),
+        metavar="NAME|YAML",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
+    )
+    parser.add_argument(
+        "--gpu", nargs="+", default=[None], metavar="NAME", help="say whether it fits on a100-40gb, h200, ..."
+    )
+    parser.add_argument(
+        "--num_gpus", nargs="+", type=int, default=[8], metavar="N", help="GPUs in all (default: 8)"
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=int, default=8, metavar="K", help="at most so many in a node (default: 8)"
+    )
+    parser.add_argument(
+        "--largest_batch",
+        action="store_true",
+        help="the largest --per_device_train_batch_size that fits on --gpu, for each row",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        choices=("arithmetic", "live"),
+        default="arithmetic",
+        help="DeepSpeed's own estimate: by its arithmetic, or live: by the installed DeepSpeed (seconds)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    add_flags(parser, grid=True, leave_out=_NOT_OF_AN_ESTIMATE)
+    parser.set_defaults(verb=_estimate, parser=parser)
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    with user_errors():
+        names = {f.name for f in dataclasses.fields(RunConfig)}
+        given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+        strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
+        rows = estimates(
+            given,
+            strategies,
+            gpus=args.gpu,
+            num_gpus=args.num_gpus,
+            gpus_per_node=args.gpus_per_node,
+            find_largest_batch=args.largest_batch,
+            live_deepspeed=args.deepspeed == "live",
+        )
+    for note in _notes(strategies):
+        print(note, file=sys.stderr)
+    if args.json:
+        print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
+    else:
+        from rich.console import Console
+
+        from slm_toolkit.output import PIPE_WIDTH
+        from slm_toolkit.report.estimate_table import estimate_table
+
+        console = Console()
+        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
+        console.print(table, crop=False)
+    return 0
+
+
+def estimates(
+    given: dict[str, Any],
+    strategies: list[Strategy],
+    *,
+    gpus: list[str | None],
+    num_gpus: list[int],
+    gpus_per_node: int = 8,
+    find_largest_batch: bool = False,
+    live_deepspeed: bool = False,
+) -> list["Estimate"]:
+    """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
+
+    A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
+    """
+    from slm_toolkit.hardware import gpu_of_name
+    from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+    from slm_toolkit.predict.estimate import estimate, largest_batch
+    from slm_toolkit.predict.host_memory import placement_of
+
+    several = {
+        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+        for name, value in given.items()
+    }
+    several["seed"] = several.get("seed", [0])[:1]  # changes no memory
+    if find_largest_batch:
+        several["per_device_train_batch_size"] = [1]
+    found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
+    problems = _flag_problems(several, num_gpus, gpus_per_node)
+    if find_largest_batch:
+        problems += _largest_batch_problems(given, strategies, found_gpus)
+    if problems:
+        raise _all(problems)
+    configs = [
+        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
+        for values in itertools.product(*several.values())
+    ]
+    specs = {name: _model(name) for name in dict.fromkeys(config.model for config in configs)}
+    placed = [(_as_asked(strategy), placement_of(strategy)) for strategy in strategies]
+    problems = [
+        problem
+        for strategy, _ in placed
+        for config in configs
+        for problem in contradictions(strategy, config)
+    ]
+    problems += [
+        f"{strategy.path}: {problem}"
+        for strategy, placement in placed
+        for count in num_gpus
+        for problem in placement.problems(num_gpus=count, gpus_per_node=min(count, gpus_per_node))
+    ]
+    if problems:
+        raise _all(problems)
+
+    needs, version = deepspeed_needs, ESTIMATOR_VERSION
+    if live_deepspeed:
+        needs, version = _live_deepspeed()
+    rows: dict[tuple, Estimate] = {}
+    for number, config in enumerate(configs):
+        for gpu, count, (index, (strategy, placement)) in itertools.product(
+            found_gpus, num_gpus, enumerate(placed)
+        ):
+            count = 1 if strategy.engine == "single" else count
+            key = (number, gpu and gpu.name, count, index)
+            if key in rows:
+                continue
+            estimate_of = partial(
+                estimate,
+                specs[config.model],
+                strategy,
+                placement,
+                num_gpus=count,
+                gpus_per_node=min(count, gpus_per_node),
+                gpu=gpu,
+                deepspeed_needs=needs,
+                deepspeed_version=version,
+            )
+            launched = _as_launched(config, strategy)
+            rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)
+    return list(rows.values())
+
+
+def _all(problems: list[str]) -> ValueError:
+    return ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: `slm estimate --help` explains each flag")
+
+
+def _flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
+    """Each value beside the others' first; RunConfig has no rule on two grid flags but on numerics' pair."""
+    first = {name: values[0] for name, values in several.items()}
+    pair = [
+        {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
+        for values in itertools.product(several.get("numerics", [None]), several.get("reduce_dtype", [None]))
+    ]
+    single = [{name: value} for name, values in several.items() for value in values]
+    alone = ("numerics", "reduce_dtype")
+    changes = [*pair, *(change for change in single if not any(name in change for name in alone))]
+    found = [problem for change in changes for problem in RunConfig(**{**first, **change}).problems()]
+    found += [
+        f"--{name} is {value}: at most {_LARGEST_NUMBER:,}"
+        for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
+        for value in several.get(name, [])
+        if value > _LARGEST_NUMBER
+    ]
+    found += [
+        f"--attn_implementation {value}: no closed form for it, there are {', '.join(_ATTENTION)}"
+        for value in several.get("attn_implementation", [])
+        if value not in _ATTENTION
+    ]
+    if gpus_per_node < 1:
+        return [*found, f"--gpus_per_node is {gpus_per_node}: at least 1"]
+    for count in num_gpus:
+        if count < 1:
+            found.append(f"--num_gpus is {count}: at least 1")
+        elif count > _LARGEST_NUMBER:
+            found.append(f"--num_gpus is {count}: at most {_LARGEST_NUMBER:,}")
+        elif count > gpus_per_node and count % gpus_per_node:
+            found.append(
+                f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"
+            )
+    return found
+
+
+def _largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:
+    found = [
+        f"--largest_batch needs a GPU whose memory is known, not {gpu.name}"
+        if gpu
+        else "--largest_batch needs --gpu: fits on which?"
+        for gpu in gpus
+        if gpu is None or gpu.memory_bytes is None
+    ]
+    if "per_device_train_batch_size" in given:
+        found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
+    key = "train_micro_batch_size_per_gpu"
+    for strategy in strategies:
+        fixed = (strategy.deepspeed_config or {}).get(key, "auto")
+        if fixed != "auto":
+            found.append(
+                f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
+            )
+    return found
+
+
+def _model(name: str) -> ModelSpec:
+    spec = find_model(name)
+    if spec.num_params > _LARGEST_MODEL:
+        raise ValueError(
+            f"model {name!r} has more than {_LARGEST_MODEL:,} parameters\nhint: look at its config.json"
+        )
+    return spec
+
+
+def _notes(strategies: list[Strategy]) -> list[str]:
+    """Where a user's own file asks for something that the estimate does not follow."""
+    found = []
+    for strategy in strategies:
+        fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
+        policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
+        if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":
+            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
+    return found
+
+
+def _as_asked(strategy: Strategy) -> Strategy:
+    """FSDP1 says by another key what FSDP2 calls reshard_after_forward."""
+    if strategy.engine != "fsdp1":
+        return strategy
+    from slm_toolkit.predict.host_memory import fsdp1_sharding
+
+    keeps = fsdp1_sharding(strategy) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+    return dataclasses.replace(strategy, reshard_after_forward=not keeps)
+
+
+def _as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
+    """What the user's own files decide: FSDP's checkpointing, and in stock the JSON's accumulation."""
+    changes: dict[str, Any] = {}
+    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
+    if str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true":
+        changes["gradient_checkpointing"] = "full"
+    steps = (strategy.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
+    if config.numerics == "stock" and steps != "auto":
+        changes["gradient_accumulation_steps"] = int(steps)
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def _live_deepspeed() -> tuple[Callable[..., Any], str]:
+    from slm_toolkit.predict.deepspeed_estimator import deepspeed_version, live_deepspeed_needs
+
+    version = deepspeed_version()
+    if version is None:
+        raise ValueError("--deepspeed live: DeepSpeed is not installed here\nhint: leave --deepspeed out")
+    with redirect_stdout(sys.stderr):  # it greets on stdout, which is for results
+        import_module("deepspeed.runtime.zero.stage3")
+    return lru_cache(maxsize=None)(live_deepspeed_needs), version

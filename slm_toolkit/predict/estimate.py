@@ -1,0 +1,174 @@
+"""Estimate: what one configuration needs, from closed forms alone; its fields are the keys of the JSON."""
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.hardware import Gpu
+from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.deepspeed_estimator import DeepSpeedNeeds
+from slm_toolkit.predict.gpu_memory import (
+    allocated_band,
+    allocator_slack,
+    context_bytes,
+    reserved_band,
+    verdict_of,
+    workspace_bytes,
+)
+from slm_toolkit.predict.host_memory import Placement, host_bytes_per_node, memory_of_rank
+from slm_toolkit.strategy import Strategy
+
+LARGEST_BATCH_TRIED = 2**20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One row. Bytes are of the rank that holds most; None is unknown."""
+
+    model: str
+    strategy: str
+    evidence: str
+    "estimated: closed forms, nothing ran"
+    gpu: str | None
+    num_gpus: int
+    gpus_per_node: int
+    per_device_train_batch_size: int
+    "with --largest_batch the largest that fits; 0 where not even 1 does: the bytes are those of 1 then"
+    seq_len: int
+    attn_implementation: str
+    numerics: str
+    reduce_dtype: str | None
+    gradient_checkpointing: str
+    gradient_accumulation_steps: int
+    loss_kernel: str
+    norm_kernel: str
+    torch_compile: bool
+    optim: str
+    peak_allocated_bytes: int
+    peak_allocated_low_bytes: int
+    peak_allocated_high_bytes: int
+    peak_reserved_bytes: int
+    peak_reserved_low_bytes: int
+    peak_reserved_high_bytes: int
+    host_bytes_per_node: int
+    parts: dict[str, int]
+    "at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes"
+    peak_instant: str
+    fits: bool | None
+    verdict: str | None
+    "fits, tight or does not fit; see predict/gpu_memory.py"
+    headroom_bytes: int | None
+    "the GPU's memory less cuda_context and peak_allocated_bytes"
+    deepspeed_bytes: int | None
+    "what DeepSpeed's own estimator says; None for stages that it has none for"
+    deepspeed_host_bytes: int | None
+    deepspeed_stage: int | None
+    deepspeed_stands_in: bool
+    "FSDP full shard has no estimator of its own: people take ZeRO-3's"
+    deepspeed_version: str | None
+
+
+def estimate(
+    spec: ModelSpec,
+    strategy: Strategy,
+    placement: Placement,
+    config: RunConfig,
+    *,
+    num_gpus: int,
+    gpus_per_node: int,
+    gpu: Gpu | None,
+    deepspeed_needs: Callable[..., DeepSpeedNeeds | None],
+    deepspeed_version: str | None,
+) -> Estimate:
+    """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live."""
+    num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
+    memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks)
+    held = {**memory.parts, "workspace": workspace_bytes(gpu)}
+    allocated = allocated_band(held)
+    slack = allocator_slack(
+        spec,
+        strategy,
+        config,
+        memory,
+        allocated=allocated.middle,
+        num_ranks=num_ranks,
+        optimizer_on_gpu=placement.optimizer_device == "none",
+    )
+    reserved = reserved_band(allocated.middle, slack)
+    context = context_bytes(num_gpus=num_gpus)
+    usable = verdict = None
+    if gpu is not None and gpu.memory_bytes is not None:
+        usable = gpu.memory_bytes - context
+        verdict = verdict_of(held, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
+    stage = deepspeed_stage(strategy)
+    needs = deepspeed_needs(
+        spec.num_params,
+        spec.largest_layer_params,
+        zero_stage=stage,
+        num_gpus_per_node=gpus_per_node,
+        num_nodes=num_gpus // gpus_per_node,
+        offload_optimizer=placement.optimizer_device != "none",
+        offload_params=placement.parameter_device != "none",
+        zero_init=placement.zero_init,
+    )
+    return Estimate(
+        model=spec.name,
+        strategy=strategy.name,
+        evidence="estimated",
+        gpu=gpu.name if gpu else None,
+        num_gpus=num_gpus,
+        gpus_per_node=gpus_per_node,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        seq_len=config.seq_len,
+        attn_implementation=config.attn_implementation,
+        numerics=config.numerics,
+        reduce_dtype=config.reduce_dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        loss_kernel=config.loss_kernel,
+        norm_kernel=config.norm_kernel,
+        torch_compile=config.torch_compile,
+        optim=config.optim,
+        peak_allocated_bytes=allocated.middle,
+        peak_allocated_low_bytes=allocated.low,
+        peak_allocated_high_bytes=allocated.high,
+        peak_reserved_bytes=reserved.middle,
+        peak_reserved_low_bytes=reserved.low,
+        peak_reserved_high_bytes=reserved.high,
+        host_bytes_per_node=host_bytes_per_node(
+            spec, strategy, config, placement, num_ranks=num_ranks, gpus_per_node=gpus_per_node
+        ),
+        parts={**held, "allocator_slack": slack, "cuda_context": context},
+        peak_instant=memory.peak_instant,
+        fits=None if verdict is None else verdict != "does not fit",
+        verdict=verdict,
+        headroom_bytes=None if usable is None else usable - allocated.middle,
+        deepspeed_bytes=needs.gpu_bytes if needs else None,
+        deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
+        deepspeed_stage=stage,
+        deepspeed_stands_in=stage is not None and strategy.engine != "deepspeed",
+        deepspeed_version=deepspeed_version if needs else None,
+    )
+
+
+def largest_batch(estimate_of: Callable[[RunConfig], Estimate], config: RunConfig) -> Estimate:
+    """The Estimate of the largest batch that fits; `estimate_of` needs a GPU of known memory.
+
+    More samples never take less memory, so that bisection finds it.
+    """
+
+    def of(size: int) -> Estimate:
+        return estimate_of(dataclasses.replace(config, per_device_train_batch_size=size))
+
+    num_fitting = bisect_left(range(1, LARGEST_BATCH_TRIED + 1), True, key=lambda size: not of(size).fits)
+    return dataclasses.replace(of(max(1, num_fitting)), per_device_train_batch_size=num_fitting)
+
+
+def deepspeed_stage(strategy: Strategy) -> int | None:
+    """The stage whose estimator people use for a strategy: its own, 3 for FSDP full shard, else None."""
+    if strategy.engine == "deepspeed":
+        return strategy.zero_stage if strategy.zero_stage in (2, 3) else None
+    is_full_shard = strategy.engine in ("fsdp1", "fsdp2") and strategy.reshard_after_forward is not False
+    return 3 if is_full_shard else None

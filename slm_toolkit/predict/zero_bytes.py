@@ -1,0 +1,178 @@
+"""Bytes that belong to parameters under DeepSpeed's ZeRO, at each instant of a step: see `engine_bytes.py`.
+
+Read off allocation traces of deepspeed 0.19.8, on the rank that holds the first parameters.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.engine_bytes import At, Dtypes, State, Step
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What a DeepSpeed JSON says of memory, in elements, after accelerate has filled in "auto"."""
+
+    stage: int
+    reduce_bucket: int
+    overlap_comm: bool
+    contiguous_gradients: bool
+    max_live_parameters: int
+    max_reuse_distance: int
+    persistence_threshold: int
+    prefetch_bucket: int
+    sub_group_size: int
+    "ZeRO-3: elements that the optimizer steps at once"
+
+
+def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
+    """DeepSpeed's own defaults where the JSON is silent; "auto" as accelerate 1.15 fills it in."""
+    section = deepspeed.get("zero_optimization", {})
+    h = spec.hidden_size
+    auto = {
+        "reduce_bucket_size": h * h,
+        "stage3_prefetch_bucket_size": int(0.9 * h * h),
+        "stage3_param_persistence_threshold": 10 * h,
+    }
+    defaults = {
+        "reduce_bucket_size": int(5e8),
+        "stage3_prefetch_bucket_size": int(5e7),
+        "stage3_param_persistence_threshold": int(1e5),
+        "stage3_max_live_parameters": int(1e9),
+        "stage3_max_reuse_distance": int(1e9),
+        "sub_group_size": int(1e9),
+        "overlap_comm": section.get("stage") == 3,
+        "contiguous_gradients": True,
+    }
+
+    def value(name: str) -> Any:
+        found = section.get(name)
+        if found == "auto":
+            return auto[name]
+        return defaults[name] if found is None else found
+
+    return Zero(
+        stage=section.get("stage", 0),
+        reduce_bucket=int(value("reduce_bucket_size")),
+        overlap_comm=value("overlap_comm"),
+        contiguous_gradients=value("contiguous_gradients"),
+        max_live_parameters=int(value("stage3_max_live_parameters")),
+        max_reuse_distance=int(value("stage3_max_reuse_distance")),
+        persistence_threshold=int(value("stage3_param_persistence_threshold")),
+        prefetch_bucket=int(value("stage3_prefetch_bucket_size")),
+        sub_group_size=int(value("sub_group_size")),
+    )
+
+
+def zero_1_or_2(
+    spec: ModelSpec,
+    dtypes: Dtypes,
+    zero: Zero,
+    *,
+    num_ranks: int,
+    accumulates: bool,
+    optimizer_temporary: float,
+) -> Step:
+    """ZeRO-1 and ZeRO-2: whole parameters; gradients go through buckets to the rank that keeps them."""
+    P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
+    w, kept = dtypes.parameter, dtypes.kept_gradient
+    share = P / num_ranks * kept
+    state = State(P * w, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments)
+    buckets = zero.reduce_bucket * w * ((2 if zero.overlap_comm else 1) if zero.contiguous_gradients else 0)
+    flattened = min(zero.reduce_bucket, P) * w  # a bucket's gradients, put together to be sent
+    widest = spec.hidden_size * spec.ffn_size
+    # A gradient larger than a bucket goes around it, and under ZeRO-1 waits until backward has ended; a tied
+    # one waits for the embedding's part anyway.
+    head_is_large = zero.reduce_bucket < E
+    head_waits = E * w if spec.tied or (head_is_large and zero.stage == 1) else 0
+    # one that several ranks keep pieces of is sent in pieces, put together until they fill a bucket
+    pieces = (
+        min(E, zero.reduce_bucket + P / num_ranks) * w
+        if head_is_large and not spec.tied and P / num_ranks < E
+        else 0
+    )
+    large_of_layer = 3 * widest * w if zero.stage == 1 and widest > zero.reduce_bucket else 0
+    # Rank 0 keeps the gradients of the first parameters, whole ones, the embedding at least. The room for
+    # them is made when the first is reduced, a norm's of one of the first layers.
+    own = (P if num_ranks == 1 else max(E, P / num_ranks)) * kept
+    first_own_layer = L if num_ranks == 1 else max((P / num_ranks - E) / p, (2 * L + 1) / (2 * num_ranks))
+    before = 0.0
+    if accumulates:  # ZeRO-1 reduces at the last micro-step only, ZeRO-2 at each
+        before = own if zero.stage == 2 else P * kept
+    at_once = own if num_ranks == 1 else 0
+
+    def at_layer(layer: int, made: float) -> At:
+        if accumulates and zero.stage == 1:
+            waiting = before - (L - 1 - layer) * p * kept
+        else:
+            waiting = before or large_of_layer * (L - 1 - layer + made / p)
+            if layer < first_own_layer:
+                waiting += own  # of this micro-step, to be added to those of earlier ones
+        return At(0, head_waits + waiting, buckets)
+
+    # the step flattens the gradients, then casts them to the master weights' dtype
+    cast = P / num_ranks * dtypes.master if dtypes.master != kept else 0
+    at_embedding = head_waits + E * w * (2 if spec.tied else 1) + before
+    if zero.stage == 2 or not accumulates:
+        at_embedding += own + large_of_layer * L
+    return Step(
+        state,
+        at_forward_loss=At(0, before),
+        at_loss=At(0, before),
+        at_head=At(0, before + E * w),
+        at_norm=At(0, before + at_once + E * w, buckets, pieces),
+        at_layer=at_layer,
+        at_layer_end=lambda layer: dataclasses.replace(at_layer(layer, p), temporary=widest * w + flattened),
+        at_embedding=At(0, at_embedding, buckets, flattened),
+        at_optimizer=At(0, share, 0, max(share + cast, (cast or share) + optimizer_temporary)),
+    )
+
+
+def zero_3(
+    spec: ModelSpec,
+    dtypes: Dtypes,
+    zero: Zero,
+    *,
+    num_ranks: int,
+    accumulates: bool,
+    optimizer_temporary: float,
+) -> Step:
+    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to a number that may be
+    live."""
+    P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
+    w = dtypes.parameter
+    share = P / num_ranks
+    state = State(
+        share * w,
+        share * dtypes.master,
+        share * dtypes.moments,
+        zero.reduce_bucket * w,
+        share * dtypes.kept_gradient,
+    )
+    widest = spec.hidden_size * spec.ffn_size * w
+    held = E * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
+    # A parameter is gathered ahead as long as fewer than max_live are: the embedding, when its turn comes,
+    # goes beyond that by its own size. In backward that is so many layers before the first.
+    live = max(E, min(P, zero.max_live_parameters)) * w if num_ranks > 1 else 0
+    most_live = min(P, zero.max_live_parameters + E) * w if num_ranks > 1 else 0
+    turn_of_embedding = min(L - 1, int(zero.max_live_parameters / p))
+
+    def at_layer(layer: int, made: float) -> At:
+        return At(most_live if layer == turn_of_embedding else live, held, 0, widest)
+
+    return Step(
+        state,
+        at_forward_loss=At(live),
+        at_loss=At(live),
+        at_head=At(live, E * w),
+        at_norm=At(live, E * w),
+        at_layer=at_layer,
+        at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * E * w),
+        at_optimizer=At(
+            temporary=min(share, zero.sub_group_size) * dtypes.master
+            + min(optimizer_temporary, zero.sub_group_size * dtypes.master)
+        ),
+        crowded_layer=turn_of_embedding,
+    )

@@ -1,0 +1,81 @@
+"""The Estimate of a recorded run: what the closed forms say of what really was asked and ran."""
+
+import dataclasses
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.hardware import find_gpu
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.host_memory import fsdp1_sharding, placement_of
+from slm_toolkit.record import RunRecord, config_of, spec_of
+from slm_toolkit.strategy import Strategy
+
+RANKS_PER_NODE = 8
+"of a rehearsal, as `run/rehearse.py` plays it"
+
+
+def estimate_of(record: RunRecord) -> Estimate | None:
+    """What the run should have taken of a GPU.
+
+    None for a run that ended before its engine was known, for a strategy that no estimate covers, and for
+    offload without a GPU, where nobody can tell the host's bytes from the rest.
+    """
+    if record.engine is None or record.world_size is None:
+        return None
+    try:
+        strategy = _strategy_that_ran(record)
+        placement = placement_of(strategy)
+    except ValueError:  # ZeRO-0, tensor parallelism, ...
+        return None
+    if offloads(record) and record.gpu is None:
+        return None
+    num_ranks = record.world_size
+    num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
+    per_node = min(num_ranks, RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
+    return estimate(
+        spec_of(record),
+        strategy,
+        placement,
+        _config_that_ran(record),
+        num_gpus=num_ranks,
+        gpus_per_node=max(1, per_node),
+        gpu=find_gpu(record.gpu),
+        deepspeed_needs=deepspeed_needs,
+        deepspeed_version=ESTIMATOR_VERSION,
+    )
+
+
+def offloads(record: RunRecord) -> bool:
+    """Whether part of the training state was to lie in the host's RAM or on its disk."""
+    placement = placement_of(_strategy_that_ran(record))
+    return placement.optimizer_device != "none" or placement.parameter_device != "none"
+
+
+def _strategy_that_ran(record: RunRecord) -> Strategy:
+    """Engine, stage and sharding as probed, all else as asked."""
+    strategy = Strategy(
+        name=record.strategy,
+        engine=record.engine,
+        num_processes=record.world_size,
+        zero_stage=record.zero_stage,
+        reshard_after_forward=record.reshard_after_forward,
+        path=record.strategy,
+        accelerate_config=record.asked.get("accelerate_config"),
+        deepspeed_config=record.asked.get("deepspeed_config"),
+    )
+    if strategy.engine != "fsdp1":
+        return strategy
+    keeps = fsdp1_sharding(strategy) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")  # as `slm estimate` does
+    return dataclasses.replace(strategy, reshard_after_forward=not keeps)
+
+
+def _config_that_ran(record: RunRecord) -> RunConfig:
+    """What was asked, but for what the user's own files decide: FSDP's checkpointing, and accumulation."""
+    config, changes = config_of(record), {}
+    fsdp = (record.asked.get("accelerate_config") or {}).get("fsdp_config") or {}
+    if str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true":
+        changes["gradient_checkpointing"] = "full"
+    if record.tokens_per_step is not None:
+        of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
+        changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)
+    return dataclasses.replace(config, **changes)

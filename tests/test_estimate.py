@@ -1,0 +1,480 @@
+"""`slm estimate`: its rows, what fits, DeepSpeed's figure beside it, and what it refuses."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import slm
+
+from slm_toolkit.cli import main
+from slm_toolkit.estimate import estimates
+from slm_toolkit.hardware import gpu_of_name, gpus
+from slm_toolkit.memory_timeline import PARTS
+from slm_toolkit.models import PRESETS
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs, deepspeed_version
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.gpu_memory import (
+    CUDA_CONTEXT_BYTES,
+    FROM_HOPPER,
+    NCCL_BYTES_OF_MORE,
+    ROUNDING,
+    allocated_band,
+    reserved_band,
+    verdict_of,
+)
+from slm_toolkit.predict.host_memory import PROCESS_BYTES
+from slm_toolkit.record import installed_versions
+from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
+
+P = 130_569_920  # parameters of slm-100m
+KEYS = {
+    *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
+    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "gradient_checkpointing"),
+    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "torch_compile", "optim"),
+    *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
+    *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
+    *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "deepspeed_bytes"),
+    *("deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in", "deepspeed_version"),
+}
+FSDP2 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
+
+
+def estimated(*arguments: str) -> list[dict]:
+    """The rows of `slm estimate --json`, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main(["estimate", "--json", *arguments])
+    assert ended.value.code == 0
+    return json.loads(out.getvalue())
+
+
+def rows_of(*strategies: str, num_gpus: tuple[int, ...] = (8,), **given: object) -> list[Estimate]:
+    found = [find_strategy(name) for name in strategies]
+    return estimates(given, found, gpus=[None], num_gpus=list(num_gpus))
+
+
+def own_strategy(folder: Path, text: str, deepspeed: object = None, *, name: str = "mine") -> str:
+    path = folder / f"{name}.yaml"
+    if deepspeed is not None:
+        (folder / f"{name}.json").write_text(json.dumps(deepspeed))
+        text = f"{DEEPSPEED}  deepspeed_config_file: {name}.json\n{text}"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_json_has_a_row_per_configuration_with_these_keys() -> None:
+    rows = estimated("--seq_len", "512", "1024", "--gpu", "l4", "h200", "--num_gpus", "8", "16")
+    assert len(rows) == 2 * 2 * 2 * len(STUDIED_STRATEGIES)
+    assert all(row.keys() == KEYS for row in rows)
+    assert {row["evidence"] for row in rows} == {"estimated"}
+    assert {(row["num_gpus"], row["gpus_per_node"]) for row in rows} == {(8, 8), (16, 8)}
+    assert [row["strategy"] for row in rows[:6]] == list(STUDIED_STRATEGIES)
+
+
+def test_what_no_gpu_decides_is_null() -> None:
+    (row,) = estimated("--strategy", "ddp")
+    nothing = ("gpu", "fits", "verdict", "headroom_bytes", "deepspeed_bytes", "deepspeed_version")
+    assert all(row[name] is None for name in nothing)
+    assert row["parts"]["workspace"] == 0
+    assert (row["model"], row["seq_len"], row["num_gpus"]) == ("slm-100m", 1024, 8)
+
+
+def test_parts_add_up_to_what_is_allocated_and_slack_to_what_is_reserved() -> None:
+    for row in estimated(
+        "--strategy", "single", *STUDIED_STRATEGIES, "--gpu", "h200", "--optim", "adamw_torch"
+    ):
+        outside = ("allocator_slack", "cuda_context")
+        assert row["parts"].keys() == {*PARTS, "workspace", *outside}
+        allocated = sum(size for name, size in row["parts"].items() if name not in outside)
+        assert allocated == row["peak_allocated_bytes"]
+        assert row["peak_reserved_bytes"] == allocated + row["parts"]["allocator_slack"]
+        assert row["parts"]["workspace"] == 32 * 2**20
+
+
+def test_ddp_holds_all_state_and_zero_3_an_eighth() -> None:
+    # aligned: bf16 parameters 2 P = 261,139,840; fp32 master weights 4 P; Adam's two moments in fp32 8 P
+    ddp, zero_3 = (row.parts for row in rows_of("ddp", "ds_zero3"))
+    assert (ddp["parameters"], ddp["master_weights"], ddp["optimizer"]) == (261_139_840, 4 * P, 8 * P)
+    sharded = zero_3["parameters"], zero_3["master_weights"], zero_3["optimizer"]
+    assert sharded == (2 * P // 8, 4 * P // 8, P)
+
+
+def test_an_estimate_fits_where_allocated_does_and_is_tight_without_a_tenth_more() -> None:
+    # 40 usable: 30 of state with 8 of activations and a tenth of them are 38.8; with 10 and a tenth 41
+    def verdict(state: int, activations: int, *, reserved: int = 40) -> str:
+        parts = {"parameters": state, "activations": activations, "logits_and_loss": 0}
+        return verdict_of(parts, allocated=state + activations, reserved=reserved, usable=40)
+
+    assert verdict(30, 8) == "fits"
+    assert verdict(30, 10) == "tight"
+    assert verdict(30, 8, reserved=41) == "tight"
+    assert verdict(40, 0) == "fits"  # the optimizer's step: no margin
+    assert verdict(40, 1) == "does not fit"
+
+
+def test_14_bytes_per_parameter_of_slm_2b_are_more_than_an_l4() -> None:
+    # 1,969,027,008 x (2 parameters + 4 master weights + 8 moments) = 27.6 GB; the l4 has 23.7
+    assert 14 * PRESETS["slm-2b"].num_params > gpu_of_name("l4").memory_bytes
+    small, large = estimated("--model", "slm-100m", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
+    assert (small["verdict"], small["fits"]) == ("fits", True)
+    assert (large["verdict"], large["fits"]) == ("does not fit", False)
+    context = CUDA_CONTEXT_BYTES + NCCL_BYTES_OF_MORE  # eight ranks
+    assert large["parts"]["cuda_context"] == context
+    assert large["headroom_bytes"] == gpu_of_name("l4").memory_bytes - context - large["peak_allocated_bytes"]
+
+
+def test_bands_leave_the_state_alone() -> None:
+    state = {"parameters": 1000, "master_weights": 0, "gradients": 0, "optimizer": 0}
+    band = allocated_band({**state, "activations": 100})
+    assert (band.low, band.middle, band.high) == (1098, 1100, 1105)  # -2 % and +5 % of 100
+    reserved = reserved_band(1000, 200)
+    assert (reserved.low, reserved.middle, reserved.high) == (1030, 1200, 1350)  # + 3 %; + 100 + 50
+
+
+def test_slack_is_freed_gradients_a_block_of_logits_and_rounding() -> None:
+    # ZeRO-2 on one rank keeps gradients in bf16: 2 P; the loss leaves 4 bytes x 32,000 words x tokens
+    def left(**given: object) -> tuple[int, str]:
+        (row,) = rows_of("ds_zero2", num_gpus=(1,), **given)
+        tokens = row.per_device_train_batch_size * row.seq_len
+        logits = 4 * 32_000 * tokens if row.loss_kernel == "hf" else 0
+        rounding = ROUNDING * row.peak_allocated_bytes
+        return round(row.parts["allocator_slack"] - logits - rounding), row.peak_instant
+
+    assert left(per_device_train_batch_size=8) == (2 * P, "backward: the loss")
+    assert left(per_device_train_batch_size=8, loss_kernel="fused_logits")[0] == 2 * P
+    assert left(per_device_train_batch_size=1, seq_len=64) == (0, "optimizer step")  # which has them itself
+
+
+def test_every_gpu_of_hopper_or_newer_is_known_as_such() -> None:
+    newer = {gpu.name for gpu in gpus() if gpu.name.startswith(("h", "gh", "b", "gb"))}
+    assert newer == set(FROM_HOPPER)
+
+
+def test_deepspeeds_column_is_deepspeeds_estimate() -> None:
+    rows = {row["strategy"]: row for row in estimated("--num_gpus", "16", "--gpus_per_node", "4")}
+    sizes = (P, 32_000 * 832)  # the largest layer is a vocabulary matrix
+    for name, stage, stands_in in (
+        *(("ds_zero2", 2, False), ("ds_zero3", 3, False)),
+        ("fsdp_full_shard", 3, True),
+    ):
+        needs = deepspeed_needs(*sizes, zero_stage=stage, num_gpus_per_node=4, num_nodes=4)
+        row = rows[name]
+        assert (row["deepspeed_bytes"], row["deepspeed_host_bytes"]) == (
+            needs.gpu_bytes,
+            needs.host_bytes_per_node,
+        )
+        assert (row["deepspeed_stage"], row["deepspeed_stands_in"]) == (stage, stands_in)
+    for name in ("ddp", "ds_zero1", "fsdp_shard_grad_op"):
+        assert (rows[name]["deepspeed_bytes"], rows[name]["deepspeed_stage"]) == (None, None)
+
+
+@pytest.mark.skipif("deepspeed" not in installed_versions(), reason="DeepSpeed exists for Linux only")
+def test_the_live_deepspeed_says_the_same() -> None:
+    arithmetic = estimated("--strategy", "ds_zero2", "ds_zero3")
+    live = estimated("--strategy", "ds_zero2", "ds_zero3", "--deepspeed", "live")
+    assert {row.pop("deepspeed_version") for row in live} == {deepspeed_version()}
+    assert live == [
+        {key: value for key, value in row.items() if key != "deepspeed_version"} for row in arithmetic
+    ]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    grid = ("--gpu", "a100-40gb", "--num_gpus", "1", "8", "--strategy", "single", *STUDIED_STRATEGIES)
+    rows = estimated(
+        "--largest_batch", "--model", "slm-1b", "--gradient_checkpointing", "full", "none", *grid
+    )
+    assert len(rows) == 2 * (1 + 2 * 6)
+    for row in rows:
+        batch = row["per_device_train_batch_size"]
+        assert batch >= 1
+        words = ("--gradient_checkpointing", row["gradient_checkpointing"], "--gpu", "a100-40gb")
+        words += ("--strategy", row["strategy"], "--num_gpus", str(row["num_gpus"]), "--model", "slm-1b")
+        fitting, next_one = estimated(*words, "--per_device_train_batch_size", str(batch), str(batch + 1))
+        assert fitting == row
+        assert next_one["verdict"] == "does not fit"
+
+
+def test_the_largest_batch_is_0_where_not_even_1_fits() -> None:
+    words = ("--largest_batch", "--model", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
+    (row,) = estimated(*words)
+    assert (row["per_device_train_batch_size"], row["verdict"]) == (0, "does not fit")
+
+
+def test_single_counts_one_gpu_and_equal_rows_come_once() -> None:
+    rows = rows_of("single", "ddp", num_gpus=(8, 16, 8), seed=[0, 1], seq_len=[128, 128])
+    assert [(row.strategy, row.num_gpus, row.gpus_per_node) for row in rows] == [
+        *(("single", 1, 1), ("ddp", 8, 8), ("ddp", 16, 8)),
+    ]
+
+
+def test_10_000_configurations_come_out() -> None:
+    batches = [str(size) for size in range(1, 26)]
+    rows = estimated(
+        *("--strategy", "ddp", "ds_zero1", "ds_zero2", "ds_zero3", "fsdp_full_shard"),
+        *("--num_gpus", "8", "16", "32", "64", "--gpu", "a100-40gb", "h200", "--seq_len", "512", "1024"),
+        *(
+            "--numerics",
+            "aligned",
+            "stock",
+            "--loss_kernel",
+            "hf",
+            "fused_logits",
+            "--gradient_checkpointing",
+        ),
+        *("none", "full", "selective_op", "--per_device_train_batch_size", *batches[:21]),
+    )
+    assert len(rows) == 5 * 4 * 2 * 2 * 2 * 2 * 3 * 21 == 20_160
+    assert all(row["peak_allocated_bytes"] > 0 for row in rows)
+
+
+def test_a_users_own_yaml_and_config_json(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "tiny").mkdir()
+    config = {**shape, "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": True}
+    (tmp_path / "tiny/config.json").write_text(json.dumps(config))
+    own = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    for model in (tmp_path / "tiny", tmp_path / "tiny/config.json"):
+        (row,) = estimated("--strategy", own, "--model", str(model))
+        assert (row["model"], row["strategy"]) == ("tiny", "mine")
+        # vocabulary 64,000; a layer 2 x 64 x 64 + 2 x 64 x 32 + 3 x 64 x 128 + 128 = 36,992; final norm 64
+        assert row["parts"]["parameters"] == 2 * (64_000 + 2 * 36_992 + 64)
+
+
+def test_bucket_sizes_are_those_of_the_json(tmp_path: Path) -> None:
+    def at_peak(bucket: int) -> Estimate:
+        section = {"stage": 3, "reduce_bucket_size": bucket}
+        return rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0]
+
+    assert at_peak(2_000_000).parts["communication"] - at_peak(1_000_000).parts["communication"] == 2_000_000
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_zero_2_offload_moves_16_bytes_per_parameter_to_the_host(inline: bool, tmp_path: Path) -> None:
+    json_config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    yaml = f"{DEEPSPEED}  zero_stage: 2\n  offload_optimizer_device: cpu\n"
+    own = own_strategy(tmp_path, yaml) if inline else own_strategy(tmp_path, "", json_config)
+    one, eight = rows_of(own, num_gpus=(1, 8))
+    for row in (one, eight):
+        assert (row.parts["master_weights"], row.parts["optimizer"], row.parts["parameters"]) == (0, 0, 2 * P)
+    # one rank: master weights 4, moments 8, fp32 gradients 4; eight: building 4 P each is more than 16 P / 8
+    assert one.host_bytes_per_node == PROCESS_BYTES + 16 * P
+    assert eight.host_bytes_per_node == 8 * (PROCESS_BYTES + 4 * P)
+    needs = deepspeed_needs(
+        *(P, 32_000 * 832), zero_stage=2, num_gpus_per_node=8, num_nodes=1, offload_optimizer=True
+    )
+    assert eight.deepspeed_bytes == needs.gpu_bytes == 2 * P
+
+
+def test_zero_3_offload_of_parameters_too_leaves_no_state(tmp_path: Path) -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    only_optimizer = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0].parts
+    section = {**section, "offload_param": {"device": "cpu"}}
+    both = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0].parts
+    state = ("parameters", "master_weights", "gradients", "optimizer")
+    assert [only_optimizer[name] for name in state] == [2 * P // 8, 0, 0, 0]
+    assert [both[name] for name in state] == [0, 0, 0, 0]
+
+
+def test_nvme_keeps_buffers_on_the_host(tmp_path: Path) -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 5}}
+    zero = {"zero_optimization": {**section, "sub_group_size": 1e9}}
+    (row,) = rows_of(own_strategy(tmp_path, "", zero), num_gpus=(1,))
+    assert row.host_bytes_per_node == PROCESS_BYTES + 5 * 4 * P  # five buffers, each as large as all of P
+
+
+def test_fsdp_offload_leaves_no_state_on_the_gpu(tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n")
+    here, there = rows_of("fsdp_full_shard", own)
+    assert sum(there.parts[name] for name in ("parameters", "master_weights", "optimizer")) == 0
+    assert there.parts["activations"] == here.parts["activations"]
+
+
+def test_a_hybrid_of_two_groups_holds_what_one_group_alone_does(tmp_path: Path) -> None:
+    sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+    own = own_strategy(tmp_path, f"{FSDP2}{sizes}  parallelism_config_dp_shard_size: 8\n")
+    (hybrid,) = rows_of(own, num_gpus=(16,))
+    (full,) = rows_of("fsdp_full_shard", num_gpus=(8,))
+    assert hybrid.parts == full.parts
+
+
+def test_fsdp_1_hybrid_shard_keeps_a_copy_per_node(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: {}\n"
+    hybrid = own_strategy(tmp_path, text.format("HYBRID_SHARD"), name="hybrid")
+    keeps_gathered = own_strategy(tmp_path, text.format("SHARD_GRAD_OP"), name="keeps")
+    per_node, keeps, grad_op = rows_of(hybrid, keeps_gathered, "fsdp_shard_grad_op", num_gpus=(64,))
+    assert per_node.parts["optimizer"] == 8 * P // 8
+    assert keeps.parts == grad_op.parts
+
+
+def test_hpz_holds_a_second_copy_of_the_parameters(tmp_path: Path) -> None:
+    def parameters(**more: int) -> int:
+        own = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 3, **more}})
+        return rows_of(own, num_gpus=(16,))[0].parts["parameters"]
+
+    assert parameters(zero_hpz_partition_size=8) - parameters() == 2 * P // 8
+
+
+def test_a_yamls_own_checkpointing_counts(tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_activation_checkpointing: true\n")
+    (asked,) = rows_of("fsdp_full_shard", gradient_checkpointing="full")
+    (of_yaml,) = rows_of(own)
+    assert of_yaml.gradient_checkpointing == "full"
+    assert of_yaml.peak_allocated_bytes == asked.peak_allocated_bytes
+
+
+FILES = {
+    "list.json": {"zero_optimization": [3]},
+    "word.json": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+    "live.json": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}},
+    "two.json": {"zero_optimization": {"stage": "two"}},
+    "yes.json": {"zero_optimization": {"stage": True}},
+    "zero.json": {"zero_optimization": {"stage": 0}},
+    "off.json": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+    "tape.json": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
+    "bf16.json": {"zero_optimization": {"stage": 2}, "bf16": True},
+    "hpz.json": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+    "fixed.json": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 32},
+}
+YAMLS = {
+    "groups.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_dp_shard_size: 5\n",
+    "unread.yaml": FSDP2 + "parallelism_config:\n  dp_shard_size: 4\n",
+    "tensor.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_tp_size: 4\n",
+    "whole.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n",
+}
+SHAPE = {
+    *(("num_hidden_layers", 2), ("hidden_size", 576), ("num_attention_heads", 9)),
+    *(("intermediate_size", 100), ("vocab_size", 100)),
+}
+MODELS = {
+    "heads": {**dict(SHAPE), "num_attention_heads": 7},
+    "kv": {**dict(SHAPE), "num_key_value_heads": 2},
+    "huge": {**dict(SHAPE), "hidden_size": 9 * 10**200},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--num_gpus", "0"], "--num_gpus is 0: at least 1"),
+        (["--num_gpus", "-8"], "--num_gpus is -8: at least 1"),
+        (["--num_gpus", "eight"], "invalid int value: 'eight'"),
+        (["--num_gpus", "12"], "--num_gpus is 12: full nodes of 8"),
+        (["--gpus_per_node", "0"], "--gpus_per_node is 0"),
+        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--strategy", "nowhere.yaml"], "no such file: nowhere.yaml"),
+        (["--strategy", "list.yaml"], "list.json holds no DeepSpeed settings but [3]"),
+        (["--strategy", "word.yaml"], "zero_optimization.reduce_bucket_size is 'big', not a number or"),
+        (["--strategy", "live.yaml"], "stage3_max_live_parameters is 'auto', not a number"),
+        (["--strategy", "two.yaml"], "ZeRO stage 'two'"),
+        (["--strategy", "yes.yaml"], "ZeRO stage True"),
+        (["--strategy", "zero.yaml"], "no estimate of ZeRO stage 0"),
+        (["--strategy", "off.yaml"], "zero_optimization.offload_optimizer is 'cpu', not settings"),
+        (["--strategy", "tape.yaml"], "device is 'tape', not none, cpu or nvme"),
+        (["--strategy", "bf16.yaml"], "bf16 is True, not settings"),
+        (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with --num_gpus 8"),
+        (
+            ["--strategy", "fixed.yaml"],
+            "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",
+        ),
+        (["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"], "--largest_batch looks for it"),
+        (["--strategy", "groups.yaml"], "dp_replicate_size 1 x dp_shard_size 5 with --num_gpus 8"),
+        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
+        (["--strategy", "tensor.yaml"], "tp_size 4"),
+        (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
+        (["--model", "heads"], "7 heads don't divide hidden_size 576"),
+        (["--model", "kv"], "9 heads can't share 2 key-value heads"),
+        (["--model", "huge"], "more than 1,000,000,000,000,000 parameters"),
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+        (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
+        (["--per_device_train_batch_size", "1.5"], "invalid int value: '1.5'"),
+        (["--seq_len", "1"], "--seq_len is 1"),
+        (["--seq_len", "1" + "0" * 30], "at most 1,000,000,000,000"),
+        (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
+        (
+            ["--numerics", "aligned", "stock", "--reduce_dtype", "fp32"],
+            "--reduce_dtype fp32 with --numerics stock",
+        ),
+        (["--largest_batch"], "--largest_batch needs --gpu"),
+        (
+            ["--largest_batch", "--gpu", "l4", "--per_device_train_batch_size", "4"],
+            "--per_device_train_batch_size with --largest_batch",
+        ),
+        (["--output_dir", "x"], "unknown: --output_dir"),
+    ],
+)
+def test_nonsense_is_one_line_and_a_hint(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, content in FILES.items():
+        own_strategy(tmp_path, "", content, name=name.removesuffix(".json"))
+    for name, text in YAMLS.items():
+        (tmp_path / name).write_text(text)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *arguments])
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert says in printed.err
+    lines = [line for line in printed.err.splitlines() if ": estimated with a unit" not in line]
+    assert [line[:5] for line in lines] == ["error", "hint:"]
+
+
+def test_huge_numbers_overflow_nothing() -> None:
+    most = str(10**12)
+    rows = estimated(
+        *("--seq_len", most, "--per_device_train_batch_size", most, "--attn_implementation", "eager"),
+        *(
+            "--num_gpus",
+            most,
+            "--gpus_per_node",
+            most,
+            "--gpu",
+            "h200",
+            "--gradient_accumulation_steps",
+            most,
+        ),
+    )
+    assert {row["verdict"] for row in rows} == {"does not fit"}
+
+
+def test_the_table_says_what_a_row_is_and_shows_parts_of_a_single_one() -> None:
+    single = slm("estimate", "--strategy", "fsdp_full_shard", "--gpu", "h200")
+    assert single.code == 0, single.err
+    for words in (
+        "estimated: slm-100m, h200, GPUs: 8",
+        "closed forms, no run",
+        "logits and loss",
+        "█",
+        "fits",
+    ):
+        assert words in single.out
+    assert "that of ZeRO-3, which people take for FSDP full shard" in single.out
+    assert "139.80 GiB" in single.out  # of the h200, with its source
+    grid = slm("estimate", "--seq_len", "512", "1024")
+    assert grid.code == 0, grid.err
+    assert "█" not in grid.out
+    assert "sequence" not in grid.out.splitlines()[0]  # a column: rows differ
+
+
+def test_the_command_starts_without_the_heavy_libraries() -> None:
+    program = (
+        "import sys, contextlib; from slm_toolkit.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['estimate', '--json', '--gpu', 'h200'])\n"
+        "heavy = ('torch', 'numpy', 'pandas', 'transformers', 'deepspeed', 'accelerate')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)
