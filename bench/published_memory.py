@@ -22,8 +22,8 @@ from slm_toolkit.strategy import find_strategy
 TABLE = Path(__file__).parent / "data" / "published_memory.csv"
 _SHAPE = (*("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),)
 
-# Ashkboos et al., figures 1 to 4: number of the fact, model, strategies, batch, GPUs, GPU, attention, whether it
-# fits. Where a figure plots the best of several strategies, one is enough; an OOM is one under all of them.
+# Ashkboos et al., figures 1 to 4: number of the fact, model, strategies, batch, GPUs, GPU, attention, whether
+# it fits. Where a figure plots the best of several strategies, one is enough; an OOM is one under all.
 PAPER = (
     (1, "slm-2b", ("single",), 4, 1, "a100-40gb", "sdpa", True),
     (1, "slm-2b", ("single",), 16, 1, "a100-40gb", "sdpa", False),

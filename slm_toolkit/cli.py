@@ -16,6 +16,7 @@ from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.flags import Parser, add_flags, with_underscores
 from slm_toolkit.output import print_errors, print_records, read_baseline
+from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
     )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
-    _add_output_flags(compare)
+    add_output_flags(compare)
     add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
     compare.set_defaults(verb=_compare, parser=compare)
 
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
     )
-    _add_output_flags(report)
+    add_output_flags(report)
     report.set_defaults(verb=_report, parser=report)
 
     configs = verbs.add_parser(
@@ -127,56 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     configs.add_argument("--json", action="store_true", help="print as JSON")
     configs.set_defaults(verb=_configs, parser=configs)
     return parser
-
-
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
-    parser.add_argument(
-        "--usd_per_gpu_hour", type=positive_number, metavar="USD", help="your price, instead of the table's"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
-    )
-    parser.add_argument(
-        "--parity_tolerance",
-        type=positive_number,
-        metavar="X",
-        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned 0.01, stock "
-        "and pure_bf16 0.05; more where one process of the same numerics differs by more from fp32)",
-    )
-    parser.add_argument(
-        "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
-    )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="print where the memory peak is, which modules own it, and the step as a chart, of runs with "
-        "--trace_memory or --rehearse",
-    )
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="DIR",
-        help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
-    )
-
-
-def positive_number(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
-
-
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def whole_number(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return int(text)
 
 
 def _compare(args: argparse.Namespace) -> int:

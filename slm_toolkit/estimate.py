@@ -74,6 +74,13 @@ def add_estimate_verb(verbs: Any) -> None:
         default="arithmetic",
         help="DeepSpeed's own estimate: by its arithmetic, or live: by the installed DeepSpeed (seconds)",
     )
+    parser.add_argument(
+        "--software",
+        choices=("2024", "2026"),
+        default="2026",
+        help="2026: torch 2.13 and transformers 5, traced; 2024: torch 2.3 and transformers 4.4x, which took "
+        "more, as the paper's fits and OOMs say (default: 2026)",
+    )
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=_NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_estimate, parser=parser)
@@ -92,6 +99,7 @@ def _estimate(args: argparse.Namespace) -> int:
             gpus_per_node=args.gpus_per_node,
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
+            software=args.software,
         )
     for note in _notes(strategies):
         print(note, file=sys.stderr)
@@ -119,12 +127,14 @@ def estimates(
     gpus_per_node: int = 8,
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
+    software: str = "2026",
 ) -> list["Estimate"]:
     """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
 
     A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
     """
     from slm_toolkit.hardware import gpu_of_name
+    from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
     from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
     from slm_toolkit.predict.estimate import estimate, largest_batch
     from slm_toolkit.predict.host_memory import placement_of
@@ -147,7 +157,7 @@ def estimates(
         for values in itertools.product(*several.values())
     ]
     specs = {name: _model(name) for name in dict.fromkeys(config.model for config in configs)}
-    placed = [(_as_asked(strategy), placement_of(strategy)) for strategy in strategies]
+    placed = [(strategy_as_launched(strategy), placement_of(strategy)) for strategy in strategies]
     problems = [
         problem
         for strategy, _ in placed
@@ -185,8 +195,9 @@ def estimates(
                 gpu=gpu,
                 deepspeed_needs=needs,
                 deepspeed_version=version,
+                software=software,
             )
-            launched = _as_launched(config, strategy)
+            launched = config_as_launched(config, strategy)
             rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)
     return list(rows.values())
 
@@ -269,28 +280,6 @@ def _notes(strategies: list[Strategy]) -> list[str]:
         if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":
             found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
     return found
-
-
-def _as_asked(strategy: Strategy) -> Strategy:
-    """FSDP1 says by another key what FSDP2 calls reshard_after_forward."""
-    if strategy.engine != "fsdp1":
-        return strategy
-    from slm_toolkit.predict.host_memory import fsdp1_sharding
-
-    keeps = fsdp1_sharding(strategy) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-    return dataclasses.replace(strategy, reshard_after_forward=not keeps)
-
-
-def _as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
-    """What the user's own files decide: FSDP's checkpointing, and in stock the JSON's accumulation."""
-    changes: dict[str, Any] = {}
-    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
-    if str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true":
-        changes["gradient_checkpointing"] = "full"
-    steps = (strategy.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
-    if config.numerics == "stock" and steps != "auto":
-        changes["gradient_accumulation_steps"] = int(steps)
-    return dataclasses.replace(config, **changes) if changes else config
 
 
 def _live_deepspeed() -> tuple[Callable[..., Any], str]:

@@ -11,22 +11,10 @@ from typing import Any
 import yaml
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.deepspeed_json import read_deepspeed_config
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 "what `slm compare` runs when it is not told otherwise"
-
-# The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
-# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
-_KEYS_OF_THE_JSON = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("gradient_clipping",),
-    "zero_stage": ("zero_optimization", "stage"),
-    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
-    "offload_param_device": ("zero_optimization", "offload_param", "device"),
-    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
-    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
-    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,7 @@ def read_strategy(path: Path) -> Strategy:
             )
         return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
     if distributed_type == "DEEPSPEED":
-        deepspeed = _read_deepspeed_config(
+        deepspeed = read_deepspeed_config(
             _mapping(config, "deepspeed_config", path), path, mixed_precision=config.get("mixed_precision")
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
@@ -138,12 +126,6 @@ def read_strategy(path: Path) -> Strategy:
         f"{path}: distributed_type {distributed_type!r} is not supported\n"
         "hint: NO, MULTI_GPU, FSDP or DEEPSPEED"
     )
-
-
-def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
-    """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""
-    candidates = (Path(named).expanduser(), yaml_path.parent / named, yaml_path.parent.parent / named)
-    return next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
 
 
 def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:
@@ -220,103 +202,3 @@ def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: {key} is {value!r}\nhint: it holds settings, one per indented line")
     return value
-
-
-def _read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precision: object) -> dict[str, Any]:
-    """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for."""
-    named = section.get("deepspeed_config_file")
-    if named is None:  # the settings stand in the YAML itself
-        stage = section.get("zero_stage", 2)  # accelerate's default
-        config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-        for key in ("gradient_accumulation_steps", "gradient_clipping"):
-            if key in section:
-                config[key] = section[key]
-        for key in ("offload_optimizer", "offload_param"):
-            if section.get(f"{key}_device", "none") != "none":
-                config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
-        _check_shape(config, path)
-        return config
-    json_path = deepspeed_config_path(str(named), path)
-    if json_path is None:
-        raise ValueError(
-            f"{path}: no deepspeed_config_file {named!r} here or beside the YAML\n"
-            "hint: `slm configs --copy DIR` writes both folders"
-        )
-    try:
-        config = json.loads(json_path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{json_path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json"
-        ) from None
-    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else config
-    if not isinstance(zero, dict):
-        raise ValueError(
-            f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
-        )
-    _check_shape(config, json_path)
-    problems = []
-    if mixed_precision is not None:
-        problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
-    for key, json_keys in _KEYS_OF_THE_JSON.items():
-        if key not in section:
-            continue
-        value: Any = config
-        for json_key in json_keys:
-            value = value.get(json_key) if isinstance(value, dict) else None
-        problems.append(
-            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-            f"which says {'.'.join(json_keys)} {value!r}"
-        )
-    if problems:
-        raise ValueError(
-            "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
-        )
-    return config
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
-
-
-# What DeepSpeed 0.19 takes for the keys read here (with a dot: of zero_optimization); null is its default.
-_TAKES = (
-    ("settings", lambda value: isinstance(value, dict), "bf16 fp16 .offload_optimizer .offload_param"),
-    ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
-    (
-        "none, cpu or nvme",
-        lambda value: value in ("none", "cpu", "nvme"),
-        ".offload_optimizer.device .offload_param.device",
-    ),
-    (
-        'a number or "auto"',
-        lambda value: value == "auto" or _is_number(value),
-        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping .reduce_bucket_size "
-        ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
-    ),
-    (
-        "a number",
-        _is_number,
-        ".stage3_max_live_parameters .stage3_max_reuse_distance .sub_group_size "
-        ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
-    ),
-    (
-        "a whole number of at least 1",
-        lambda value: isinstance(value, int) and _is_number(value) and value >= 1,
-        ".zero_hpz_partition_size",
-    ),
-)
-
-
-def _check_shape(config: dict[str, Any], path: Path) -> None:
-    """Raises one ValueError with every value that is not of the kind that DeepSpeed takes."""
-    problems = []
-    for wanted, is_right, names in _TAKES:
-        for name in names.split():
-            full_name = f"zero_optimization{name}" if name.startswith(".") else name
-            value: Any = config
-            for key in full_name.split("."):
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None and not is_right(value):
-                problems.append(f"{path}: {full_name} is {value!r}, not {wanted}")
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: compare with ds_configs/zero3.json")

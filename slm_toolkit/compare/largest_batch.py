@@ -6,6 +6,7 @@ from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
 from slm_toolkit.hardware import find_gpu
+from slm_toolkit.predict.as_launched import config_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, estimate, largest_batch
 from slm_toolkit.predict.host_memory import placement_of
@@ -97,7 +98,8 @@ def estimated_batch(run: PlannedRun) -> int | None:
             deepspeed_version=ESTIMATOR_VERSION,
         )
 
-    return largest_batch(estimate_of, run.config).per_device_train_batch_size
+    launched = config_as_launched(run.config, run.strategy)
+    return largest_batch(estimate_of, launched).per_device_train_batch_size
 
 
 def flags_of_trials(

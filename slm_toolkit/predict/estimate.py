@@ -46,6 +46,8 @@ class Estimate:
     norm_kernel: str
     torch_compile: bool
     optim: str
+    software: str
+    "generation of torch and transformers, as in `predict.activations.SOFTWARE`"
     peak_allocated_bytes: int
     peak_allocated_low_bytes: int
     peak_allocated_high_bytes: int
@@ -81,10 +83,11 @@ def estimate(
     gpu: Gpu | None,
     deepspeed_needs: Callable[..., DeepSpeedNeeds | None],
     deepspeed_version: str | None,
+    software: str = "2026",
 ) -> Estimate:
     """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live."""
     num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks)
+    memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks, software=software)
     held = {**memory.parts, "workspace": workspace_bytes(gpu)}
     allocated = allocated_band(held)
     slack = allocator_slack(
@@ -131,6 +134,7 @@ def estimate(
         norm_kernel=config.norm_kernel,
         torch_compile=config.torch_compile,
         optim=config.optim,
+        software=software,
         peak_allocated_bytes=allocated.middle,
         peak_allocated_low_bytes=allocated.low,
         peak_allocated_high_bytes=allocated.high,

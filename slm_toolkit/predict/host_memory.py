@@ -99,7 +99,13 @@ def fsdp1_sharding(strategy: Strategy) -> str:
 
 
 def memory_of_rank(
-    spec: ModelSpec, strategy: Strategy, config: RunConfig, placement: Placement, *, num_ranks: int
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    placement: Placement,
+    *,
+    num_ranks: int,
+    software: str,
 ) -> MemoryEstimate:
     """`estimate_memory` with the state sharded over `num_ranks`, less what lies on the host.
 
@@ -107,7 +113,8 @@ def memory_of_rank(
     parameters of ZeRO-3 may stay. hpZ adds the share of a second copy in 16 bits.
     """
     offloads = placement.optimizer_device != "none"
-    memory = estimate_memory(spec, strategy, config, num_gpus=MANY_RANKS if offloads else num_ranks)
+    shards = MANY_RANKS if offloads else num_ranks
+    memory = estimate_memory(spec, strategy, config, num_gpus=shards, software=software)
     moved = {}
     if placement.parameter_device != "none":
         moved["parameters"] = 0

@@ -192,6 +192,8 @@ def _loss_memory(
     if config.loss_kernel == "fused_logits":
         rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
         in_forward = kept * T + e * V * T + (rows * V * 4 if e == 2 else 0)
+        if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
+            in_forward = kept * T + (e + 4) * V * T
         after = kept * T + e * V * T
         return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
     in_forward = kept * T + (8 if compute == FP32 else 10) * V * T

@@ -20,49 +20,30 @@ class Zero:
     overlap_comm: bool
     contiguous_gradients: bool
     max_live_parameters: int
-    max_reuse_distance: int
-    persistence_threshold: int
-    prefetch_bucket: int
     sub_group_size: int
     "ZeRO-3: elements that the optimizer steps at once"
 
 
 def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
     """DeepSpeed's own defaults where the JSON is silent; "auto" as accelerate 1.15 fills it in."""
-    section = deepspeed.get("zero_optimization", {})
-    h = spec.hidden_size
-    auto = {
-        "reduce_bucket_size": h * h,
-        "stage3_prefetch_bucket_size": int(0.9 * h * h),
-        "stage3_param_persistence_threshold": 10 * h,
-    }
-    defaults = {
+    section = {
         "reduce_bucket_size": int(5e8),
-        "stage3_prefetch_bucket_size": int(5e7),
-        "stage3_param_persistence_threshold": int(1e5),
         "stage3_max_live_parameters": int(1e9),
-        "stage3_max_reuse_distance": int(1e9),
         "sub_group_size": int(1e9),
-        "overlap_comm": section.get("stage") == 3,
         "contiguous_gradients": True,
+        "overlap_comm": deepspeed.get("zero_optimization", {}).get("stage") == 3,
+        **{
+            name: value for name, value in deepspeed.get("zero_optimization", {}).items() if value is not None
+        },
     }
-
-    def value(name: str) -> Any:
-        found = section.get(name)
-        if found == "auto":
-            return auto[name]
-        return defaults[name] if found is None else found
-
+    bucket = section["reduce_bucket_size"]
     return Zero(
         stage=section.get("stage", 0),
-        reduce_bucket=int(value("reduce_bucket_size")),
-        overlap_comm=value("overlap_comm"),
-        contiguous_gradients=value("contiguous_gradients"),
-        max_live_parameters=int(value("stage3_max_live_parameters")),
-        max_reuse_distance=int(value("stage3_max_reuse_distance")),
-        persistence_threshold=int(value("stage3_param_persistence_threshold")),
-        prefetch_bucket=int(value("stage3_prefetch_bucket_size")),
-        sub_group_size=int(value("sub_group_size")),
+        reduce_bucket=spec.hidden_size**2 if bucket == "auto" else int(bucket),
+        overlap_comm=section["overlap_comm"],
+        contiguous_gradients=section["contiguous_gradients"],
+        max_live_parameters=int(section["stage3_max_live_parameters"]),
+        sub_group_size=int(section["sub_group_size"]),
     )
 
 
@@ -86,14 +67,16 @@ def zero_1_or_2(
     # A gradient larger than a bucket goes around it, and under ZeRO-1 waits until backward has ended; a tied
     # one waits for the embedding's part anyway.
     head_is_large = zero.reduce_bucket < E
-    head_waits = E * w if spec.tied or (head_is_large and zero.stage == 1) else 0
+    waits_to_the_end = head_is_large and zero.stage == 1 and not accumulates
+    head_waits = E * w if spec.tied or waits_to_the_end else 0
     # one that several ranks keep pieces of is sent in pieces, put together until they fill a bucket
     pieces = (
         min(E, zero.reduce_bucket + P / num_ranks) * w
         if head_is_large and not spec.tied and P / num_ranks < E
         else 0
     )
-    large_of_layer = 3 * widest * w if zero.stage == 1 and widest > zero.reduce_bucket else 0
+    waits_if_large = zero.stage == 1 and num_ranks > 1 and widest > zero.reduce_bucket
+    large_of_layer = 3 * widest * w if waits_if_large else 0
     # Rank 0 keeps the gradients of the first parameters, whole ones, the embedding at least. The room for
     # them is made when the first is reduced, a norm's of one of the first layers.
     own = (P if num_ranks == 1 else max(E, P / num_ranks)) * kept
@@ -103,29 +86,34 @@ def zero_1_or_2(
         before = own if zero.stage == 2 else P * kept
     at_once = own if num_ranks == 1 else 0
 
+    # a norm is reduced with the bucket that it lies in: the first own one before the embedding's backward
+    # only if enough follows to fill that, or is too large for it
+    is_early = first_own_layer >= 1 and max(first_own_layer * p, widest) > zero.reduce_bucket
+
     def at_layer(layer: int, made: float) -> At:
         if accumulates and zero.stage == 1:
-            waiting = before - (L - 1 - layer) * p * kept
-        else:
-            waiting = before or large_of_layer * (L - 1 - layer + made / p)
-            if layer < first_own_layer:
-                waiting += own  # of this micro-step, to be added to those of earlier ones
-        return At(0, head_waits + waiting, buckets)
+            freed = 0 if large_of_layer else (L - 1 - layer) * p * kept
+            return At(0, head_waits + before - freed, buckets, min(made, widest) * w)
+        waiting = before or large_of_layer * (L - 1 - layer + made / p)
+        if is_early and layer < int(first_own_layer):
+            waiting += own  # of this micro-step, to be added to those of earlier ones
+        return At(0, head_waits + waiting, buckets, min(made, widest) * w)
 
     # the step flattens the gradients, then casts them to the master weights' dtype
     cast = P / num_ranks * dtypes.master if dtypes.master != kept else 0
+    is_one_by_one = P / num_ranks > zero.reduce_bucket or spec.tied or (accumulates and zero.stage == 1)
     at_embedding = head_waits + E * w * (2 if spec.tied else 1) + before
     if zero.stage == 2 or not accumulates:
-        at_embedding += own + large_of_layer * L
+        at_embedding += own * (is_early or not spec.tied) + large_of_layer * L
     return Step(
         state,
-        at_forward_loss=At(0, before),
-        at_loss=At(0, before),
-        at_head=At(0, before + E * w),
-        at_norm=At(0, before + at_once + E * w, buckets, pieces),
+        at_forward_loss=At(0, before, buckets * accumulates),
+        at_loss=At(0, before, buckets * accumulates),
+        at_head=At(0, before + E * w, buckets * accumulates),
+        at_norm=At(0, before + at_once + E * w * (zero.stage == 2 or not accumulates), buckets, pieces),
         at_layer=at_layer,
         at_layer_end=lambda layer: dataclasses.replace(at_layer(layer, p), temporary=widest * w + flattened),
-        at_embedding=At(0, at_embedding, buckets, flattened),
+        at_embedding=At(0, at_embedding, buckets, 0 if is_one_by_one else pieces),
         at_optimizer=At(0, share, 0, max(share + cast, (cast or share) + optimizer_temporary)),
     )
 

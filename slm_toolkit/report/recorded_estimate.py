@@ -4,9 +4,10 @@ import dataclasses
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import find_gpu
+from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.host_memory import fsdp1_sharding, placement_of
+from slm_toolkit.predict.host_memory import placement_of
 from slm_toolkit.record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy import Strategy
 
@@ -63,18 +64,12 @@ def _strategy_that_ran(record: RunRecord) -> Strategy:
         accelerate_config=record.asked.get("accelerate_config"),
         deepspeed_config=record.asked.get("deepspeed_config"),
     )
-    if strategy.engine != "fsdp1":
-        return strategy
-    keeps = fsdp1_sharding(strategy) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")  # as `slm estimate` does
-    return dataclasses.replace(strategy, reshard_after_forward=not keeps)
+    return strategy_as_launched(strategy)
 
 
 def _config_that_ran(record: RunRecord) -> RunConfig:
-    """What was asked, but for what the user's own files decide: FSDP's checkpointing, and accumulation."""
-    config, changes = config_of(record), {}
-    fsdp = (record.asked.get("accelerate_config") or {}).get("fsdp_config") or {}
-    if str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true":
-        changes["gradient_checkpointing"] = "full"
+    """What was asked, but for what the user's own files decide, and for the accumulation that was counted."""
+    config, changes = config_as_launched(config_of(record), _strategy_that_ran(record)), {}
     if record.tokens_per_step is not None:
         of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
         changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)

@@ -8,10 +8,24 @@ from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.record import FP32_REFERENCE
+from slm_toolkit.report.cells import (
+    DASH,
+    PARITY_COLUMNS,
+    dollars,
+    energy_column,
+    estimate_column,
+    gib,
+    interval,
+    largest_batch_column,
+    peak_columns,
+    peak_place,
+    rank,
+    rate,
+    setting,
+)
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.widths import fix_width
 
-DASH = "-"
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
 _SETTINGS = (  # shown as a column where rows differ in them, else once above the table
     ("model", "model"),
@@ -32,14 +46,6 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("learning_rate", "learning rate"),
     ("dataset", "dataset"),
     ("max_steps", "steps asked"),
-)
-_PARITY_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
-    ("max\n|Δloss|", lambda row: _scientific(row.parity_max_loss_difference), 11),
-    (
-        "grad-norm\nratio",
-        lambda row: DASH if row.parity_grad_norm_ratio is None else f"{row.parity_grad_norm_ratio:.5f}",
-        7,
-    ),
 )
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
     *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
@@ -67,27 +73,27 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
     columns: list[
         tuple[str, Callable[[Row], str], int]
     ] = [  # title, cell, order in which columns are dropped
-        *((title, lambda row, name=name: _setting(_value(row, name)), 0) for name, title in settings),
+        *((title, lambda row, name=name: setting(_value(row, name)), 0) for name, title in settings),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
-        *_largest_batch_column(rows),
-        ("rank", _rank, 12),
-        ("tokens/s", lambda row: _rate(row.tokens_per_second), 0),
-        ("interval", _interval, 8),
+        *largest_batch_column(rows),
+        ("rank", rank, 12),
+        ("tokens/s", lambda row: rate(row.tokens_per_second), 0),
+        ("interval", interval, 8),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
-            lambda row: _rate(row.tokens_per_second_per_gpu),
+            lambda row: rate(row.tokens_per_second_per_gpu),
             2,
         ),
         ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
-        *_peak_columns(rows, on_gpu=on_gpu),
-        *_estimate_column(rows),
-        *([("peak at", _peak_place, 4)] if any(row.is_rehearsed for row in rows) else []),
-        ("state\nGiB/rank", lambda row: _gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
-        ("DeepSpeed's\nestimate GiB", lambda row: _gib(row.deepspeed_bytes), 2),
-        ("$ per 1M\ntokens", lambda row: _dollars(row.usd_per_million_tokens), 9),
-        *_energy_column(rows),
-        *(_PARITY_COLUMNS if gate else ()),
+        *peak_columns(rows, on_gpu=on_gpu),
+        *estimate_column(rows),
+        *([("peak at", peak_place, 4)] if any(row.is_rehearsed for row in rows) else []),
+        ("state\nGiB/rank", lambda row: gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
+        ("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
+        ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
+        *energy_column(rows),
+        *(PARITY_COLUMNS if gate else ()),
         ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
     ]
     dropped: list[str] = []
@@ -242,87 +248,3 @@ def _marks(rows: list[Row]) -> dict[tuple[str, ...], str]:
     """A footnote mark for each way in which rows were computed otherwise than their reference."""
     ways = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
     return {way: f" [{number}]" for number, way in enumerate(ways, start=1)}
-
-
-def _rank(row: Row) -> str:
-    if row.rank is None:
-        return DASH
-    return f"{row.rank}=" if row.shares_rank else str(row.rank)
-
-
-def _energy_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
-    """Shown where there is any: CPUs have no counter that we read."""
-    if all(row.joules_per_token is None for row in rows):
-        return []
-    # a joule per token is 1,000 kJ per million tokens
-    shown = lambda row: DASH if row.joules_per_token is None else f"{row.joules_per_token * 1e3:,.1f}"  # noqa: E731
-    return [("kJ per 1M\ntokens", shown, 10)]
-
-
-def _setting(value: object) -> str:
-    if value is None:
-        return DASH
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-
-
-def _rate(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
-
-
-def _interval(row: Row) -> str:
-    """Both ends, as shares of the median."""
-    if row.tokens_per_second is None:
-        return DASH
-    below, above = (end / row.tokens_per_second - 1 for end in row.interval)
-    return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
-
-
-def _peak_columns(rows: list[Row], *, on_gpu: bool) -> list[tuple[str, Callable[[Row], str], int]]:
-    """Measured peaks and rehearsed ones never share a column."""
-    titles = {
-        "measured": "peak GiB" if on_gpu else "peak GiB\n(process)",
-        "rehearsed": "peak GiB\nallocated on\nrank 0",
-    }
-
-    def of(evidence: str) -> Callable[[Row], str]:
-        return lambda row: _gib(row.peak_bytes) if row.evidence == evidence else DASH
-
-    found = {row.evidence for row in rows}
-    return [(title, of(evidence), 0) for evidence, title in titles.items() if evidence in found]
-
-
-def _largest_batch_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
-    if all(row.largest_batch is None for row in rows):
-        return []
-
-    def shown(row: Row) -> str:
-        if row.largest_batch is None:
-            return DASH
-        return f"{row.largest_batch}{' or more' if row.smallest_oom_batch is None else ''}"
-
-    return [("largest\nbatch", shown, 0)]
-
-
-def _estimate_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
-    """Beside peaks that it is an estimate of: not those of CPU processes."""
-    if all(row.estimated_peak_bytes is None for row in rows):
-        return []
-    return [("estimated\nGiB", lambda row: _gib(row.estimated_peak_bytes), 1)]
-
-
-def _peak_place(row: Row) -> str:
-    if row.memory_at_peak is None:
-        return DASH
-    return f"{row.memory_at_peak['phase']} {row.memory_at_peak['module']}".strip()
-
-
-def _scientific(value: float | None) -> str:
-    return DASH if value is None else f"{value:.1e}"
-
-
-def _gib(value: int | None) -> str:
-    return DASH if value is None else f"{value / 2**30:.2f}"
-
-
-def _dollars(value: float | None) -> str:
-    return DASH if value is None else f"${value:.4f}"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.strategy import Strategy, deepspeed_config_path, read_strategy
+from slm_toolkit.deepspeed_json import deepspeed_config_path
+from slm_toolkit.strategy import Strategy, read_strategy
 
 
 @dataclass(frozen=True)
