@@ -2,6 +2,7 @@
 
     python bench/memory_traces.py --half development   # some 10 minutes on two cores
     python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
+    python bench/memory_traces.py --half fresh         # another draw, when formulas were done
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -26,7 +27,7 @@ from slm_toolkit.record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy import Strategy, find_strategy
 
 SEED = 20261120
-NUM = 280
+NUM, FRESH = 280, 110
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -74,15 +75,16 @@ def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
-    """A random half to look at while formulas are changed, and one that is only ever counted."""
+    """A random half to look at while formulas are changed, one that is only ever counted, and a fresh draw."""
     shuffled = random.Random(seed).sample(configurations, len(configurations))
-    return {"development": shuffled[::2], "held_out": shuffled[1::2]}
+    fresh = [found for found in sample(FRESH, seed + 1) if found not in configurations]
+    return {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=NUM, help=f"configurations (default: {NUM})")
-    parser.add_argument("--half", choices=("development", "held_out"), required=True)
+    parser.add_argument("--half", choices=("development", "held_out", "fresh"), required=True)
     parser.add_argument("--out", type=Path, default=Path("results/memory"), help="folder")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()

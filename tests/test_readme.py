@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,32 @@ def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
 def test_the_table_shown_is_the_report_of_the_records_shipped() -> None:
     shown = re.search(r"```text\n(.*?)```", README, re.S)[1]
     assert slm("report", "results/cpu").out == shown
+
+
+def test_the_error_table_shown_is_the_ledger_of_the_records_shipped() -> None:
+    shown = re.findall(r"```text\n(.*?)```", README, re.S)[1]
+    assert slm("report", "results/rehearsed", "--errors").out.endswith(shown)
+
+
+def test_the_accuracy_shown_is_that_of_the_traces_shipped() -> None:
+    printed = subprocess.run(
+        [sys.executable, "bench/memory_accuracy.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    halves = re.findall(r"^\w+: (\d+) configurations, median error (\S+%), worst (\S+%);", printed, re.M)
+    shown = re.findall(r"^\| [^|]+ \| (\d+) \| ([\d.]+%) \| ([\d.]+%) \|$", README, re.M)
+    assert shown == halves
+
+
+def test_the_published_memory_shown_is_what_the_bench_prints() -> None:
+    printed = subprocess.run(
+        [sys.executable, "bench/published_memory.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "allocated: 4 rows, median error 2.1%, worst 2.3%" in printed
+    assert "reserved: 10 rows, median error 4.4%, worst 9.3%" in printed
+    text = " ".join(README.split())
+    assert "allocated 4 rows, median error 2.1%, worst 2.3%" in text
+    assert "10 rows, 4.4% and 9.3%" in text
+    assert "--software 2024: 16 of 16 right" in printed
 
 
 @pytest.mark.parametrize(
