@@ -75,7 +75,7 @@ def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
-    """A random half to look at while formulas are changed, one that is only ever counted, and a fresh draw."""
+    """A random half to look at while formulas are changed, one that is only counted, and a fresh draw."""
     shuffled = random.Random(seed).sample(configurations, len(configurations))
     fresh = [found for found in sample(FRESH, seed + 1) if found not in configurations]
     return {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}

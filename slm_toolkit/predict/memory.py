@@ -72,6 +72,8 @@ def estimate_memory(
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
     if config.loss_kernel != "fused_linear":  # whose head has its gradient already, from forward
         consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
+    elif compute == AUTOCAST:  # but in bf16: the parameter's, in fp32, lies beside it
+        consider("backward: lm_head", step.at_norm, saved + fixed, loss.head)
     consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
     matrices = (
         spec.hidden_size * spec.ffn_size,
@@ -145,11 +147,12 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
 
 
 def _shared(spec: ModelSpec, config: RunConfig, compute: str) -> float:
-    """What all layers share: RoPE's sine and cosine, and with eager attention the causal mask."""
+    """What all layers share: RoPE's sine and cosine, and with eager attention each sequence's mask."""
     e = 2 if compute == BF16 else 4
     rope = 2 * config.seq_len * spec.head_dim * e
-    mask = config.seq_len**2 * e if config.attn_implementation == "eager" else 0
-    return rope + mask
+    if config.attn_implementation != "eager":
+        return rope
+    return rope + config.per_device_train_batch_size * config.seq_len**2 * e
 
 
 @dataclass(frozen=True)
