@@ -59,6 +59,12 @@ def main() -> None:
         )
         if abs(error) > 0.1:
             print(f"    why: {row['remark']}")
+    bare = [
+        abs(compared({**row, "extra_bytes_per_token": 0})[0])
+        for row in published()
+        if row["counted"] == "yes" and row["metric"] == "allocated"
+    ]
+    print(f"allocated, without what the scripts hold beside a step: median error {median(bare):.1%}")
     for metric, found in errors.items():
         print(f"{metric}: {len(found)} rows, median error {median(found):.1%}, worst {max(found):.1%}")
     for software in ("2024", "2026"):

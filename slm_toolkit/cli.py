@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import sys
 from difflib import get_close_matches
@@ -36,10 +37,16 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of `slm`. Exit codes: 0 all rows ok or oom, 1 a row failed or broke parity, 2 bad input."""
     args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))
     if unknown:
-        known = [f"--{name}" for name in vars(args)]
+        known = [f"--{name}" for name in vars(args) if name not in ("parser", "verb")]
         close = get_close_matches(unknown[0], known, n=1)
         args.parser.error(f"unknown: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
-    raise SystemExit(args.verb(args))
+    try:
+        code = args.verb(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,7 +147,6 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     names = {f.name for f in dataclasses.fields(RunConfig)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    given = {name: [True] if value == [] else value for name, value in given.items()}  # --torch_compile alone
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     with user_errors():

@@ -82,7 +82,11 @@ def _is_number(value: object) -> bool:
 
 # What DeepSpeed 0.19 takes for the keys read here (with a dot: of zero_optimization); null is its default.
 _TAKES = (
-    ("settings", lambda value: isinstance(value, dict), "bf16 fp16 .offload_optimizer .offload_param"),
+    (
+        "settings",
+        lambda value: isinstance(value, dict),
+        "bf16 fp16 data_types .offload_optimizer .offload_param",
+    ),
     ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
     (
         "none, cpu or nvme",
@@ -92,13 +96,18 @@ _TAKES = (
     (
         'a number or "auto"',
         lambda value: value == "auto" or _is_number(value),
-        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping .reduce_bucket_size "
+        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping "
         ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
+    ),
+    (
+        'a number above 0 or "auto"',
+        lambda value: value == "auto" or (_is_number(value) and value > 0),
+        ".reduce_bucket_size .sub_group_size",
     ),
     (
         "a number",
         _is_number,
-        ".stage3_max_live_parameters .stage3_max_reuse_distance .sub_group_size "
+        ".stage3_max_live_parameters .stage3_max_reuse_distance "
         ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
     ),
     (

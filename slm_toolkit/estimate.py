@@ -58,7 +58,12 @@ def add_estimate_verb(verbs: Any) -> None:
         "--gpu", nargs="+", default=[None], metavar="NAME", help="say whether it fits on a100-40gb, h200, ..."
     )
     parser.add_argument(
-        "--num_gpus", nargs="+", type=int, default=[8], metavar="N", help="GPUs in all (default: 8)"
+        "--num_gpus",
+        nargs="+",
+        type=int,
+        default=[8],
+        metavar="N",
+        help="GPUs, whatever a YAML says (default: 8)",
     )
     parser.add_argument(
         "--gpus_per_node", type=int, default=8, metavar="K", help="at most so many in a node (default: 8)"
@@ -66,7 +71,8 @@ def add_estimate_verb(verbs: Any) -> None:
     parser.add_argument(
         "--largest_batch",
         action="store_true",
-        help="the largest --per_device_train_batch_size that fits on --gpu, for each row",
+        help="the largest --per_device_train_batch_size that fits on --gpu, for each row, and the largest "
+        "that is not even tight (a tenth more activations would fit too)",
     )
     parser.add_argument(
         "--deepspeed",
@@ -112,7 +118,7 @@ def _estimate(args: argparse.Namespace) -> int:
         from slm_toolkit.report.estimate_table import estimate_table
 
         console = Console()
-        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        console.width = console.width if console.is_terminal else 2 * PIPE_WIDTH  # a file may be wide
         table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
         console.print(table, crop=False)
     return 0
@@ -275,6 +281,9 @@ def _notes(strategies: list[Strategy]) -> list[str]:
     """Where a user's own file asks for something that the estimate does not follow."""
     found = []
     for strategy in strategies:
+        precision = (strategy.accelerate_config or {}).get("mixed_precision")
+        if precision not in (None, "bf16"):
+            found.append(f"{strategy.path}: mixed_precision {precision} is overridden: --numerics decides")
         fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
         policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
         if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":

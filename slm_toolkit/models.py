@@ -201,7 +201,8 @@ def spec_from_config_file(path: Path) -> ModelSpec:
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}\nhint: give a Hugging Face config.json") from None
-    return _spec_from_config(config, name=path.parent.resolve().name, path=str(path))
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    return _spec_from_config(config, name=name, path=str(path))
 
 
 def _spec_from_hub(hub_id: str) -> ModelSpec:
@@ -240,10 +241,15 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         raise ValueError(
             f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
         )
-    if "head_dim" not in config and config["hidden_size"] % heads:
+    if config["hidden_size"] % heads:
         raise ValueError(
-            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\nhint: set head_dim"
+            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
+            "hint: transformers refuses such a model"
         )
+    for key in ("tie_word_embeddings", "rope_parameters"):
+        kind = bool if key == "tie_word_embeddings" else dict
+        if config.get(key) is not None and not isinstance(config[key], kind):
+            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {_KIND[kind]}")
     rope = config.get("rope_parameters") or {}
     return ModelSpec(
         name,
@@ -262,6 +268,9 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         source=path,
         path=path,
     )
+
+
+_KIND = {bool: "true or false", dict: "an object"}
 
 
 def _is_positive_int(value: object) -> bool:

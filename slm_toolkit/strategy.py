@@ -35,6 +35,15 @@ class Strategy:
     deepspeed_config: dict[str, Any] | None = None
 
     @property
+    def offloads(self) -> bool:
+        """Whether part of the training state is to lie in the host's RAM or on its disk."""
+        zero = (self.deepspeed_config or {}).get("zero_optimization") or {}
+        devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
+        fsdp = (self.accelerate_config or {}).get("fsdp_config") or {}
+        to_host = str(fsdp.get("fsdp_offload_params")).lower() == "true"
+        return to_host or any(device not in (None, "none") for device in devices)
+
+    @property
     def sharded_parts(self) -> tuple[str, ...]:
         """The parts of the training state that every rank holds only its share of, between two steps."""
         if self.engine in ("fsdp1", "fsdp2") or self.zero_stage == 3:
@@ -90,7 +99,12 @@ def find_strategy(name_or_path: str) -> Strategy:
 def read_strategy(path: Path) -> Strategy:
     """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError with every problem found."""
     config = _read_yaml(path)
-    distributed_type = str(config.get("distributed_type", "NO")).upper()
+    if "distributed_type" not in config:
+        raise ValueError(
+            f"{path} has no distributed_type: it is no accelerate YAML\n"
+            "hint: a DeepSpeed JSON is named in one; `slm configs --copy DIR` writes examples"
+        )
+    distributed_type = str(config["distributed_type"]).upper()
     num_processes = config.get("num_processes", 1)
     if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
         raise ValueError(

@@ -161,6 +161,12 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
 def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     """Steps on tensors without memory, every allocation traced; returns the record's fields."""
     timeline = follow_memory(job, prepared, fake_batches(job.config))
+    peak = timeline.peak
+    print(
+        f"rank 0 of {job.config.rehearse}: peak {peak.num_bytes / 2**30:.2f} GiB "
+        f"in {peak.phase}, {peak.module or 'optimizer'}; slm report {job.run_dir} --memory",
+        file=sys.stderr,
+    )
     return {
         "memory_at_peak": timeline.summary,
         "peak_allocated_bytes": [timeline.peak.num_bytes],

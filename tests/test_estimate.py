@@ -37,7 +37,7 @@ KEYS = {
     *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "torch_compile", "optim", "software"),
     *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
     *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
-    *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "deepspeed_bytes"),
+    *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "batch_with_margin", "deepspeed_bytes"),
     *("deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in", "deepspeed_version"),
 }
 FSDP2 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
@@ -194,7 +194,8 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         words = ("--gradient_checkpointing", row["gradient_checkpointing"], "--gpu", "a100-40gb")
         words += ("--strategy", row["strategy"], "--num_gpus", str(row["num_gpus"]), "--model", "slm-1b")
         fitting, next_one = estimated(*words, "--per_device_train_batch_size", str(batch), str(batch + 1))
-        assert fitting == row
+        assert fitting == {**row, "batch_with_margin": None}
+        assert 0 <= row["batch_with_margin"] <= batch
         assert next_one["verdict"] == "does not fit"
 
 
@@ -368,7 +369,10 @@ MODELS = {
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
         (["--strategy", "nowhere.yaml"], "no such file: nowhere.yaml"),
         (["--strategy", "list.yaml"], "list.json holds no DeepSpeed settings but [3]"),
-        (["--strategy", "word.yaml"], "zero_optimization.reduce_bucket_size is 'big', not a number or"),
+        (
+            ["--strategy", "word.yaml"],
+            "zero_optimization.reduce_bucket_size is 'big', not a number above 0 or",
+        ),
         (["--strategy", "live.yaml"], "stage3_max_live_parameters is 'auto', not a number"),
         (["--strategy", "two.yaml"], "ZeRO stage 'two'"),
         (["--strategy", "yes.yaml"], "ZeRO stage True"),

@@ -216,7 +216,7 @@ def test_a_narrow_table_cuts_no_figure_and_says_what_is_left_out() -> None:
     with console.capture() as capture:
         table = ledger_table(entries, summaries(entries), named={}, width=70)
         console.print(table, crop=False, soft_wrap=True)
-    assert "left out for want of width: parameters, master weights" in capture.get()
+    assert "left out for want of width: evidence, what, parameters, master weights" in capture.get()
     assert "…" not in capture.get()
 
 

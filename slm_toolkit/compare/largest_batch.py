@@ -6,7 +6,7 @@ from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
 from slm_toolkit.hardware import find_gpu
-from slm_toolkit.predict.as_launched import config_as_launched
+from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, estimate, largest_batch
 from slm_toolkit.predict.host_memory import placement_of
@@ -88,11 +88,11 @@ def estimated_batch(run: PlannedRun) -> int | None:
     def estimate_of(config: Any) -> Any:
         return estimate(
             run.spec,
-            run.strategy,
+            strategy_as_launched(run.strategy),
             placement,
             config,
             num_gpus=num_gpus,
-            gpus_per_node=num_gpus,
+            gpus_per_node=min(num_gpus, 8) if run.config.rehearse else num_gpus,
             gpu=gpu,
             deepspeed_needs=deepspeed_needs,
             deepspeed_version=ESTIMATOR_VERSION,

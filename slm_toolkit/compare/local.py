@@ -97,7 +97,8 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
             process.wait()
     last = _progress_of(folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
-    killed = "exitcode  : -9" in (folder / LOG_FILE).read_text(errors="replace")
+    log_text = (folder / LOG_FILE).read_text(errors="replace")
+    killed = "exitcode  : -9" in log_text
     if (folder / RECORD_FILE).is_file():
         record = read_record(folder / RECORD_FILE)
         # What the others saw of a rank's end, a closed connection, is not the cause; their own crash is.
@@ -112,6 +113,8 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         status, reason = "timeout", f"stopped after {timeout_seconds:g} s, {where}"
     elif killed:
         reason = "a rank was killed (signal 9), most often by the kernel for want of host memory"
+    elif reason.startswith("last line") and (number := re.search(r"exitcode  : -(\d+)", log_text)):
+        reason = f"a rank crashed ({signal.Signals(int(number[1])).name}): see {folder / LOG_FILE}"
     record = RunRecord(
         run_name=run.run_name,
         identity=run.identity,

@@ -75,6 +75,9 @@ def dtypes_of(numerics: str, engine: str, *, fp32_reduction: bool) -> Dtypes:
     if numerics == "fp32":
         own_master = 4 if engine == "deepspeed" else 0
         return Dtypes(4, own_master, 8, 4, 4, 4, 4)
+    if engine == "deepspeed" and fp32_reduction:  # grad_accum_dtype: what is kept is fp32, too
+        own_master = 2 if numerics == "pure_bf16" else 4
+        return Dtypes(2, own_master, 2 * own_master, 2, 2, 4, 4)
     if numerics == "pure_bf16":
         own_master = 2 if engine == "deepspeed" else 0
         return Dtypes(2, own_master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
@@ -99,11 +102,16 @@ class Copies:
         return self.of_layer * (num_layers - sum(self.recomputed[:num_layers]))
 
 
+DDP_BUCKET_BYTES = 25 * 2**20
+"of gradients that DDP reduces at once, where a single one is not larger: bucket_cap_mb's default"
+
+
 def replicated(
     spec: ModelSpec,
     dtypes: Dtypes,
     *,
     has_buckets: bool,
+    reduces_copies: bool,
     accumulates: bool,
     copies: Copies,
     optimizer_temporary: float,
@@ -115,6 +123,7 @@ def replicated(
     state = State(P * dtypes.parameter, P * dtypes.master, P * dtypes.moments, buckets)
     before = P * g if accumulates else 0
     widest = spec.hidden_size * spec.ffn_size * g
+    copied = max(E, DDP_BUCKET_BYTES // g) * 4 if has_buckets and reduces_copies else 0
     held = E * g if spec.tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
@@ -131,7 +140,7 @@ def replicated(
         at_head=At(copies.waiting(L) + copies.of_head, before + E * g, temporary=copies.of_head),
         at_norm=At(copies.waiting(L), before + E * g),
         at_layer=at_layer,
-        at_embedding=At(0, P * g + (2 + accumulates if spec.tied else accumulates) * E * g),
+        at_embedding=At(0, P * g + (2 + accumulates if spec.tied else accumulates) * E * g, temporary=copied),
         at_optimizer=At(0, P * g, temporary=optimizer_temporary),
     )
 
@@ -156,7 +165,7 @@ def fsdp2(
     state = State(
         P / num_ranks * dtypes.parameter, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments
     )
-    before = P * dtypes.gradient if accumulates else 0
+    before = P * max(dtypes.gradient, r) if accumulates else 0  # whole ones, in the reduction's dtype
     widest = spec.hidden_size * spec.ffn_size * w
     # tied: one unit of embedding, norm and head, gathered from the first to the last moment, and its gradient
     # waits for the embedding's
@@ -191,8 +200,8 @@ def fsdp2(
         at_layer=at_layer,
         at_embedding=At(
             tail * w,
-            (3 if spec.tied else 1) * E * w + (before or P / num_ranks * kept),
-            communication=(p if accumulates or spec.tied else max(p, E)) * r,
+            (3 if spec.tied else 1) * E * w + (before or (P - E) / num_ranks * kept),
+            communication=p * r,
         ),
         at_optimizer=At(0, P / num_ranks * kept, temporary=optimizer_temporary),
     )

@@ -63,6 +63,8 @@ class Estimate:
     "fits, tight or does not fit; see predict/gpu_memory.py"
     headroom_bytes: int | None
     "the GPU's memory less cuda_context and peak_allocated_bytes"
+    batch_with_margin: int | None
+    "with --largest_batch: the largest whose verdict is fits, not tight"
     deepspeed_bytes: int | None
     "what DeepSpeed's own estimator says; None for stages that it has none for"
     deepspeed_host_bytes: int | None
@@ -149,6 +151,7 @@ def estimate(
         fits=None if verdict is None else verdict != "does not fit",
         verdict=verdict,
         headroom_bytes=None if usable is None else usable - allocated.middle,
+        batch_with_margin=None,
         deepspeed_bytes=needs.gpu_bytes if needs else None,
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
         deepspeed_stage=stage,
@@ -166,8 +169,14 @@ def largest_batch(estimate_of: Callable[[RunConfig], Estimate], config: RunConfi
     def of(size: int) -> Estimate:
         return estimate_of(dataclasses.replace(config, per_device_train_batch_size=size))
 
-    num_fitting = bisect_left(range(1, LARGEST_BATCH_TRIED + 1), True, key=lambda size: not of(size).fits)
-    return dataclasses.replace(of(max(1, num_fitting)), per_device_train_batch_size=num_fitting)
+    def largest(is_small_enough: Callable[[Estimate], bool], most: int) -> int:
+        return bisect_left(range(1, most + 1), True, key=lambda size: not is_small_enough(of(size)))
+
+    num_fitting = largest(lambda found: bool(found.fits), LARGEST_BATCH_TRIED)
+    with_margin = largest(lambda found: found.verdict == "fits", num_fitting)
+    return dataclasses.replace(
+        of(max(1, num_fitting)), per_device_train_batch_size=num_fitting, batch_with_margin=with_margin
+    )
 
 
 def deepspeed_stage(strategy: Strategy) -> int | None:

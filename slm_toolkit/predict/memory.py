@@ -47,7 +47,8 @@ def estimate_memory(
     `config` has its defaults filled in. Raises ValueError for sizes that can't be.
     """
     engine = strategy.engine
-    dtypes = dtypes_of(config.numerics, engine, fp32_reduction=config.reduce_dtype == "fp32")
+    fp32_reduction = config.reduce_dtype == "fp32" or accumulates_in_fp32(strategy)
+    dtypes = dtypes_of(config.numerics, engine, fp32_reduction=fp32_reduction)
     compute = compute_of(config.numerics, engine)
     num_tokens = config.per_device_train_batch_size * config.seq_len
     layers = _layers(spec, config, compute, software)
@@ -110,6 +111,19 @@ def estimate_memory(
         "temporary": at.temporary,
     }
     return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
+
+
+def accumulates_in_fp32(strategy: Strategy) -> bool:
+    """Whether a DeepSpeed JSON asks for fp32 gradients under bf16 weights. Raises ValueError for ZeRO-1."""
+    data_types = (strategy.deepspeed_config or {}).get("data_types") or {}
+    if data_types.get("grad_accum_dtype") not in ("fp32", "float32"):
+        return False
+    if strategy.zero_stage == 1:
+        raise ValueError(
+            f"{strategy.path}: grad_accum_dtype fp32 makes ZeRO-1 another optimizer: no closed form for it\n"
+            "hint: rehearse it: --rehearse N"
+        )
+    return True
 
 
 def compute_of(numerics: str, engine: str) -> str:
@@ -246,6 +260,7 @@ def _engine_step(
             spec,
             dtypes,
             has_buckets=engine == "ddp",
+            reduces_copies=config.reduce_dtype == "fp32" and dtypes.gradient == 2,
             accumulates=accumulates,
             copies=copies,
             optimizer_temporary=temporary,

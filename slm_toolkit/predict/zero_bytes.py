@@ -20,6 +20,9 @@ class Zero:
     overlap_comm: bool
     contiguous_gradients: bool
     max_live_parameters: int
+    persistence_threshold: int
+    "ZeRO-3: smaller parameters are whole on every rank"
+    prefetches: bool
     sub_group_size: int
     "ZeRO-3: elements that the optimizer steps at once"
 
@@ -29,6 +32,8 @@ def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
     section = {
         "reduce_bucket_size": int(5e8),
         "stage3_max_live_parameters": int(1e9),
+        "stage3_param_persistence_threshold": int(1e5),
+        "stage3_prefetch_bucket_size": int(5e7),
         "sub_group_size": int(1e9),
         "contiguous_gradients": True,
         "overlap_comm": deepspeed.get("zero_optimization", {}).get("stage") == 3,
@@ -36,13 +41,15 @@ def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
             name: value for name, value in deepspeed.get("zero_optimization", {}).items() if value is not None
         },
     }
-    bucket = section["reduce_bucket_size"]
+    bucket, threshold = section["reduce_bucket_size"], section["stage3_param_persistence_threshold"]
     return Zero(
         stage=section.get("stage", 0),
         reduce_bucket=spec.hidden_size**2 if bucket == "auto" else int(bucket),
         overlap_comm=section["overlap_comm"],
         contiguous_gradients=section["contiguous_gradients"],
         max_live_parameters=int(section["stage3_max_live_parameters"]),
+        persistence_threshold=10 * spec.hidden_size if threshold == "auto" else int(threshold),
+        prefetches=section["stage3_prefetch_bucket_size"] != 0,
         sub_group_size=int(section["sub_group_size"]),
     )
 
@@ -66,7 +73,7 @@ def zero_1_or_2(
     widest = spec.hidden_size * spec.ffn_size
     # A gradient larger than a bucket goes around it, and under ZeRO-1 waits until backward has ended; a tied
     # one waits for the embedding's part anyway.
-    head_is_large = zero.reduce_bucket < E
+    head_is_large = zero.reduce_bucket < E or not zero.contiguous_gradients
     waits_to_the_end = head_is_large and zero.stage == 1 and not accumulates
     head_waits = E * w if spec.tied or waits_to_the_end else 0
     # one that several ranks keep pieces of is sent in pieces, put together until they fill a bucket
@@ -75,8 +82,12 @@ def zero_1_or_2(
         if head_is_large and not spec.tied and P / num_ranks < E
         else 0
     )
-    waits_if_large = zero.stage == 1 and num_ranks > 1 and widest > zero.reduce_bucket
-    large_of_layer = 3 * widest * w if waits_if_large else 0
+    large_of_layer = 0
+    if zero.stage == 1 and num_ranks > 1:
+        h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        matrices = [widest] * 3 + [h * q] * 2 + [h * v] * 2
+        smallest = zero.reduce_bucket if zero.contiguous_gradients else 0  # without buckets all wait
+        large_of_layer = w * sum(size for size in matrices if size > smallest)
     # Rank 0 keeps the gradients of the first parameters, whole ones, the embedding at least. The room for
     # them is made when the first is reduced, a norm's of one of the first layers.
     own = (P if num_ranks == 1 else max(E, P / num_ranks)) * kept
@@ -143,9 +154,20 @@ def zero_3(
     held = E * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
     # A parameter is gathered ahead as long as fewer than max_live are: the embedding, when its turn comes,
     # goes beyond that by its own size. In backward that is so many layers before the first.
-    live = max(E, min(P, zero.max_live_parameters)) * w if num_ranks > 1 else 0
-    most_live = min(P, zero.max_live_parameters + E) * w if num_ranks > 1 else 0
+    # Without prefetching, those of an FFN and what is left of attention are.
+    h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
+    persistent = sum(size * count for size, count in sizes if size < zero.persistence_threshold) * L
+    in_use = 3 * h * spec.ffn_size + h * q
+    wanted = zero.max_live_parameters if zero.prefetches else in_use
+    live = max(E, min(P, wanted), persistent) * w if num_ranks > 1 else 0
+    most_live = max(min(P, wanted + E * zero.prefetches), persistent) * w if num_ranks > 1 else 0
     turn_of_embedding = min(L - 1, int(zero.max_live_parameters / p))
+
+    # as under ZeRO-1 and 2, but for a sub-group of the share at a time
+    stepped = min(share, zero.sub_group_size)
+    flat = stepped * dtypes.kept_gradient
+    cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
 
     def at_layer(layer: int, made: float) -> At:
         return At(most_live if layer == turn_of_embedding else live, held, 0, widest)
@@ -158,9 +180,6 @@ def zero_3(
         at_norm=At(live, E * w),
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * E * w),
-        at_optimizer=At(
-            temporary=min(share, zero.sub_group_size) * dtypes.master
-            + min(optimizer_temporary, zero.sub_group_size * dtypes.master)
-        ),
+        at_optimizer=At(temporary=max(flat + cast, (cast or flat) + min(optimizer_temporary, cast or flat))),
         crowded_layer=turn_of_embedding,
     )

@@ -75,6 +75,8 @@ def _columns(
         for name, title, _, _ in _SETTINGS
         if _differs(rows, name) or (largest_batch and title == "batch")
     ]
+    if largest_batch:
+        found.append(("batch with\nmargin", lambda row: str(row.batch_with_margin), 0))
     found += [
         ("strategy", lambda row: row.strategy, 0),
         ("peak GiB\nallocated", lambda row: _gib(row.peak_allocated_bytes), 0),
@@ -122,7 +124,10 @@ def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
 def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:
     notes = ["closed forms, no run; peaks are of one step on the GPU that holds most, parts at that instant"]
     if largest_batch:
-        notes.append(f"batch: the largest per GPU that fits, of up to {LARGEST_BATCH_TRIED:,}; 0: not even 1")
+        notes.append(
+            f"batch: the largest per GPU that fits, tight or not, of up to {LARGEST_BATCH_TRIED:,}; "
+            "0: not even 1; with margin: the largest that is not tight either, the safe one"
+        )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
         if gpu.memory_bytes is None:
             notes.append(f"{gpu.name}: no memory known")

@@ -26,8 +26,9 @@ def ledger_table(
     lines = _lines(entries, named)
     titles = [title for title in lines[0] if any(line[title] != DASH for line in lines)]
     dropped: list[str] = []
+    said = [title for title in ("evidence", "what") if len({line[title] for line in lines}) == 1]
     while (table := _table(lines, titles)).width > width and (
-        victims := [title for title in _DROPPED_FIRST if title in titles]
+        victims := [title for title in (*said, *_DROPPED_FIRST) if title in titles]
     ):
         titles.remove(victims[0])
         dropped.append(victims[0].replace("-\n", "").replace("\n", " "))
@@ -40,7 +41,10 @@ def ledger_table(
     if dropped:
         notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
     return Group(
-        Text(f"{_same(entries)}estimated against observed, GiB on the rank that holds most", style="bold"),
+        Text(
+            f"{_same(entries)}estimated against {_evidence(entries)}, GiB on the rank that holds most",
+            style="bold",
+        ),
         table,
         *(Text(note, style="dim") for note in notes),
         Text("errors", style="bold"),
@@ -53,6 +57,11 @@ def _same(entries: list[LedgerEntry]) -> str:
     models, sizes = {entry.model for entry in entries}, {entry.world_size for entry in entries}
     words = [*(models if len(models) == 1 else ()), *(f"{n} ranks" for n in sizes if len(sizes) == 1)]
     return f"{', '.join(words)}: " if words else ""
+
+
+def _evidence(entries: list[LedgerEntry]) -> str:
+    """measured, rehearsed or both: what the estimates are held against."""
+    return " and ".join(sorted({entry.evidence for entry in entries}))
 
 
 def _lines(entries: list[LedgerEntry], named: dict[str, str]) -> list[dict[str, str]]:
@@ -105,8 +114,11 @@ def _summary_table(totals: list[Summary], named: dict[str, str], width: int) -> 
         for total in totals
     ]
     titles = list(lines[0])
-    table = _table(lines, titles)
-    return table if table.width <= width else _table(lines, titles[:-1])
+    for victim in ("of", "what", "evidence"):
+        if (table := _table(lines, titles)).width <= width:
+            break
+        titles.remove(victim)
+    return _table(lines, titles) if table.width > width else table
 
 
 def _name(entry: LedgerEntry, named: dict[str, str]) -> str:

@@ -50,9 +50,9 @@ class AllocationTrace(TorchDispatchMode):
     one. `phase` and `module` say where the program is; the caller keeps them up to date.
     """
 
-    def __init__(self, *, fake: bool) -> None:
+    def __init__(self, *, fake: bool, device_type: str) -> None:
         super().__init__()
-        self.fake = fake
+        self.fake, self.device_type = fake, device_type
         self.phase, self.module = "setup", ""
         self.events: list[Event] = []
         self._live: dict[int, tuple[Allocation, Any]] = {}
@@ -67,7 +67,7 @@ class AllocationTrace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             countable = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-            if countable and tensor.device.type != "meta":
+            if countable and tensor.device.type == self.device_type:
                 self._see(tensor.untyped_storage(), str(func))
         if func.namespace in _COLLECTIVES and self.phase in ("forward", "backward"):
             self._claim_buffers(func, args, kwargs or {})

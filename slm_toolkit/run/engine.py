@@ -112,7 +112,10 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     if config.rehearse is not None:
-        model.register_comm_hook(_reduces_in_fp32(config), _reduced_already)
+        sizes = [param.numel() for param in model.parameters()]
+        in_a_bucket = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
+        largest = max(in_a_bucket, *sizes)
+        model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduced_already)
     elif _reduces_in_fp32(config):
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
 
@@ -127,11 +130,15 @@ def _reduce_in_fp32(
 
 
 def _reduced_already(
-    in_fp32: bool, bucket: torch.distributed.GradBucket
+    largest_copy: int, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook for ranks that don't exist."""
-    if in_fp32:
-        bucket.buffer().copy_(bucket.buffer().float())
+    """A DDP communication hook for ranks that don't exist; `largest_copy`: elements that are cast to fp32.
+
+    DDP's first bucket holds all parameters; the buckets of later steps, which fake tensors never see, don't.
+    """
+    gradients = bucket.buffer()[:largest_copy]
+    if largest_copy:
+        gradients.copy_(gradients.float())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -219,10 +226,14 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
-        layer = next(module for module in model.model.layers if isinstance(module, FSDPModule))
-        reshard = (
-            layer._get_fsdp_state()._fsdp_param_group._reshard_after_forward
-        )  # private: nothing public says it
+        layers = model.model.layers.modules()  # a layer may be wrapped, as by FSDP's own checkpointing
+        layer = next(module for module in layers if isinstance(module, FSDPModule))
+        group = layer._get_fsdp_state()._fsdp_param_group  # private: nothing public says it
+        if group is None:
+            raise ValueError(
+                "FSDP2 sharded no decoder layer\nhint: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+            )
+        reshard = group._reshard_after_forward
         return RunningEngine("fsdp2", None, reshard, world_size)
     if isinstance(model, FullyShardedDataParallel):
         return RunningEngine("fsdp1", None, None, model.process_group.size())

@@ -99,6 +99,12 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
             f"--rehearse {config.rehearse} with --torch_compile and no GPU: fake tensors can't be compiled\n"
             "hint: leave --torch_compile out; `slm estimate --torch_compile` knows compiled layers"
         )
+    if is_fake(config) and launch.strategy.offloads:
+        raise ValueError(
+            f"--rehearse {config.rehearse} without a GPU: {launch.strategy.path or launch.strategy.name} "
+            "offloads, and fake tensors don't tell host and device apart\n"
+            "hint: `slm estimate` knows offload; a GPU rehearses it"
+        )
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
@@ -161,7 +167,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     config, accelerator = job.config, job.accelerator
     trace = None
     if config.trace_memory or is_fake(config):
-        trace = AllocationTrace(fake=is_fake(config))
+        trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
     loss_recorder = RecordedLoss(job.model)
     optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
