@@ -227,8 +227,9 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
         layers = model.model.layers.modules()  # a layer may be wrapped, as by FSDP's own checkpointing
-        layer = next(module for module in layers if isinstance(module, FSDPModule))
-        group = layer._get_fsdp_state()._fsdp_param_group  # private: nothing public says it
+        states = [module._get_fsdp_state() for module in layers if isinstance(module, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states]  # private: nothing public says it
+        group = next((group for group in groups if group is not None), None)
         if group is None:
             raise ValueError(
                 "FSDP2 sharded no decoder layer\nhint: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
