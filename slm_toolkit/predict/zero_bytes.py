@@ -69,6 +69,8 @@ def zero_1_or_2(
     share = P / num_ranks * kept
     state = State(P * w, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments)
     buckets = zero.reduce_bucket * w * ((2 if zero.overlap_comm else 1) if zero.contiguous_gradients else 0)
+    is_widened = kept > w  # fp32 gradients of bf16 weights: one by one, each copied, without buckets
+    buckets *= not is_widened
     flattened = min(zero.reduce_bucket, P) * w  # a bucket's gradients, put together to be sent
     widest = spec.hidden_size * spec.ffn_size
     # A gradient larger than a bucket goes around it, and under ZeRO-1 waits until backward has ended; a tied
@@ -82,6 +84,8 @@ def zero_1_or_2(
         if head_is_large and not spec.tied and P / num_ranks < E
         else 0
     )
+    if is_widened:
+        pieces = E * kept
     large_of_layer = 0
     if zero.stage == 1 and num_ranks > 1:
         h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -95,6 +99,8 @@ def zero_1_or_2(
     before = 0.0
     if accumulates:  # ZeRO-1 reduces at the last micro-step only, ZeRO-2 at each
         before = own if zero.stage == 2 else P * kept
+    if is_widened and accumulates:
+        own = 0.0  # added to what is there, in place
     at_once = own if num_ranks == 1 else 0
 
     # a norm is reduced with the bucket that it lies in: the first own one before the embedding's backward
@@ -113,6 +119,10 @@ def zero_1_or_2(
     # the step flattens the gradients, then casts them to the master weights' dtype
     cast = P / num_ranks * dtypes.master if dtypes.master != kept else 0
     is_one_by_one = P / num_ranks > zero.reduce_bucket or spec.tied or (accumulates and zero.stage == 1)
+    norm = 8 * min(E, P / num_ranks)  # of a gradient, computed in fp64
+    of_step = max(share + cast, (cast or share) + optimizer_temporary)
+    if is_widened:
+        of_step = optimizer_temporary
     at_embedding = head_waits + E * w * (2 if spec.tied else 1) + before
     if zero.stage == 2 or not accumulates:
         at_embedding += own * (is_early or not spec.tied) + large_of_layer * L
@@ -124,8 +134,8 @@ def zero_1_or_2(
         at_norm=At(0, before + at_once + E * w * (zero.stage == 2 or not accumulates), buckets, pieces),
         at_layer=at_layer,
         at_layer_end=lambda layer: dataclasses.replace(at_layer(layer, p), temporary=widest * w + flattened),
-        at_embedding=At(0, at_embedding, buckets, 0 if is_one_by_one else pieces),
-        at_optimizer=At(0, share, 0, max(share + cast, (cast or share) + optimizer_temporary)),
+        at_embedding=At(0, at_embedding, buckets, 0 if is_one_by_one and not is_widened else pieces),
+        at_optimizer=At(0, share, 0, max(norm, of_step)),
     )
 
 
