@@ -48,8 +48,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
 
 def offloads(record: RunRecord) -> bool:
     """Whether part of the training state was to lie in the host's RAM or on its disk."""
-    placement = placement_of(_strategy_that_ran(record))
-    return placement.optimizer_device != "none" or placement.parameter_device != "none"
+    return _strategy_that_ran(record).offloads
 
 
 def _strategy_that_ran(record: RunRecord) -> Strategy:
