@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 SYNTHETIC = "synthetic"
+REHEARSED_RANKS_PER_NODE = 8
+"at most; a rehearsal has no nodes to count them on"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
 "--gradient_checkpointing was a switch once: scripts and records still say so"
 

@@ -11,8 +11,8 @@ PARTS = (
 )
 """what memory is for: the first four are the training state; activations are saved for backward; temporary is
 what a layer's backward or the optimizer's step makes and frees; communication is buckets"""
-
-
+OF_MODULES = ("activations", "logits_and_loss", "temporary")
+"parts of which it is known which module made them"
 TIMELINE_FILE = "memory_timeline.csv"
 "beside the record"
 

@@ -17,6 +17,8 @@ from slm_toolkit.record import RunRecord, model_facts
 
 H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).parent.parent
+DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
+FSDP2 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 ALIGNED = ("--parity", "20", "--profile")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
@@ -40,6 +42,16 @@ def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeou
 def slm(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Finished:
     """Run the `slm` command of this environment."""
     return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env)
+
+
+def own_strategy(folder: Path, text: str, deepspeed: object = None, *, name: str = "mine") -> str:
+    """A strategy YAML of the user's own, and the DeepSpeed JSON beside it that it names."""
+    path = folder / f"{name}.yaml"
+    if deepspeed is not None:
+        (folder / f"{name}.json").write_text(json.dumps(deepspeed))
+        text = f"{DEEPSPEED}  deepspeed_config_file: {name}.json\n{text}"
+    path.write_text(text)
+    return str(path)
 
 
 def launch(

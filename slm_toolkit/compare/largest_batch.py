@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
+from slm_toolkit.config import REHEARSED_RANKS_PER_NODE
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
@@ -92,7 +93,7 @@ def estimated_batch(run: PlannedRun) -> int | None:
             placement,
             config,
             num_gpus=num_gpus,
-            gpus_per_node=min(num_gpus, 8) if run.config.rehearse else num_gpus,
+            gpus_per_node=min(num_gpus, REHEARSED_RANKS_PER_NODE) if run.config.rehearse else num_gpus,
             gpu=gpu,
             deepspeed_needs=deepspeed_needs,
             deepspeed_version=ESTIMATOR_VERSION,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.engine_bytes import dtypes_of
-from slm_toolkit.predict.memory import MemoryEstimate
+from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked
 from slm_toolkit.strategy import Strategy
 
 CUDA_CONTEXT_BYTES = 500_000_000  # per process; unverified (0.3 GB and more since CUDA 11.7: pytorch#107667)
@@ -87,7 +86,7 @@ def allocator_slack(
     """
     gradients = 0.0
     if optimizer_on_gpu and memory.peak_instant != "optimizer step":
-        dtypes = dtypes_of(config.numerics, strategy.engine, fp32_reduction=config.reduce_dtype == "fp32")
+        dtypes = dtypes_asked(strategy, config)
         shards = 1 if strategy.engine in ("single", "ddp") else num_ranks
         gradients = spec.num_params / shards * dtypes.kept_gradient
     num_tokens = config.per_device_train_batch_size * config.seq_len

@@ -8,8 +8,7 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.engine_bytes import dtypes_of
-from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
+from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked, estimate_memory
 from slm_toolkit.strategy import Strategy
 
 PROCESS_BYTES = round(0.75 * 2**30)
@@ -119,7 +118,7 @@ def memory_of_rank(
     if placement.parameter_device != "none":
         moved["parameters"] = 0
     elif offloads and strategy.zero_stage == 3:
-        moved["parameters"] = spec.num_params * _dtypes(strategy, config).parameter // num_ranks
+        moved["parameters"] = spec.num_params * dtypes_asked(strategy, config).parameter // num_ranks
     if placement.secondary_ranks > 1:
         here = moved.get("parameters", memory.parts["parameters"])
         moved["parameters"] = here + 2 * spec.num_params // placement.secondary_ranks
@@ -150,7 +149,7 @@ def _offloaded_bytes(
 ) -> float:
     if placement.optimizer_device == "none" and placement.parameter_device == "none":
         return 0
-    dtypes = _dtypes(strategy, config)
+    dtypes = dtypes_asked(strategy, config)
     share = spec.num_params / num_ranks
     zero = (strategy.deepspeed_config or {}).get("zero_optimization", {})
     of_optimizer = of_parameters = 0.0
@@ -167,10 +166,6 @@ def _offloaded_bytes(
         elements = (section.get("buffer_count") or 5) * (section.get("buffer_size") or 1e8)
         of_parameters = elements * dtypes.parameter
     return of_optimizer + of_parameters
-
-
-def _dtypes(strategy: Strategy, config: RunConfig) -> Any:
-    return dtypes_of(config.numerics, strategy.engine, fp32_reduction=config.reduce_dtype == "fp32")
 
 
 def _device(section: dict[str, Any] | None) -> str:

@@ -47,8 +47,7 @@ def estimate_memory(
     `config` has its defaults filled in. Raises ValueError for sizes that can't be.
     """
     engine = strategy.engine
-    fp32_reduction = config.reduce_dtype == "fp32" or accumulates_in_fp32(strategy)
-    dtypes = dtypes_of(config.numerics, engine, fp32_reduction=fp32_reduction)
+    dtypes = dtypes_asked(strategy, config)
     compute = compute_of(config.numerics, engine)
     num_tokens = config.per_device_train_batch_size * config.seq_len
     layers = _layers(spec, config, compute, software)
@@ -113,7 +112,13 @@ def estimate_memory(
     return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
 
 
-def accumulates_in_fp32(strategy: Strategy) -> bool:
+def dtypes_asked(strategy: Strategy, config: RunConfig) -> Dtypes:
+    """What flags and the JSON together ask for. Raises ValueError for what has no closed form."""
+    fp32_reduction = config.reduce_dtype == "fp32" or _accumulates_in_fp32(strategy)
+    return dtypes_of(config.numerics, strategy.engine, fp32_reduction=fp32_reduction)
+
+
+def _accumulates_in_fp32(strategy: Strategy) -> bool:
     """Whether a DeepSpeed JSON asks for fp32 gradients under bf16 weights. Raises ValueError for ZeRO-1."""
     data_types = (strategy.deepspeed_config or {}).get("data_types") or {}
     if data_types.get("grad_accum_dtype") not in ("fp32", "float32"):

@@ -148,8 +148,7 @@ def zero_3(
     accumulates: bool,
     optimizer_temporary: float,
 ) -> Step:
-    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to a number that may be
-    live."""
+    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to so many as may be live."""
     P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
     w = dtypes.parameter
     share = P / num_ranks

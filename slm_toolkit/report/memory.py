@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slm_toolkit.memory_timeline import Segment
+from slm_toolkit.memory_timeline import OF_MODULES, Segment
 from slm_toolkit.report.widths import fix_width
 
 
@@ -35,8 +35,6 @@ PARTS = (
     _Part("communication", "communication buckets", "C", "black on bright_yellow"),
     _Part("temporary", "temporary", "t", "white on bright_black"),
 )
-_OF_MODULES = ("activations", "logits_and_loss", "temporary")
-"parts of which it is known which module made them"
 MOST_ROWS = 30
 _SMALLEST_SHARE = 0.005  # of the peak; owners of less are shown together, parts of less in the chart only
 _SHORTEST_BAR = 10  # characters; a narrower console wraps
@@ -106,9 +104,7 @@ def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> Renderabl
 def _owners(at_peak: dict[str, Any]) -> list[Owner]:
     """The largest first: parts of the engine and the state, then modules, like layers together."""
     titles = {part.field: part.title for part in PARTS}
-    found = [
-        Owner(titles[part], count) for part, count in at_peak["parts"].items() if part not in _OF_MODULES
-    ]
+    found = [Owner(titles[part], count) for part, count in at_peak["parts"].items() if part not in OF_MODULES]
     of_layer: dict[int, int] = {}
     for module, count in at_peak["modules"].items():
         layer = _layer_of(module)

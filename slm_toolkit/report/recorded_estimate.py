@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
@@ -10,9 +10,6 @@ from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.host_memory import placement_of
 from slm_toolkit.record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy import Strategy
-
-RANKS_PER_NODE = 8
-"of a rehearsal, as `run/rehearse.py` plays it"
 
 
 def estimate_of(record: RunRecord) -> Estimate | None:
@@ -23,27 +20,27 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     """
     if record.engine is None or record.world_size is None:
         return None
+    num_ranks = record.world_size
     try:
         strategy = _strategy_that_ran(record)
         placement = placement_of(strategy)
+        if offloads(record) and record.gpu is None:
+            return None
+        num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
+        per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
+        return estimate(
+            spec_of(record),
+            strategy,
+            placement,
+            _config_that_ran(record),
+            num_gpus=num_ranks,
+            gpus_per_node=max(1, per_node),
+            gpu=find_gpu(record.gpu),
+            deepspeed_needs=deepspeed_needs,
+            deepspeed_version=ESTIMATOR_VERSION,
+        )
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
-    if offloads(record) and record.gpu is None:
-        return None
-    num_ranks = record.world_size
-    num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
-    per_node = min(num_ranks, RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
-    return estimate(
-        spec_of(record),
-        strategy,
-        placement,
-        _config_that_ran(record),
-        num_gpus=num_ranks,
-        gpus_per_node=max(1, per_node),
-        gpu=find_gpu(record.gpu),
-        deepspeed_needs=deepspeed_needs,
-        deepspeed_version=ESTIMATOR_VERSION,
-    )
 
 
 def offloads(record: RunRecord) -> bool:

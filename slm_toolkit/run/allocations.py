@@ -11,13 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from slm_toolkit.memory_timeline import PARTS, MemoryTimeline, Segment
+from slm_toolkit.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 _GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # the last is how FSDP2 takes buffers apart
 _BUFFER_MAKERS = ("aten.empty.memory_format", "aten.new_empty.default")
-_OF_MODULES = ("activations", "logits_and_loss", "temporary")
-"parts that a module makes, not an engine"
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
 _CAT = torch.ops.aten.cat.default
@@ -233,7 +231,7 @@ def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
             highest, peak_index = total, index
     by_module: dict[str, int] = {}
     for event in events[: peak_index + 1]:
-        if part_of(event.allocation) in _OF_MODULES:
+        if part_of(event.allocation) in OF_MODULES:
             name = event.allocation.module
             by_module[name] = by_module.get(name, 0) + event.delta_bytes
     return MemoryTimeline(tuple(segments), {name: count for name, count in by_module.items() if count})

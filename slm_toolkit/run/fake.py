@@ -43,9 +43,8 @@ def fake_tensors() -> Iterator[None]:
             patch.object(_fully_shard, "_init_default_mesh", real_mesh),
             # which reads values; on real tensors of whole sequences it finds nothing either
             patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-            patch.object(
-                FakeTensor, "data_ptr", _address, create=True
-            ),  # by which accelerate tells them apart
+            # by which accelerate tells parameters apart
+            patch.object(FakeTensor, "data_ptr", _address, create=True),
             patch.object(torch.nn.parallel, "DistributedDataParallel", _FakeDistributedDataParallel),
         ):
             stack.enter_context(context)

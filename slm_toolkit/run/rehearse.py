@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.memory_timeline import MemoryTimeline
 from slm_toolkit.run.allocations import AllocationTrace, following_modules, timeline_of
 from slm_toolkit.run.fake import fake_tensors
@@ -21,7 +21,7 @@ NUM_TRACED_STEPS = 2
 "the first makes the optimizer's state (and DTensor's caches), the second is what all later ones are like"
 
 
-def pretend_ranks(launch: Launch, num_ranks: int, *, ranks_per_node: int = 8) -> Launch:
+def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
     """Make this process rank 0 of `num_ranks`, for accelerate and every engine; returns the launch played.
 
     Call it before accelerate is asked for anything. Raises ValueError where several processes were started.
@@ -40,7 +40,7 @@ def pretend_ranks(launch: Launch, num_ranks: int, *, ranks_per_node: int = 8) ->
             )
         strategy = dataclasses.replace(strategy, name="ddp", engine="ddp")  # started by python alone
     if num_ranks > 1 or strategy.engine not in ("single", "ddp"):
-        local = min(num_ranks, ranks_per_node)
+        local = min(num_ranks, REHEARSED_RANKS_PER_NODE)
         ranks = {"WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
