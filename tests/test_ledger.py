@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import H100, ROOT, Finished, made_record, slm
+from conftest import H100, ROOT, Finished, made_record, own_strategy, slm
 from rich.console import Console
 
 from slm_toolkit.config import RunConfig
@@ -167,6 +167,16 @@ def test_what_a_users_own_yaml_decides_is_as_in_slm_estimate(version: int, tmp_p
         {"model": "slm-1m", "gradient_accumulation_steps": 2}, [strategy], gpus=[None], num_gpus=[8]
     )
     assert estimate_of(record).parts == expected.parts
+
+
+def test_a_run_without_a_closed_form_is_reported_without_an_estimate(tmp_path: Path) -> None:
+    def record(stage: int) -> RunRecord:
+        config = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
+        own = own_strategy(tmp_path, "", config, name=f"zero{stage}")
+        return record_of(find_strategy(own), config_of(), num_ranks=2)
+
+    assert row_of([(Path("r"), record(2))]).estimated_peak_bytes
+    assert row_of([(Path("r"), record(1))]).estimated_peak_bytes is None  # DeepSpeed's BF16_Optimizer
 
 
 def test_what_can_not_be_compared_is_named(tmp_path: Path) -> None:
