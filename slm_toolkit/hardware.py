@@ -1,4 +1,4 @@
-"""Gpu, Price and Machine: what hardware can do, what it costs, and what is in this machine."""
+"""Gpu and Machine: what hardware can do, and what is in this machine."""
 
 import csv
 import json
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 _DATA = Path(__file__).parent / "data"
 
@@ -23,23 +22,25 @@ class Gpu:
     "canonical, as in h100-80gb"
     driver_name_pattern: str
     "regular expression found in the name that the driver gives"
+    architecture: str
+    "volta, turing, ampere, ada, hopper or blackwell"
     dense_bf16_flops_per_second: float
     "without sparsity"
+    measured_matmul_flops_per_second: float | None
+    "the best that ml-engineering's search over bf16 shapes found (MAMF); None where nobody looked"
+    fp32_flops_per_second: float
+    "without tensor cores"
+    num_sms: int
+    "streaming multiprocessors"
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    "to the other GPUs of its node, one way: NVLink, else PCIe"
+    node_network_bytes_per_second: float | None
+    "of a whole node, one way, as AWS rents it (p4d, p5, p5en); None where we know none"
     memory_bytes: int | None
     "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1); None where we know no report"
     source: str
     memory_source: str
-
-
-@dataclass(frozen=True)
-class Price:
-    """What one GPU costs for an hour, and where the figure comes from."""
-
-    usd_per_gpu_hour: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"${self.usd_per_gpu_hour:.2f} per GPU-hour, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,14 @@ def gpus() -> tuple[Gpu, ...]:
         Gpu(
             name=row["name"],
             driver_name_pattern=row["driver_name_pattern"],
+            architecture=row["architecture"],
             dense_bf16_flops_per_second=float(row["dense_bf16_tflops"]) * 1e12,
+            measured_matmul_flops_per_second=_scaled(row["measured_matmul_tflops"], 1e12),
+            fp32_flops_per_second=float(row["fp32_tflops"]) * 1e12,
+            num_sms=int(row["num_sms"]),
+            memory_bytes_per_second=float(row["memory_tb_per_second"]) * 1e12,
+            link_bytes_per_second=float(row["link_gb_per_second"]) * 1e9,
+            node_network_bytes_per_second=_scaled(row["node_network_gb_per_second"], 1e9),
             memory_bytes=round(float(row["usable_gib"]) * 2**30) if row["usable_gib"] else None,
             source=row["source"],
             memory_source=row["memory_source"],
@@ -93,36 +101,6 @@ def gpu_of_name(name: str) -> Gpu:
     return by_name[canonical]
 
 
-PRICES_SINCE = "2026"
-
-
-def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
-    """The user's own price, else the median over providers of our table's on-demand prices, else None.
-
-    Each provider counts once, with its newest price since PRICES_SINCE (of one day: the lowest). A single
-    provider's price would make dollars of two GPU types depend on who was asked when.
-    """
-    if usd_per_gpu_hour is not None:
-        return Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour")
-    gpu = find_gpu(driver_name)
-    rows = [
-        row
-        for row in _rows("prices.csv")
-        if gpu and row["gpu"] == gpu.name and row["kind"] == "on-demand" and row["as_of"] >= PRICES_SINCE
-    ]
-    newest_first = sorted(rows, key=lambda row: float(row["usd_per_gpu_hour"]))
-    newest_first.sort(key=lambda row: row["as_of"], reverse=True)
-    of_provider: dict[str, float] = {}
-    for row in newest_first:
-        of_provider.setdefault(row["provider"], float(row["usd_per_gpu_hour"]))
-    if not of_provider:
-        return None
-    prices = sorted(of_provider.values())
-    spread = f"${prices[0]:.2f} to ${prices[-1]:.2f}" if len(prices) > 1 else "one price"
-    providers = ", ".join(sorted(of_provider))
-    return Price(median(prices), f"median on-demand price of {PRICES_SINCE} ({spread}: {providers})")
-
-
 def this_machine() -> Machine:
     """Ask torch in a process of its own: this one stays without torch, and without a context on any GPU."""
     program = (
@@ -139,6 +117,10 @@ def this_machine() -> Machine:
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _scaled(cell: str, unit: float) -> float | None:
+    return float(cell) * unit if cell else None
 
 
 @cache

@@ -6,8 +6,9 @@ from statistics import mean
 from typing import Any
 
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
-from slm_toolkit.hardware import find_gpu, find_price
+from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.cost import usd_per_million_tokens
+from slm_toolkit.prices import find_price
 from slm_toolkit.record import RunRecord, flags_asked, spec_of
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import num_warmup_steps, throughput, timed_seconds
