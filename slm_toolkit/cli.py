@@ -16,6 +16,7 @@ from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.flags import Parser, add_flags, with_underscores
+from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
     )
     compare.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
+    add_probe_flags(compare)
     add_output_flags(compare)
     add_flags(compare, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
     compare.set_defaults(verb=_compare, parser=compare)
@@ -144,6 +146,11 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.local import execute, forget, kept_record
     from slm_toolkit.hardware import this_machine
 
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
+    if args.probe_network:
+        return print_probe(args)
     console = Console(stderr=True)
     names = {f.name for f in dataclasses.fields(RunConfig)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -156,6 +163,8 @@ def _compare(args: argparse.Namespace) -> int:
         baseline = read_baseline(args.baseline)
         with console.status("looking at this machine"):
             machine = this_machine()
+        if args.probe_seconds is not None:
+            raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
         if args.max_batch is not None and not args.largest_batch:
             raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
         if args.largest_batch:
@@ -179,9 +188,6 @@ def _compare(args: argparse.Namespace) -> int:
 
     records: list[tuple[Path, RunRecord]] = []
     searches: dict[str, Search] = {}
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.default_int_handler)
 
     def execute_or_keep(run: PlannedRun) -> RunRecord:
         if args.force:

@@ -62,7 +62,7 @@ def launch_command(run: PlannedRun, yaml_path: Path) -> list[str]:
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
-        *("--main_process_port", str(_free_port())),
+        *("--main_process_port", str(free_port())),
         *("-m", "slm_toolkit.train", *flags_of(run.config)),
     ]
 
@@ -87,13 +87,13 @@ def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progr
         try:
             while process.poll() is None:
                 on_progress(_progress_of(folder))
-                tree |= _tree_of(process.pid)
+                tree |= tree_of(process.pid)
                 if time.monotonic() - started > timeout_seconds:
                     timed_out = True
                     break
                 time.sleep(0.2)
         finally:
-            _end(list((tree | _tree_of(process.pid)).values()))
+            end_processes(list((tree | tree_of(process.pid)).values()))
             process.wait()
     last = _progress_of(folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def _progress_of(folder: Path) -> dict[str, float] | None:
         return None
 
 
-def _tree_of(pid: int) -> dict[int, psutil.Process]:
+def tree_of(pid: int) -> dict[int, psutil.Process]:
     """A process and all below it, by number; empty once it has ended."""
     try:
         root = psutil.Process(pid)
@@ -170,7 +170,7 @@ def _tree_of(pid: int) -> dict[int, psutil.Process]:
         return {}
 
 
-def _end(processes: list[psutil.Process]) -> None:
+def end_processes(processes: list[psutil.Process]) -> None:
     """End what still runs: gently, then by force. Ranks outlive a killed launcher, and hold memory."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -181,7 +181,7 @@ def _end(processes: list[psutil.Process]) -> None:
         _, processes = psutil.wait_procs(processes, timeout=5)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -1,0 +1,87 @@
+"""Launch `slm_toolkit.run.network_probe` on this machine, as runs are launched."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from slm_toolkit.compare.local import LOG_FILE, end_processes, free_port, reason_in_log, tree_of
+from slm_toolkit.hardware import Machine
+from slm_toolkit.network import COLLECTIVES
+from slm_toolkit.strategy import find_strategy, write_resolved
+
+
+def num_ranks_to_probe(asked: int | None, machine: Machine) -> int:
+    """`asked`, or all GPUs, or two CPU processes. Raises ValueError where nothing could be measured."""
+    num_processes = (machine.num_gpus or 2) if asked is None else asked
+    if num_processes < 2:
+        of_gpu = " on this machine's one GPU" if machine.num_gpus == 1 else ""
+        raise ValueError(
+            f"--probe_network with {num_processes} process{of_gpu}: nobody to send to\n"
+            "hint: --num_processes 2 or more, with a GPU each; several nodes: `python -m "
+            "slm_toolkit.run.network_probe --help`"
+        )
+    if 0 < machine.num_gpus < num_processes:
+        raise ValueError(
+            f"--num_processes is {num_processes}: this machine has {machine.num_gpus} GPUs\n"
+            "hint: a rank needs a GPU of its own"
+        )
+    return num_processes
+
+
+def probe_network(
+    output: Path,
+    *,
+    num_processes: int,
+    probe_seconds: float,
+    timeout_seconds: float,
+    on_progress: Callable[[str], None],
+) -> str | None:
+    """Measure, and let rank 0 write `output`; returns None, or why there is no such file.
+
+    `on_progress` is called several times a second with what was measured last, "" before the first.
+    """
+    output = output.resolve()
+    output.unlink(missing_ok=True)
+    folder = output.with_name("network_probe")
+    yaml_path = write_resolved(find_strategy("ddp"), folder / "launch", num_processes)
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(yaml_path)),
+        *("--num_processes", str(num_processes)),
+        *("--main_process_port", str(free_port())),
+        *("-m", "slm_toolkit.run.network_probe"),
+        *("--output", str(output), "--probe_seconds", str(probe_seconds)),
+    ]
+    log_path = folder / LOG_FILE
+    started = time.monotonic()
+    tree: dict[int, psutil.Process] = {}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            while process.poll() is None:
+                on_progress(_last_measured(log_path))
+                tree |= tree_of(process.pid)
+                if time.monotonic() - started > timeout_seconds:
+                    return f"stopped after {timeout_seconds:g} s: see {log_path}"
+                time.sleep(0.2)
+        finally:
+            end_processes(list((tree | tree_of(process.pid)).values()))
+            process.wait()
+    return None if process.returncode == 0 and output.is_file() else reason_in_log(log_path)
+
+
+def _last_measured(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith(COLLECTIVES)), "")

@@ -1,0 +1,166 @@
+"""Measure collectives among the ranks of a launch: all_reduce, all_gather and reduce_scatter by message size.
+
+    slm compare --probe_network                                          # this machine, with a table
+    accelerate launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
+        --machine_rank 0 --main_process_ip node0 --main_process_port 29500 \\
+        -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
+
+Tensors are bfloat16, as the gradients and weights that training sends by default.
+"""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import Parser, with_underscores
+from slm_toolkit.network import (
+    COLLECTIVES,
+    NETWORK_FILE,
+    PROBE_SECONDS,
+    CollectiveTiming,
+    MeasuredNetwork,
+    bus_bytes_per_second,
+    write_network,
+)
+from slm_toolkit.output_flags import positive_number
+from slm_toolkit.record import installed_versions
+from slm_toolkit.run.launched import check_devices, find_launch
+from slm_toolkit.run.ranks import gather_to_all
+
+_SMALLEST_BYTES = 64 * 2**10
+_LARGEST_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+_GROWTH = 4
+_ALIGNED_BYTES = 16  # NCCL is slower with shards that are no multiple of it
+_NUM_WARMUPS = 5
+_FEWEST_REPEATS, _MOST_REPEATS = 20, 100
+_SIZE_SECONDS = (
+    0.3  # more than the fewest repeats while they fit into it: a median over other programs' noise
+)
+_REPEAT_SECONDS = 0.002  # so many collectives in a row that a repeat is long beside its barrier's skew
+_MOST_IN_A_ROW = 50
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(prog="slm_toolkit.run.network_probe", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--output", type=Path, default=Path(NETWORK_FILE), metavar="FILE", help="rank 0 writes it"
+    )
+    parser.add_argument(
+        "--probe_seconds",
+        type=positive_number,
+        default=PROBE_SECONDS,
+        metavar="S",
+        help=f"no larger messages than fit into it (default: {PROBE_SECONDS:g})",
+    )
+    arguments = with_underscores(sys.argv[1:] if argv is None else argv)
+    with user_errors():
+        args = parser.parse_args(arguments)
+        launch = find_launch()
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=num_local)
+        state = PartialState(cpu=not torch.cuda.is_available())
+        if state.num_processes < 2:
+            raise ValueError(
+                "one process has nobody to send to\nhint: accelerate launch --num_processes 2 or more"
+            )
+    timings = measure(state.device, probe_seconds=args.probe_seconds)
+    if state.is_main_process:
+        on_gpu = state.device.type == "cuda"
+        nccl = {"nccl": ".".join(str(part) for part in torch.cuda.nccl.version())} if on_gpu else {}
+        network = MeasuredNetwork(
+            world_size=state.num_processes,
+            num_nodes=state.num_processes // num_local,
+            gpus_per_node=num_local,
+            backend="nccl" if on_gpu else "gloo",
+            gpu=torch.cuda.get_device_name() if on_gpu else None,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={**installed_versions(), **nccl},
+            command=shlex.join(launch.command or ("python", "-m", parser.prog, *arguments)),
+            timings=tuple(timings),
+        )
+        write_network(network, args.output)
+        print(f"network: {args.output}", file=sys.stderr)
+    state.destroy_process_group()
+
+
+def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTiming]:
+    """Timings of growing sizes until the next one would not fit into `probe_seconds`; the same on all ranks.
+
+    The two smallest sizes are measured always: a latency and a bandwidth need them.
+    """
+    for collective in COLLECTIVES:  # the first collective of a kind connects the ranks, which takes seconds
+        _operation(collective, _SMALLEST_BYTES, device)[0]()
+    timings: list[CollectiveTiming] = []
+    began = time.perf_counter()
+    size_bytes, used_seconds = _SMALLEST_BYTES, 0.0
+    while size_bytes <= _LARGEST_BYTES[device.type]:
+        timings += [_timing(collective, size_bytes, device) for collective in COLLECTIVES]
+        before_seconds = used_seconds
+        used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide alike
+        next_seconds = _GROWTH * (used_seconds - before_seconds)
+        if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > probe_seconds:
+            break
+        size_bytes *= _GROWTH
+    return timings
+
+
+def _timing(collective: str, size_bytes: int, device: torch.device) -> CollectiveTiming:
+    operation, num_bytes = _operation(collective, size_bytes, device)
+    warmups = [_seconds_each(operation, device, num_in_a_row=1) for _ in range(_NUM_WARMUPS)]
+    pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must count alike
+    num_in_a_row = min(max(round(_REPEAT_SECONDS / pilot_seconds), 1), _MOST_IN_A_ROW)
+    in_time = round(_SIZE_SECONDS / (num_in_a_row * pilot_seconds))
+    num_repeats = min(max(in_time, _FEWEST_REPEATS), _MOST_REPEATS)
+    own = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(num_repeats)]
+    all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(own), strict=True))
+    timing = CollectiveTiming(collective, num_bytes, median(all_seconds), all_seconds)
+    if dist.get_rank() == 0:
+        rate = f"{bus_bytes_per_second(timing, dist.get_world_size()) / 1e9:.2f} GB/s"
+        line = f"{collective} of {num_bytes:,} bytes: {timing.seconds * 1e3:.3f} ms, {rate}"
+        print(line, file=sys.stderr, flush=True)
+    return timing
+
+
+def _operation(collective: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """What to call, and the bytes of its whole tensor: as many of `size_bytes` as make equal shares."""
+    world_size = dist.get_world_size()
+    share_bytes = size_bytes // (world_size * _ALIGNED_BYTES) * _ALIGNED_BYTES
+    share = torch.zeros(share_bytes // 2, dtype=torch.bfloat16, device=device)  # 2 bytes each
+    whole = torch.zeros(share.numel() * world_size, dtype=torch.bfloat16, device=device)
+    operations: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, share),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, whole),
+    }
+    return operations[collective], share_bytes * world_size
+
+
+def _seconds_each(operation: Callable[[], object], device: torch.device, *, num_in_a_row: int) -> float:
+    """Seconds on this rank of one of several in a row, which all ranks begin together."""
+    dist.barrier()
+    _finish(device)
+    began = time.perf_counter()
+    for _ in range(num_in_a_row):
+        operation()
+    _finish(device)
+    return (time.perf_counter() - began) / num_in_a_row
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what the device was given; a CPU's collectives return when they are done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
