@@ -15,6 +15,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags
 from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.site_flags import add_site_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
@@ -24,7 +25,9 @@ from slm_toolkit.strategy import (
 )
 
 if TYPE_CHECKING:
+    from slm_toolkit.hardware import Gpu
     from slm_toolkit.predict.estimate import Estimate
+    from slm_toolkit.predict.site import Site
 
 _NOT_OF_AN_ESTIMATE = (
     *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
@@ -43,9 +46,10 @@ def add_estimate_verb(verbs: Any) -> None:
     """The `estimate` command among the `verbs` of `slm`."""
     parser = verbs.add_parser(
         "estimate",
-        help="peak memory of a grid of models, strategies, batches, ...; nothing runs",
-        description="Peak memory per GPU and per node's host, by closed forms: no GPU, no torch, no network. "
-        "Flags that change no memory (learning rate, steps, data) are taken as in `slm compare`.",
+        help="peak memory, tokens per second and cost of a grid of models, strategies, batches, ...",
+        description="Peak memory per GPU and per node's host and, with --gpu, tokens per second, what binds "
+        "them and what they cost: by closed forms, no GPU, no torch, no network. Flags that change none of "
+        "it (learning rate, steps, data) are taken as in `slm compare`.",
     )
     parser.add_argument(
         "--strategy",
@@ -55,7 +59,11 @@ def add_estimate_verb(verbs: Any) -> None:
         help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
     )
     parser.add_argument(
-        "--gpu", nargs="+", default=[None], metavar="NAME", help="say whether it fits on a100-40gb, h200, ..."
+        "--gpu",
+        nargs="+",
+        default=[None],
+        metavar="NAME",
+        help="say whether it fits, and how fast it is, on a100-40gb, h200, ...",
     )
     parser.add_argument(
         "--num_gpus",
@@ -84,9 +92,10 @@ def add_estimate_verb(verbs: Any) -> None:
         "--software",
         choices=("2024", "2026"),
         default="2026",
-        help="2026: torch 2.13 and transformers 5, traced; 2024: torch 2.3 and transformers 4.4x, which took "
-        "more, as the paper's fits and OOMs say (default: 2026)",
+        help="2026: torch 2.13 and transformers 5, its memory traced; 2024: torch 2.3 and transformers 4.4x "
+        "as the paper ran them, which took more memory and time (default: 2026)",
     )
+    add_site_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=_NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_estimate, parser=parser)
@@ -106,6 +115,7 @@ def _estimate(args: argparse.Namespace) -> int:
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
             software=args.software,
+            sites=sites_of(args),
         )
     for note in _notes(strategies):
         print(note, file=sys.stderr)
@@ -134,6 +144,7 @@ def estimates(
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
     software: str = "2026",
+    sites: "Callable[[Gpu | None], Site] | None" = None,
 ) -> list["Estimate"]:
     """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
 
@@ -202,6 +213,7 @@ def estimates(
                 deepspeed_needs=needs,
                 deepspeed_version=version,
                 software=software,
+                site=sites(gpu) if sites else None,
             )
             launched = config_as_launched(config, strategy)
             rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)

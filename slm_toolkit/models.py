@@ -13,7 +13,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a decoder-only model with RMSNorm and a gated feed-forward network (Llama, Qwen2)."""
+    """Shape of a decoder-only model; what is trained here is Llama-like: RMSNorm, gated feed-forward, RoPE.
+
+    The last four fields hold others' models (GPT-2, MPT), for estimates beside their published runs.
+    """
 
     name: str
     num_layers: int
@@ -35,20 +38,38 @@ class ModelSpec:
     "where the shape comes from"
     path: str | None = None
     "a local folder or hub id (weights are loaded if there are any), or a config.json; used whole"
+    gated_ffn: bool = True
+    "three matrices, silu(gate) * up; False: two, with a GELU between"
+    layer_norm: bool = False
+    "LayerNorm with weight and bias in place of RMSNorm"
+    linear_biases: bool = False
+    "every projection of a layer carries a bias"
+    learned_positions: int = 0
+    "rows of a learned position embedding; 0: RoPE, ALiBi or none"
 
     @property
     def matmul_params_per_layer(self) -> int:
         """Weights of one layer that take part in a matrix product."""
         query_and_output = 2 * self.hidden_size * self.num_heads * self.head_dim
         key_and_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-        gate_up_down = 3 * self.hidden_size * self.ffn_size
-        return query_and_output + key_and_value + gate_up_down
+        return query_and_output + key_and_value + self.num_ffn_matrices * self.hidden_size * self.ffn_size
+
+    @property
+    def num_ffn_matrices(self) -> int:
+        return 3 if self.gated_ffn else 2
 
     @property
     def params_per_layer(self) -> int:
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        two_norms = 2 * self.hidden_size
-        return self.matmul_params_per_layer + biases + two_norms
+        biases = 0
+        if self.qkv_bias or self.linear_biases:
+            biases += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.linear_biases:  # output and down, then up (and gate)
+            biases += 2 * self.hidden_size + (self.num_ffn_matrices - 1) * self.ffn_size
+        return self.matmul_params_per_layer + biases + 2 * self.norm_params
+
+    @property
+    def norm_params(self) -> int:
+        return 2 * self.hidden_size if self.layer_norm else self.hidden_size
 
     @property
     def embedding_params(self) -> int:
@@ -58,11 +79,9 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         """All parameters, a tied matrix counted once."""
-        vocabulary_matrices = 1 if self.tied else 2
-        final_norm = self.hidden_size
-        return (
-            vocabulary_matrices * self.embedding_params + self.num_layers * self.params_per_layer + final_norm
-        )
+        vocabulary = (1 if self.tied else 2) * self.embedding_params
+        positions = self.learned_positions * self.hidden_size
+        return vocabulary + positions + self.num_layers * self.params_per_layer + self.norm_params
 
     @property
     def largest_layer_params(self) -> int:

@@ -172,7 +172,9 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def spec_of(record: RunRecord) -> ModelSpec:
-    return ModelSpec(**{f.name: record.model[f.name] for f in dataclasses.fields(ModelSpec)})
+    """Older records lack fields that came later; their models had the defaults."""
+    known = {f.name for f in dataclasses.fields(ModelSpec)}
+    return ModelSpec(**{name: value for name, value in record.model.items() if name in known})
 
 
 def flags_asked(record: RunRecord) -> dict[str, Any]:

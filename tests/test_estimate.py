@@ -39,6 +39,10 @@ KEYS = {
     *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
     *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "batch_with_margin", "deepspeed_bytes"),
     *("deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in", "deepspeed_version"),
+    *("traffic_bytes", "step_seconds", "step_low_seconds", "step_high_seconds", "parts_seconds"),
+    *("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "bottleneck", "inter_node_gbps"),
+    *("inter_node_gbps_needed", "usd_per_gpu_hour", "price_source", "usd_per_million_tokens"),
+    "tokens_per_usd",
 }
 
 

@@ -18,6 +18,8 @@ from slm_toolkit.predict.gpu_memory import (
     workspace_bytes,
 )
 from slm_toolkit.predict.host_memory import Placement, host_bytes_per_node, memory_of_rank
+from slm_toolkit.predict.site import Site, speed_and_cost
+from slm_toolkit.predict.software import SOFTWARE
 from slm_toolkit.strategy import Strategy
 
 LARGEST_BATCH_TRIED = 2**20
@@ -72,6 +74,27 @@ class Estimate:
     deepspeed_stands_in: bool
     "FSDP full shard has no estimator of its own: people take ZeRO-3's"
     deepspeed_version: str | None
+    traffic_bytes: dict[str, float]
+    "that each rank sends in a step: by purpose, and of all together inside a node and between nodes"
+    step_seconds: float | None
+    "None without a GPU, with offload, and between nodes of an unknown network"
+    step_low_seconds: float | None
+    step_high_seconds: float | None
+    parts_seconds: dict[str, float] | None
+    "by `predict.speed.PARTS`; they add up to step_seconds"
+    tokens_per_second: float | None
+    tokens_per_second_per_gpu: float | None
+    mfu: float | None
+    bottleneck: str | None
+    "one of `predict.bottleneck.BOTTLENECKS`"
+    inter_node_gbps: float | None
+    "gigabit per second that a node has, as given, measured, or as AWS rents it"
+    inter_node_gbps_needed: float | None
+    "with which communication between nodes takes no longer than the compute beside it; None on one node"
+    usd_per_gpu_hour: float | None
+    price_source: str | None
+    usd_per_million_tokens: float | None
+    tokens_per_usd: float | None
 
 
 def estimate(
@@ -86,6 +109,7 @@ def estimate(
     deepspeed_needs: Callable[..., DeepSpeedNeeds | None],
     deepspeed_version: str | None,
     software: str = "2026",
+    site: Site | None = None,
 ) -> Estimate:
     """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live."""
     num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
@@ -157,6 +181,17 @@ def estimate(
         deepspeed_stage=stage,
         deepspeed_stands_in=stage is not None and strategy.engine != "deepspeed",
         deepspeed_version=deepspeed_version if needs else None,
+        **speed_and_cost(
+            spec,
+            strategy,
+            config,
+            placement,
+            num_gpus=num_gpus,
+            gpus_per_node=gpus_per_node,
+            gpu=gpu,
+            software=SOFTWARE[software],
+            site=site or Site(),
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Estimates as a rich table; of a single one its parts too, with bars."""
+"""Estimates as a rich table; of a single one the parts of its peak and of its step too, with bars."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from rich.text import Text
 from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
 from slm_toolkit.predict.gpu_memory import STATE
+from slm_toolkit.report.cells import DASH, dollars, rate
 from slm_toolkit.report.widths import fix_width
 
-DASH = "-"
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _SETTINGS = (  # a column where rows differ, else once above: in these words, but not these plain values
@@ -44,7 +44,7 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
         victim = min((column for column in columns if column[2]), key=lambda column: column[2])
         columns.remove(victim)
         dropped.append(victim[0].replace("\n", " "))
-    parts = [parts_table(rows[0])] if len(rows) == 1 else []
+    parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
     return Group(_heading(rows, largest_batch), table, *parts, *_notes(rows, dropped, largest_batch))
 
 
@@ -66,6 +66,22 @@ def parts_table(row: Estimate) -> RenderableType:
     )
 
 
+def step_tables(row: Estimate) -> list[RenderableType]:
+    """One configuration's step by part; nothing where its time is unknown."""
+    if row.parts_seconds is None:
+        return []
+    table = Table(header_style="bold")
+    table.add_column("part of a step", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max(row.parts_seconds.values())
+    for name, seconds in row.parts_seconds.items():
+        if seconds > 0:
+            bar = "█" * max(1, round(_BAR_WIDTH * seconds / largest))
+            table.add_row(name.replace("_", " "), f"{1e3 * seconds:.1f}", bar)
+    return [fix_width(table)]
+
+
 def _columns(
     rows: list[Estimate], *, largest_batch: bool
 ) -> list[tuple[str, Callable[[Estimate], str], int]]:
@@ -80,7 +96,7 @@ def _columns(
     found += [
         ("strategy", lambda row: row.strategy, 0),
         ("peak GiB\nallocated", lambda row: _gib(row.peak_allocated_bytes), 0),
-        ("reserved\nGiB", _reserved, 7),
+        ("reserved\nGiB", _reserved, 9),
         ("peak at", lambda row: row.peak_instant, 8),
         ("training\nstate", lambda row: _parts(row, STATE), 6),
         ("activations", lambda row: _parts(row, ("activations",)), 5),
@@ -93,9 +109,16 @@ def _columns(
             ("fits", lambda row: row.verdict or DASH, 0),
             ("headroom\nGiB", lambda row: _gib(row.headroom_bytes), 3),
         ]
-    found.append(("host GiB\nper node", lambda row: _gib(row.host_bytes_per_node), 9))
+    found.append(("host GiB\nper node", lambda row: _gib(row.host_bytes_per_node), 7))
     if any(row.deepspeed_bytes for row in rows):
         found.append(("DeepSpeed's\nestimate GiB", _deepspeed, 10))
+    if any(row.gpu for row in rows):
+        found += [
+            ("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 0),
+            ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.0%}", 11),
+            ("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
+            ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 0),
+        ]
     return found
 
 
@@ -141,6 +164,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             f"headroom: that less {context} GiB for CUDA and NCCL, less allocated; tight: a tenth more "
             "activations, or the middle of reserved, would not fit"
         )
+    notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
         notes.append("compiled: what Inductor's kernels keep is a hypothesis, never traced")
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
@@ -150,6 +174,39 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     if dropped:
         notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
     return [Text(note, style="dim") for note in notes]
+
+
+def _speed_notes(rows: list[Estimate]) -> list[str]:
+    if not any(row.gpu for row in rows):
+        return []
+    notes = []
+    if timed := next((row for row in rows if row.step_seconds), None):
+        slower = timed.step_seconds / timed.step_high_seconds - 1
+        faster = timed.step_seconds / timed.step_low_seconds - 1
+        notes.append(
+            f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
+            "no kernel was timed"
+        )
+    for name in dict.fromkeys(row.gpu for row in rows if row.gpu):
+        row = next(row for row in rows if row.gpu == name)
+        if row.usd_per_gpu_hour is None:
+            notes.append(f"{name}: no price known: --usd_per_gpu_hour or --prices gives one")
+        else:
+            notes.append(f"{name}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}")
+    short = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
+    short = [row for row in short if row.inter_node_gbps_needed > row.inter_node_gbps]
+    if short:
+        worst = max(short, key=lambda row: row.inter_node_gbps_needed)
+        needed, has = (f"{gbps:,.0f}" for gbps in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
+        notes.append(
+            f"between nodes {worst.strategy} would need {needed} Gbit/s to hide its communication, "
+            f"a node of {worst.gpu} has {has}"
+        )
+    if any(row.gpu and row.tokens_per_second is None for row in rows):
+        notes.append(
+            "no tokens/s for offload, nor between nodes of an unknown network: --inter_node_gbps gives it"
+        )
+    return notes
 
 
 def _differs(rows: list[Estimate], name: str) -> bool:

@@ -5,10 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.predict.gpu_memory import STATE
+from slm_toolkit.report.cells import DASH
 from slm_toolkit.report.ledger import PEAK_RESERVED, REST, LedgerEntry, Summary
 from slm_toolkit.report.widths import fix_width
 
-DASH = "-"
 _PART_TITLES = {
     "parameters": "para-\nmeters",
     "master_weights": "master\nweights",

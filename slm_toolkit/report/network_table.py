@@ -5,9 +5,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.network import COLLECTIVES, MeasuredNetwork, bus_bytes_per_second, fit, seconds
+from slm_toolkit.report.cells import DASH
 from slm_toolkit.report.widths import fix_width
-
-_DASH = "-"
 
 
 def network_table(network: MeasuredNetwork) -> RenderableType:
@@ -60,7 +59,7 @@ def _fits(network: MeasuredNetwork) -> Table:
         table.add_row(
             collective,
             f"{line.latency_seconds * 1e6:.1f}",
-            _DASH if bandwidth is None else f"{bandwidth / 1e9:.2f}",
+            DASH if bandwidth is None else f"{bandwidth / 1e9:.2f}",
             f"{max(errors, key=abs):+.0%}",
         )
     return fix_width(table)

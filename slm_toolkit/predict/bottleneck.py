@@ -1,0 +1,122 @@
+"""What a step's time goes to most, and what would move it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS, ModelSpec
+from slm_toolkit.predict.matmul import is_aligned
+from slm_toolkit.predict.speed import StepTime
+
+if TYPE_CHECKING:
+    from slm_toolkit.predict.estimate import Estimate
+
+BOTTLENECKS = ("matmul", "attention", "memory_traffic", "communication", "optimizer", "launch_overhead")
+ALIGNED_TO = 64
+"what a width off the multiple of 8 is rounded to: a tile's edge, and no more than 32 elements away"
+WORTH_SAYING = 1.01
+
+
+def bottleneck_of(time: StepTime) -> str:
+    """The largest of BOTTLENECKS' parts; what checkpointing does again is counted to none of them."""
+    return max(BOTTLENECKS, key=lambda name: time.parts_seconds[name])
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change to a configuration, and what it is expected to give."""
+
+    change: str
+    "in the flags of `slm`, or in words"
+    speedup: float
+    "tokens/s after over before"
+    fits: bool | None
+    "with the change; None where the GPU's memory is unknown"
+
+
+def levers(
+    estimate_of: Callable[[ModelSpec, RunConfig], "Estimate"], spec: ModelSpec, config: RunConfig
+) -> list[Lever]:
+    """Changes that make a step's tokens faster, best first; `estimate_of` needs a GPU.
+
+    Each is tried alone, and what no longer fits is left out. Kernels change no arithmetic, alignment changes
+    the model, a larger batch the training.
+    """
+    before = estimate_of(spec, config)
+    if before.tokens_per_second is None:
+        return []
+    found = []
+    for words, changed_spec, changed_config in _changes(spec, config):
+        after = estimate_of(changed_spec, changed_config)
+        if before.fits and not after.fits:
+            continue
+        found.append(Lever(words, after.tokens_per_second / before.tokens_per_second, after.fits))
+    worth = [lever for lever in found if lever.speedup >= WORTH_SAYING]
+    return sorted(worth, key=lambda lever: -lever.speedup)
+
+
+def _changes(spec: ModelSpec, config: RunConfig) -> Iterator[tuple[str, ModelSpec, RunConfig]]:
+    def changed(**flags: object) -> tuple[str, ModelSpec, RunConfig]:
+        words = " ".join(
+            f"--{name}" + ("" if value is True else f" {value}") for name, value in flags.items()
+        )
+        return words, spec, dataclasses.replace(config, **flags)
+
+    aligned = aligned_sibling(spec)
+    if aligned != spec:
+        yield f"widths in multiples of 8: {describe_alignment(spec, aligned)}", aligned, config
+    if config.attn_implementation == "eager":
+        yield changed(attn_implementation="sdpa")
+    if not config.torch_compile:
+        yield changed(torch_compile=True)
+    if config.norm_kernel == "hf" and not config.torch_compile:
+        yield changed(norm_kernel="fused")
+    if config.loss_kernel == "hf":
+        yield changed(loss_kernel="fused_linear")
+    if config.optim == "adamw_torch":
+        yield changed(optim="adamw_torch_fused")
+    if config.gradient_checkpointing != "none":
+        yield changed(gradient_checkpointing="none")
+    yield changed(per_device_train_batch_size=2 * config.per_device_train_batch_size)
+
+
+def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
+    """The widths of matrix products that are no multiple of 8, by what they are."""
+    widths = {
+        "FFN": spec.ffn_size,
+        "hidden": spec.hidden_size,
+        "heads": spec.num_heads * spec.head_dim,
+        "key-value heads": spec.num_kv_heads * spec.head_dim,
+        "vocabulary": spec.vocab_size,
+    }
+    return {name: width for name, width in widths.items() if not is_aligned(width)}
+
+
+def aligned_sibling(spec: ModelSpec) -> ModelSpec:
+    """The same shape with FFN and vocabulary rounded to tensor cores' liking; the spec itself if it is.
+
+    The FFN goes to the nearest multiple of 64, so that a model keeps its size; the vocabulary up, since every
+    token needs its row.
+    """
+    changes = {}
+    if not is_aligned(spec.ffn_size):
+        changes["ffn_size"] = max(ALIGNED_TO, round(spec.ffn_size / ALIGNED_TO) * ALIGNED_TO)
+    if not is_aligned(spec.vocab_size):
+        changes["vocab_size"] = -(-spec.vocab_size // ALIGNED_TO) * ALIGNED_TO
+    return dataclasses.replace(spec, **changes) if changes else spec
+
+
+def hw_sibling(spec: ModelSpec) -> ModelSpec | None:
+    """The preset of the same size with widths that tensor cores like (`slm-500m-hw` for `slm-500m`)."""
+    return PRESETS.get(f"{spec.name}-hw")
+
+
+def describe_alignment(spec: ModelSpec, aligned: ModelSpec) -> str:
+    parts = []
+    if aligned.ffn_size != spec.ffn_size:
+        parts.append(f"FFN {aligned.ffn_size} for {spec.ffn_size}")
+    if aligned.vocab_size != spec.vocab_size:
+        parts.append(f"vocabulary {aligned.vocab_size} for {spec.vocab_size}")
+    return ", ".join(parts)

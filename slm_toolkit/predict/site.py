@@ -1,0 +1,127 @@
+"""The part of an Estimate that is about time and money, on the network and at the prices of a Site."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.hardware import Gpu
+from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.bandwidth import Cluster, cluster_of
+from slm_toolkit.predict.bottleneck import bottleneck_of
+from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
+from slm_toolkit.predict.host_memory import Placement
+from slm_toolkit.predict.software import NODE_NETWORK_SHARE, Software
+from slm_toolkit.predict.speed import StepTime, model_flops_utilization, step_time
+from slm_toolkit.predict.traffic import Transfer, transfers
+from slm_toolkit.prices import Price
+from slm_toolkit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a job would run: what connects the GPUs, and what they cost. None: the GPU's usual, no price."""
+
+    cluster: Cluster | None = None
+    price: Price | None = None
+
+
+def speed_and_cost(
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    placement: Placement,
+    *,
+    num_gpus: int,
+    gpus_per_node: int,
+    gpu: Gpu | None,
+    software: Software,
+    site: Site,
+) -> dict[str, Any]:
+    """The Estimate's fields from traffic_bytes on."""
+    nodes = {"num_gpus": num_gpus, "gpus_per_node": gpus_per_node}
+    sent = transfers(spec, strategy, config, placement, **nodes)
+    cluster = site.cluster or (cluster_of(gpu) if gpu else None)
+    time = None
+    if gpu is not None and not strategy.offloads:
+        time = step_time(
+            spec,
+            strategy,
+            config,
+            gpu=gpu,
+            cluster=cluster,
+            transfers=sent,
+            num_gpus=num_gpus,
+            num_shards=placement.ranks_of_a_copy(**nodes),
+            software=software,
+        )
+    return {
+        **_traffic(sent, cluster, time, gpus_per_node=gpus_per_node),
+        **_speed(time, spec, config, gpu, software, num_gpus),
+        **_cost(time, site.price, num_gpus),
+    }
+
+
+def _traffic(
+    sent: tuple[Transfer, ...], cluster: Cluster | None, time: StepTime | None, *, gpus_per_node: int
+) -> dict[str, Any]:
+    inter_node = sum(transfer.inter_node_bytes for transfer in sent)
+    network = cluster.inter_node_bytes_per_second if cluster and inter_node else None
+    needed = None
+    if inter_node and time is not None:
+        needed = inter_node * gpus_per_node / time.overlappable_seconds / NODE_NETWORK_SHARE * 8 / 1e9
+    return {
+        "traffic_bytes": {
+            **{transfer.name: transfer.sent_bytes for transfer in sent},
+            "intra_node": sum(transfer.intra_node_bytes for transfer in sent),
+            "inter_node": inter_node,
+        },
+        "inter_node_gbps": network * 8 / 1e9 if network else None,
+        "inter_node_gbps_needed": needed,
+    }
+
+
+def _speed(
+    time: StepTime | None,
+    spec: ModelSpec,
+    config: RunConfig,
+    gpu: Gpu | None,
+    software: Software,
+    num_gpus: int,
+) -> dict[str, Any]:
+    if time is None:
+        names = (
+            "step_seconds",
+            "step_low_seconds",
+            "step_high_seconds",
+            "parts_seconds",
+            "mfu",
+            "bottleneck",
+        )
+        return dict.fromkeys((*names, "tokens_per_second", "tokens_per_second_per_gpu"))
+    seconds, rate = time.step_seconds, time.tokens_per_second
+    return {
+        "step_seconds": seconds,
+        "step_low_seconds": seconds / software.high,
+        "step_high_seconds": seconds / software.low,
+        "parts_seconds": time.parts_seconds,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / num_gpus,
+        "mfu": model_flops_utilization(spec, config, gpu, rate / num_gpus),
+        "bottleneck": bottleneck_of(time),
+    }
+
+
+def _cost(time: StepTime | None, price: Price | None, num_gpus: int) -> dict[str, Any]:
+    paid = None
+    if time is not None and price is not None:
+        paid = {
+            "tokens_per_second": time.tokens_per_second,
+            "usd_per_gpu_hour": price.usd_per_gpu_hour,
+            "num_gpus": num_gpus,
+        }
+    return {
+        "usd_per_gpu_hour": price.usd_per_gpu_hour if price else None,
+        "price_source": price.source if price else None,
+        "usd_per_million_tokens": usd_per_million_tokens(**paid) if paid else None,
+        "tokens_per_usd": tokens_per_usd(**paid) if paid else None,
+    }

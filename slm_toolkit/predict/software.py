@@ -1,0 +1,136 @@
+"""Software: the constants of a step's time that belong to a generation of kernels and engines.
+
+No kernel was timed by us: every constant is fitted to published throughput (`bench/speed_accuracy.py` fits
+them again, says how well they predict what they were not fitted to, and prints these tables) or counted by
+hand where it says so.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A share by architecture; one without a figure of its own borrows its relative's."""
+
+    ampere: float
+    hopper: float
+    ada: float | None = None
+    blackwell: float | None = None
+
+    def of(self, architecture: str) -> float:
+        """Ada has Ampere's kind of tensor cores; Blackwell runs what was written for Hopper, or newer."""
+        own = getattr(self, architecture, None)
+        if own is not None:
+            return own
+        return self.hopper if architecture == "blackwell" else self.ampere
+
+
+@dataclass(frozen=True)
+class Software:
+    """Shares are of what the hardware can do; seconds are of one step unless they say otherwise."""
+
+    name: str
+    matmul_share: Shares
+    "of the dense bf16 peak, what large matrix products with aligned widths reach"
+    misaligned_share: Shares
+    "of that rate, what is left where a width is no multiple of 8"
+    flash_share: Shares
+    "of the bf16 peak, what attention kernels without scores reach; causal half counted"
+    eager_slowdown: float
+    "time of eager PyTorch's element-wise kernels over their hand-counted bytes at the memory's rate"
+    compiled_slowdown: float
+    "the same of fused or compiled ones"
+    score_bytes: float
+    "that eager attention moves in forward per score; backward twice that. Hand count: 20"
+    compiled_score_bytes: float
+    "the same where Inductor fuses what happens between its two products; hand count"
+    kernel_seconds: float
+    "the host's, to launch one kernel from Python; what small steps are bound by. Not fitted: see below"
+    contention: float
+    "share of the collectives' time that shows although there is enough to compute beside them"
+    layer_seconds: float = 0.0
+    "per layer and step that more than one rank costs, at many ranks; n ranks: (n - 1) / (n - 1 + half)"
+    sharded_layer_seconds: float = 0.0
+    "on top of it where parameters are sharded"
+    half_ranks: float = 1.0
+    "the `half` above"
+    ddp_seconds: float = 0.0
+    "per step of DDP"
+    step_seconds: float = 0.0
+    "per step, whatever is computed"
+    first_step_seconds: float = 0.0
+    "what the paper's protocol adds: a slow first step averaged over ten; no steady state has it"
+    reduces_each_micro_step: bool = False
+    "gradients of FSDP under accumulation; accelerate reduces them once"
+    low: float = 0.88
+    "times the expected rate: nine of ten published rows were not slower than that, left out of the fit"
+    high: float = 1.14
+    "and nine of ten not faster"
+
+
+MEMORY_SHARE = 0.85
+"of the memory's data-sheet rate that a kernel which only moves bytes reaches; fixed, not fitted"
+LINK_SHARE = 0.7
+"of the one-way link rate that a node's collectives reach on the bus; fixed"
+NODE_NETWORK_SHARE = 0.8
+"of a node's network rate; ml-engineering's advice is to plan on 0.80 to 0.85 of what is advertised"
+
+_MATMUL, _MISALIGNED = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.316, hopper=0.152)
+_FLASH = Shares(ampere=0.316, hopper=0.180)
+
+PAPER = Software(  # fitted to the paper's figures 1 to 4, matmul_share and flash_share to LLM_FOUNDRY's rows
+    name="2024",
+    matmul_share=_MATMUL,
+    misaligned_share=_MISALIGNED,
+    flash_share=_FLASH,
+    eager_slowdown=1.39,
+    compiled_slowdown=1.0,
+    score_bytes=32.9,
+    compiled_score_bytes=8.0,
+    kernel_seconds=14e-6,
+    contention=0.0,
+    layer_seconds=12.6e-3,
+    sharded_layer_seconds=14.6e-3,
+    half_ranks=2.72,
+    ddp_seconds=0.085,
+    first_step_seconds=0.094,
+)
+"PyTorch 2.3 and transformers 4.4x over EFA, as the paper ran them"
+
+LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows, PAPER's misaligned_share
+    name="llm-foundry",
+    matmul_share=_MATMUL,
+    misaligned_share=_MISALIGNED,
+    flash_share=_FLASH,
+    eager_slowdown=1.68,
+    compiled_slowdown=1.0,
+    score_bytes=32.9,
+    compiled_score_bytes=8.0,
+    kernel_seconds=14e-6,
+    contention=0.60,
+    step_seconds=0.063,
+    reduces_each_micro_step=True,
+)
+"Composer with PyTorch 2.1 and flash-attn, January 2024: only to be held against its tables"
+
+TODAY = Software(  # the fits above, less what was one cluster's or one protocol's; the rest set by hand
+    name="2026",
+    matmul_share=Shares(
+        ampere=0.834, hopper=0.728, blackwell=0.62
+    ),  # RunPod's B200, bench/data/other_speed.csv
+    misaligned_share=_MISALIGNED,
+    flash_share=Shares(ampere=0.316, hopper=0.30, blackwell=0.20),  # torchtitan's H100 rows; a guess
+    eager_slowdown=1.39,
+    compiled_slowdown=1.0,
+    score_bytes=32.9,
+    compiled_score_bytes=8.0,
+    kernel_seconds=14e-6,  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
+    contention=0.60,
+    step_seconds=0.003,
+    low=0.80,
+    high=1.25,
+)
+"torch 2.13, transformers 5: not calibrated on a GPU by us; its band is wide for that"
+
+SOFTWARE = {software.name: software for software in (PAPER, TODAY)}
+"by `--software`"
