@@ -13,12 +13,14 @@ from rich.console import Console
 
 from slm_toolkit import __version__
 from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.doctor import add_doctor_verb
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.flags import Parser, add_flags, with_underscores
 from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
+from slm_toolkit.recommend import add_recommend_verb
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
@@ -27,6 +29,8 @@ examples:
   slm compare                                             six strategies on this machine, then a table
   slm compare --strategy ddp ds_zero2 --per_device_train_batch_size 4 8 16
   slm estimate --model slm-2b --gpu a100-40gb             its peak memory, and does it fit; nothing runs
+  slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on what you can get
+  slm doctor --model slm-500m                             what is unwise in it, on which GPU, by how much
   slm report runs --json                                  the records of earlier runs
   slm configs --copy .                                    the YAMLs, to change and to launch
 one training run:
@@ -111,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(verb=_compare, parser=compare)
 
     add_estimate_verb(verbs)
+    add_recommend_verb(verbs)
+    add_doctor_verb(verbs)
 
     report = verbs.add_parser(
         "report", help="print the table of recorded runs", description="The table of records."

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
+from slm_toolkit.estimate_checks import (
+    NOT_OF_AN_ESTIMATE,
+    all_of,
+    flag_problems,
+    largest_batch_problems,
+    model_to_estimate,
+)
 from slm_toolkit.flags import add_flags
-from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.site_flags import add_site_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
@@ -28,18 +34,6 @@ if TYPE_CHECKING:
     from slm_toolkit.hardware import Gpu
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.predict.site import Site
-
-_NOT_OF_AN_ESTIMATE = (
-    *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
-    *("epoch_multiple", "num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
-    *("eval_steps", "eval_batches", "save_steps", "save_total_limit", "save_final_model"),
-    *("resume_from_checkpoint", "report_to", "output_dir", "run_name"),
-)
-_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
-    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-)
-_LARGEST_NUMBER = 10**12
-_LARGEST_MODEL = 10**15
 
 
 def add_estimate_verb(verbs: Any) -> None:
@@ -97,7 +91,7 @@ def add_estimate_verb(verbs: Any) -> None:
     )
     add_site_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
-    add_flags(parser, grid=True, leave_out=_NOT_OF_AN_ESTIMATE)
+    add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_estimate, parser=parser)
 
 
@@ -164,16 +158,16 @@ def estimates(
     if find_largest_batch:
         several["per_device_train_batch_size"] = [1]
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
-    problems = _flag_problems(several, num_gpus, gpus_per_node)
+    problems = flag_problems(several, num_gpus, gpus_per_node)
     if find_largest_batch:
-        problems += _largest_batch_problems(given, strategies, found_gpus)
+        problems += largest_batch_problems(given, strategies, found_gpus)
     if problems:
-        raise _all(problems)
+        raise all_of(problems)
     configs = [
         RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
         for values in itertools.product(*several.values())
     ]
-    specs = {name: _model(name) for name in dict.fromkeys(config.model for config in configs)}
+    specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     placed = [(strategy_as_launched(strategy), placement_of(strategy)) for strategy in strategies]
     problems = [
         problem
@@ -188,7 +182,7 @@ def estimates(
         for problem in placement.problems(num_gpus=count, gpus_per_node=min(count, gpus_per_node))
     ]
     if problems:
-        raise _all(problems)
+        raise all_of(problems)
 
     needs, version = deepspeed_needs, ESTIMATOR_VERSION
     if live_deepspeed:
@@ -218,75 +212,6 @@ def estimates(
             launched = config_as_launched(config, strategy)
             rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)
     return list(rows.values())
-
-
-def _all(problems: list[str]) -> ValueError:
-    return ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: `slm estimate --help` explains each flag")
-
-
-def _flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
-    """Each value beside the others' first; RunConfig has no rule on two grid flags but on numerics' pair."""
-    first = {name: values[0] for name, values in several.items()}
-    pair = [
-        {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
-        for values in itertools.product(several.get("numerics", [None]), several.get("reduce_dtype", [None]))
-    ]
-    single = [{name: value} for name, values in several.items() for value in values]
-    alone = ("numerics", "reduce_dtype")
-    changes = [*pair, *(change for change in single if not any(name in change for name in alone))]
-    found = [problem for change in changes for problem in RunConfig(**{**first, **change}).problems()]
-    found += [
-        f"--{name} is {value}: at most {_LARGEST_NUMBER:,}"
-        for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-        for value in several.get(name, [])
-        if value > _LARGEST_NUMBER
-    ]
-    found += [
-        f"--attn_implementation {value}: no closed form for it, there are {', '.join(_ATTENTION)}"
-        for value in several.get("attn_implementation", [])
-        if value not in _ATTENTION
-    ]
-    if gpus_per_node < 1:
-        return [*found, f"--gpus_per_node is {gpus_per_node}: at least 1"]
-    for count in num_gpus:
-        if count < 1:
-            found.append(f"--num_gpus is {count}: at least 1")
-        elif count > _LARGEST_NUMBER:
-            found.append(f"--num_gpus is {count}: at most {_LARGEST_NUMBER:,}")
-        elif count > gpus_per_node and count % gpus_per_node:
-            found.append(
-                f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"
-            )
-    return found
-
-
-def _largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:
-    found = [
-        f"--largest_batch needs a GPU whose memory is known, not {gpu.name}"
-        if gpu
-        else "--largest_batch needs --gpu: fits on which?"
-        for gpu in gpus
-        if gpu is None or gpu.memory_bytes is None
-    ]
-    if "per_device_train_batch_size" in given:
-        found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
-    key = "train_micro_batch_size_per_gpu"
-    for strategy in strategies:
-        fixed = (strategy.deepspeed_config or {}).get(key, "auto")
-        if fixed != "auto":
-            found.append(
-                f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
-            )
-    return found
-
-
-def _model(name: str) -> ModelSpec:
-    spec = find_model(name)
-    if spec.num_params > _LARGEST_MODEL:
-        raise ValueError(
-            f"model {name!r} has more than {_LARGEST_MODEL:,} parameters\nhint: look at its config.json"
-        )
-    return spec
 
 
 def _notes(strategies: list[Strategy]) -> list[str]:

@@ -22,7 +22,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
         return None
     num_ranks = record.world_size
     try:
-        strategy = _strategy_that_ran(record)
+        strategy = strategy_that_ran(record)
         placement = placement_of(strategy)
         if offloads(record) and record.gpu is None:
             return None
@@ -32,7 +32,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
             spec_of(record),
             strategy,
             placement,
-            _config_that_ran(record),
+            config_that_ran(record),
             num_gpus=num_ranks,
             gpus_per_node=max(1, per_node),
             gpu=find_gpu(record.gpu),
@@ -45,10 +45,10 @@ def estimate_of(record: RunRecord) -> Estimate | None:
 
 def offloads(record: RunRecord) -> bool:
     """Whether part of the training state was to lie in the host's RAM or on its disk."""
-    return _strategy_that_ran(record).offloads
+    return strategy_that_ran(record).offloads
 
 
-def _strategy_that_ran(record: RunRecord) -> Strategy:
+def strategy_that_ran(record: RunRecord) -> Strategy:
     """Engine, stage and sharding as probed, all else as asked."""
     strategy = Strategy(
         name=record.strategy,
@@ -63,9 +63,9 @@ def _strategy_that_ran(record: RunRecord) -> Strategy:
     return strategy_as_launched(strategy)
 
 
-def _config_that_ran(record: RunRecord) -> RunConfig:
+def config_that_ran(record: RunRecord) -> RunConfig:
     """What was asked, but for what the user's own files decide, and for the accumulation that was counted."""
-    config, changes = config_as_launched(config_of(record), _strategy_that_ran(record)), {}
+    config, changes = config_as_launched(config_of(record), strategy_that_ran(record)), {}
     if record.tokens_per_step is not None:
         of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
         changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)

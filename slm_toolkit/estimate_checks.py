@@ -1,0 +1,100 @@
+"""What makes no sense in the flags of `slm estimate`, `recommend` and `doctor`, said before all else."""
+
+import itertools
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.strategy import Strategy
+
+NOT_OF_AN_ESTIMATE = (
+    *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
+    *("epoch_multiple", "num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
+    *("eval_steps", "eval_batches", "save_steps", "save_total_limit", "save_final_model"),
+    *("resume_from_checkpoint", "report_to", "output_dir", "run_name"),
+)
+_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+)
+_LARGEST_NUMBER = 10**12
+_LARGEST_MODEL = 10**15
+
+
+def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:
+    """Raises one ValueError with what makes no sense in fields of a RunConfig that several verbs take."""
+    several = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in given.items()
+        if value is not None
+    }
+    if problems := flag_problems(several, num_gpus, gpus_per_node):
+        raise all_of(problems)
+
+
+def all_of(problems: list[str]) -> ValueError:
+    return ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: `slm estimate --help` explains each flag")
+
+
+def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
+    """Each value beside the others' first; RunConfig has no rule on two grid flags but on numerics' pair."""
+    first = {name: values[0] for name, values in several.items()}
+    pair = [
+        {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
+        for values in itertools.product(several.get("numerics", [None]), several.get("reduce_dtype", [None]))
+    ]
+    single = [{name: value} for name, values in several.items() for value in values]
+    alone = ("numerics", "reduce_dtype")
+    changes = [*pair, *(change for change in single if not any(name in change for name in alone))]
+    found = [problem for change in changes for problem in RunConfig(**{**first, **change}).problems()]
+    found += [
+        f"--{name} is {value}: at most {_LARGEST_NUMBER:,}"
+        for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
+        for value in several.get(name, [])
+        if value > _LARGEST_NUMBER
+    ]
+    found += [
+        f"--attn_implementation {value}: no closed form for it, there are {', '.join(_ATTENTION)}"
+        for value in several.get("attn_implementation", [])
+        if value not in _ATTENTION
+    ]
+    if gpus_per_node < 1:
+        return [*found, f"--gpus_per_node is {gpus_per_node}: at least 1"]
+    for count in num_gpus:
+        if count < 1:
+            found.append(f"--num_gpus is {count}: at least 1")
+        elif count > _LARGEST_NUMBER:
+            found.append(f"--num_gpus is {count}: at most {_LARGEST_NUMBER:,}")
+        elif count > gpus_per_node and count % gpus_per_node:
+            found.append(
+                f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"
+            )
+    return found
+
+
+def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:
+    found = [
+        f"--largest_batch needs a GPU whose memory is known, not {gpu.name}"
+        if gpu
+        else "--largest_batch needs --gpu: fits on which?"
+        for gpu in gpus
+        if gpu is None or gpu.memory_bytes is None
+    ]
+    if "per_device_train_batch_size" in given:
+        found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
+    key = "train_micro_batch_size_per_gpu"
+    for strategy in strategies:
+        fixed = (strategy.deepspeed_config or {}).get(key, "auto")
+        if fixed != "auto":
+            found.append(
+                f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
+            )
+    return found
+
+
+def model_to_estimate(name: str) -> ModelSpec:
+    spec = find_model(name)
+    if spec.num_params > _LARGEST_MODEL:
+        raise ValueError(
+            f"model {name!r} has more than {_LARGEST_MODEL:,} parameters\nhint: look at its config.json"
+        )
+    return spec
