@@ -7,7 +7,9 @@ steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in 
 `predict/software.py` ships; `left out`: all constants named below fitted again without any row of the model
 that is asked about. The paper's points that nothing explains (`predict.paper.is_unexplained`, six) are in
 neither; points at zero are out of memory, counted apart. Then who wins where the published error bars
-separate two, by the left-out predictions. `--fit` prints constants fitted to all rows.
+separate two, by the left-out predictions. Last, other people's runs with today's constants (`TODAY`), which
+nothing was fitted to; its hand counts of launches and of Blackwell were set with some of these rows at hand.
+`--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from scipy.optimize import least_squares
 from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 
 from slm_toolkit.predict.paper import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
-from slm_toolkit.predict.software import LLM_FOUNDRY, PAPER, Shares, Software
+from slm_toolkit.predict.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
 
 PAPER_CONSTANTS = (
     *("misaligned_share.ampere", "misaligned_share.hopper", "eager_slowdown", "score_bytes", "layer_seconds"),
@@ -36,10 +38,16 @@ _ROBUST = 0.05  # errors beyond it count less than squared: some published rows 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="print the constants fitted to all rows")
+    parser.add_argument("--rows", action="store_true", help="print the error of each of other people's runs")
+    parser.add_argument("--others_only", action="store_true", help="print other people's runs alone: seconds")
     args = parser.parse_args()
+    if args.others_only:
+        _others(show_rows=args.rows)
+        return
     for heads in (HEADS, None):
         _paper(heads, show_fit=args.fit and heads == HEADS)
     _tables(show_fit=args.fit)
+    _others(show_rows=args.rows)
 
 
 def _paper(num_heads: int | None, *, show_fit: bool) -> None:
@@ -149,6 +157,41 @@ def _tables(*, show_fit: bool) -> None:
     _print_errors(
         "fitted to one node, several nodes left out", predicted(many, constants) / published[~few] - 1
     )
+
+
+def _others(*, show_rows: bool) -> None:
+    rows = published_rows("other_speed.csv")
+    errors = np.array(
+        [predicted_tokens_per_second_per_gpu(row, TODAY) / row.tokens_per_second_per_gpu - 1 for row in rows]
+    )
+    num_sources = len({row.source for row in rows})
+    print(f"\nother people's runs, nothing fitted: {len(rows)} rows of {num_sources} sources")
+    _print_errors("all", errors)
+    band = [(TODAY.low <= 1 / (1 + error) <= TODAY.high) for error in errors]
+    print(f"  within the band that `slm estimate` prints: {sum(band)} of {len(band)}")
+    groups = {
+        "one GPU": lambda row: row.num_gpus == 1,
+        "2 to 8 GPUs": lambda row: 2 <= row.num_gpus <= 8,
+        "16 to 256 GPUs": lambda row: row.num_gpus > 8,
+        "below 1B parameters": lambda row: row.spec.num_params < 1e9,
+        "1B and more": lambda row: row.spec.num_params >= 1e9,
+        "up to 4,096 tokens per micro-step": lambda row: _micro_step_tokens(row) <= 4096,
+        **{
+            name: lambda row, name=name: row.gpu.name == name
+            for name in sorted({row.gpu.name for row in rows})
+        },
+    }
+    for name, is_in in groups.items():
+        _print_errors(f"  {name}", errors[[is_in(row) for row in rows]])
+    if show_rows:
+        for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: pair[1]):
+            print(
+                f"    {error:+6.0%}  {row.source[:44]:<44} {row.model:<22} {row.num_gpus:>3} x {row.gpu.name}"
+            )
+
+
+def _micro_step_tokens(row: Row) -> int:
+    return row.config.per_device_train_batch_size * row.config.seq_len
 
 
 def _left_out(

@@ -3,9 +3,13 @@
 bench/data/published_speed.csv restates llm-foundry's bf16 tables (scripts/train/benchmarking/README.md
 @8c8dd48f) and torchtitan's bf16 rows without tensor, pipeline or context parallelism
 (benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c, docs/performance.md @1d5815c4b). MPT: two-matrix GELU
-FFN of ratio 4, tied embeddings, LayerNorm, learned positions; llm-foundry's README says that it sets PURE
-(`reduction` bf16) or DEFAULT mixed precision, and its loss is flash-attn's fused cross-entropy. torchtitan's
-A100 rows don't say so, but were compiled (its docs' default then); its H100s had 96 GB HBM2e and 500 W.
+FFN of ratio 4, tied embeddings, LayerNorm, learned positions; llm-foundry's README says that it sets PURE or
+DEFAULT mixed precision and a node network of 1600 Gbit/s for A100s, its loss is flash-attn's fused
+cross-entropy. torchtitan's A100 rows don't say so, but were compiled (its docs' default then), their network
+is taken to be the same; its H100s had 96 GB HBM2e and 500 W.
+
+bench/data/other_speed.csv: what others published, in their words in `source`, found on 2026-11-20; its
+kernels and precision as far as they are told. Nothing is fitted to it.
 """
 
 import csv
@@ -24,9 +28,8 @@ from slm_toolkit.predict.speed import step_time
 from slm_toolkit.predict.traffic import transfers
 from slm_toolkit.strategy import Strategy, find_strategy
 
-TABLE = Path(__file__).parent / "data" / "published_speed.csv"
+DATA = Path(__file__).parent / "data"
 GPUS_PER_NODE = 8
-A100_CLUSTER_GBPS = 1600  # llm-foundry's A100 nodes, RoCE, in its tables' titles; torchtitan's: assumed alike
 
 
 @dataclass(frozen=True)
@@ -46,46 +49,46 @@ class Row:
 
 
 @cache
-def published_rows() -> tuple[Row, ...]:
-    with TABLE.open(newline="") as file:
+def published_rows(table: str = "published_speed.csv") -> tuple[Row, ...]:
+    """Of published_speed.csv, which constants are fitted to, or of other_speed.csv, which they are not."""
+    with (DATA / table).open(newline="") as file:
         return tuple(_row(line) for line in csv.DictReader(file))
 
 
 def _row(line: dict[str, str]) -> Row:
-    hidden, heads = int(line["hidden_size"]), int(line["num_heads"])
-    gated = line["gated"] == "1"
-    seq_len = int(line["seq_len"])
+    gated, seq_len = line["gated"] == "1", int(line["seq_len"])
+    integers = (
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_size",
+        "vocab_size",
+    )
     spec = ModelSpec(
         line["model"],
-        int(line["num_layers"]),
-        hidden,
-        heads,
-        int(line["num_kv_heads"]),
-        hidden // heads,
-        int(line["ffn_size"]),
-        int(line["vocab_size"]),
+        *(int(line[name]) for name in integers),
         tied=line["tied"] == "1",
         gated_ffn=gated,
         layer_norm=not gated,
         linear_biases=not gated,
         learned_positions=0 if gated else seq_len,
     )
-    compiled = line["compiled"] == "1"
-    pure = line["source"] == "llm-foundry" and line["reduction"] == "bf16"
     config = RunConfig(
         model=line["model"],
         seq_len=seq_len,
         per_device_train_batch_size=int(line["batch"]),
         gradient_accumulation_steps=int(line["accumulation"]),
         gradient_checkpointing=line["checkpointing"],
-        attn_implementation="flash_attention_2",
-        numerics="pure_bf16" if pure else "aligned",
-        reduce_dtype=None if pure else "fp32",
-        torch_compile=compiled,
+        attn_implementation=line["attention"],
+        norm_kernel=line["norm_kernel"],
+        numerics=line["numerics"],
+        reduce_dtype=line["reduce_dtype"] or None,
+        torch_compile=line["compiled"] == "1",
         max_grad_norm=1.0,
     )
-    gpu = _gpu(line["gpu"])
-    is_a100 = gpu.architecture == "ampere"
+    gpu, gbps = _gpu(line["gpu"]), line["inter_node_gbps"]
     return Row(
         source=line["source"],
         model=line["model"],
@@ -93,9 +96,9 @@ def _row(line: dict[str, str]) -> Row:
         strategy=find_strategy(line["strategy"]),
         config=config,
         gpu=gpu,
-        cluster=cluster_of(gpu, inter_node_gbps=A100_CLUSTER_GBPS if is_a100 else None),
+        cluster=cluster_of(gpu, inter_node_gbps=float(gbps) if gbps else None),
         num_gpus=int(line["num_gpus"]),
-        loss_kernel="fused_kernel" if not gated else "compiled" if compiled else "hf",
+        loss_kernel=line["loss_kernel"],
         tokens_per_second_per_gpu=float(line["tokens_per_second_per_gpu"]),
     )
 
