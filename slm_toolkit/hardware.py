@@ -23,7 +23,7 @@ class Gpu:
     driver_name_pattern: str
     "regular expression found in the name that the driver gives"
     architecture: str
-    "ampere, ada, hopper, blackwell, or blackwell-geforce, whose tensor cores are Ada's kind"
+    "ampere, ada, hopper or blackwell; geforce for the consumer cards of all of them"
     dense_bf16_flops_per_second: float
     "without sparsity"
     measured_matmul_flops_per_second: float | None

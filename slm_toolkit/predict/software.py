@@ -16,6 +16,8 @@ class Shares:
     hopper: float
     ada: float | None = None
     blackwell: float | None = None
+    geforce: float | None = None
+    "of any generation: they clock higher than the data sheet's boost, and their bf16 peak is half a chip's"
 
     def of(self, architecture: str) -> float:
         """Ada has Ampere's kind of tensor cores; Blackwell runs what was written for Hopper, or newer."""
@@ -119,7 +121,9 @@ TODAY = Software(  # the fits above, less what was one cluster's or one protocol
         ampere=0.834, hopper=0.728, blackwell=0.62
     ),  # RunPod's B200, bench/data/other_speed.csv
     misaligned_share=_MISALIGNED,
-    flash_share=Shares(ampere=0.316, hopper=0.30, blackwell=0.20),  # torchtitan's H100 rows; a guess
+    flash_share=Shares(
+        ampere=0.316, hopper=0.30, blackwell=0.20, geforce=0.50
+    ),  # torchtitan's H100s; guesses
     eager_slowdown=1.39,
     compiled_slowdown=1.0,
     score_bytes=32.9,
