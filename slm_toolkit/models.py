@@ -242,10 +242,14 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
     model_type = config.get("model_type", "llama")
+    if model_type in ("gpt2", "gpt_neox", "mpt"):
+        from slm_toolkit.gpt_configs import gpt_spec
+
+        return gpt_spec(config, name=name, path=path)
     if model_type not in ("llama", "qwen2", "mistral"):
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported\n"
-            "hint: Llama-like models are: llama, qwen2, mistral"
+            "hint: Llama-like models are: llama, qwen2, mistral; gpt2, gpt_neox and mpt can be estimated"
         )
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     bad = [key for key in required if not _is_positive_int(config.get(key))]

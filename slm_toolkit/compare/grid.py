@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.hardware import Machine
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
@@ -186,6 +187,7 @@ def _planned(
 ) -> PlannedRun:
     """`num_processes`: the ranks asked for."""
     spec = find_model(config.model)
+    check_trainable(spec)
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)

@@ -90,7 +90,8 @@ def layer_memory(
     # and values.
     scores = (4 if compute == FP32 else 6) * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
-    ffn = (3 if compiled else 4) * e * i  # gate, its SiLU, up, their product
+    # gate, its SiLU, up, their product; without a gate (a hypothesis, never traced) up and its GELU
+    ffn = ((3 if compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
     below_ffn = 2 * norm + attention + attention_inputs
     extra_of_software = EXTRA_OF_2024 * h if software == "2024" else 0
     everything = below_ffn + ffn_inputs + ffn + extra_of_software

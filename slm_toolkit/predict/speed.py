@@ -37,6 +37,9 @@ the same in bf16, with the temporaries of the norm"""
 _UNFUSED_ADAM = 1.8  # reads and writes of the for-each kernels over the fused one's; hand count
 _FP32_SHARE = 0.85  # of the fp32 peak; unverified
 _SELECTIVE_RECOMPUTED = 0.5
+_LAYERS_AGAIN = {"none": 0.0, "full": 1.0, "selective_layer": 0.5, "selective_op": 1.0}
+"share of forward's kernels that checkpointing launches again"
+_SCORE_KERNELS = 6  # of eager attention beside the one of a fused kernel: two products, scale, mask, softmax
 _HEAD_KERNELS = 40  # of embedding, final norm, head and loss, forward and backward
 _SHARDED_KERNELS = (
     30  # per layer and pass, what FSDP's and ZeRO-3's hooks cost the host, in kernels; unverified
@@ -192,14 +195,16 @@ def _micro_step(
         # all but attention, and every second product
         "selective_op": _SELECTIVE_RECOMPUTED * forward + elementwise / 3,
     }[config.gradient_checkpointing]
-    kernels = 3 * spec.num_layers * traffic.num_kernels + _HEAD_KERNELS
+    of_scores = _SCORE_KERNELS if config.attn_implementation == "eager" and not compiled else 0
+    forward_kernels = spec.num_layers * (traffic.num_kernels + of_scores)
+    kernels = 3 * forward_kernels + _HEAD_KERNELS
     return _Work(
         matmul=forward + backward + head,
         attention=attention_forward + attention_backward,
         memory_traffic=elementwise + logits + casts,
         recomputation=again,
         misaligned=forward + backward + head - aligned - ideal_head,
-        num_kernels=kernels + (spec.num_layers * traffic.num_kernels if again else 0),
+        num_kernels=kernels + round(_LAYERS_AGAIN[config.gradient_checkpointing] * forward_kernels),
     )
 
 
@@ -253,21 +258,23 @@ def _communication(
     micro_steps: int,
 ) -> tuple[float, float] | None:
     """Exposed and hidden seconds of a step: what overlaps costs `contention` of its time, and what is longer
-    than the compute beside it costs all of that. DDP reduces in the last micro-step only."""
-    hideable = late = alone = 0.0
+    than the compute beside it costs all of that. What is sent once goes first, beside the last micro-step;
+    the rest hides behind the compute that is left."""
+    late = early = alone = 0.0
     for transfer in transfers:
         seconds = transfer_seconds(transfer, cluster)
         if seconds is None:
             return None
         if not transfer.overlaps:
             alone += seconds
-        elif transfer.collective == "all_reduce":
+        elif transfer.in_last_micro_step:
             late += seconds
         else:
-            hideable += seconds
-    window = beside / micro_steps
-    exposed = alone + _exposed(hideable, beside, software) + _exposed(late, window, software)
-    return exposed, alone + hideable + late - exposed
+            early += seconds
+    of_last = beside / micro_steps
+    exposed = alone + _exposed(late, of_last, software)
+    exposed += _exposed(early, beside - min(late, of_last), software)
+    return exposed, alone + early + late - exposed
 
 
 def _exposed(seconds: float, beside: float, software: Software) -> float:

@@ -9,6 +9,7 @@ qgZ sends int4 gradients: 3 M between nodes become 0.75 M.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
@@ -40,6 +41,8 @@ class Transfer:
     num_calls: float
     overlaps: bool
     "can be hidden behind compute; what follows the optimizer can't"
+    in_last_micro_step: bool = False
+    "once per step, behind the last micro-step's compute only"
 
     @property
     def sent_bytes(self) -> float:
@@ -138,11 +141,13 @@ def _transfers(
         stride: int = 1,
         overlaps: bool = True,
     ) -> Transfer:
-        # a group of every `stride`-th rank: as many of a node's ranks take part as fit
-        per_node = max(1, min(ranks, gpus_per_node // stride))
+        # a group of every `stride`-th rank has so many in a node; where it doesn't divide one, some groups
+        # lie across two, and the slowest decides
+        places = max(1, gpus_per_node // stride)
+        per_node = gcd(ranks, places)
         groups = max(1, gpus_per_node // per_node)
         sizes = (times * num_bytes, ranks, per_node, groups)
-        return Transfer(name, collective, *sizes, times * num_calls, overlaps)
+        return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
 
     if engine == "ddp":
         return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)

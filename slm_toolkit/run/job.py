@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
+from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
     RunRecord,
@@ -94,6 +95,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
+    check_trainable(spec)
     if is_fake(config) and config.torch_compile:
         raise ValueError(
             f"--rehearse {config.rehearse} with --torch_compile and no GPU: fake tensors can't be compiled\n"

@@ -1,0 +1,70 @@
+"""Config.json of GPT-2, GPT-NeoX (Pythia) and MPT, which estimates know and the trainer does not run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slm_toolkit.models import ModelSpec
+
+GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
+
+
+def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
+    """Two-matrix FFN, LayerNorm. Raises ValueError with all keys that are missing or make no sense."""
+    model_type = config["model_type"]
+    layers, hidden, heads, positions = _KEYS[model_type]
+    required = (layers, hidden, heads, "vocab_size")
+    bad = [key for key in required if not _is_count(config.get(key))]
+    if not bad and config[hidden] % config[heads]:
+        bad = [hidden, heads]
+    if bad:
+        raise ValueError(
+            f"{path}: {', '.join(bad)} must be positive whole numbers that go together\n"
+            f"hint: is it a {model_type} model?"
+        )
+    width = config[hidden]
+    alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
+    learned = model_type == "gpt2" or (model_type == "mpt" and not alibi)
+    ffn_size = {
+        "gpt2": config.get("n_inner") or 4 * width,
+        "gpt_neox": config.get("intermediate_size") or 4 * width,
+        "mpt": int(width * config.get("expansion_ratio", 4)),
+    }[model_type]
+    return ModelSpec(
+        name,
+        config[layers],
+        width,
+        config[heads],
+        config[heads],
+        width // config[heads],
+        ffn_size,
+        config["vocab_size"],
+        tied=config.get("tie_word_embeddings", model_type != "gpt_neox"),
+        model_type=model_type,
+        max_position_embeddings=config.get(positions) or 2048,
+        source=path,
+        path=path,
+        gated_ffn=False,
+        layer_norm=True,
+        linear_biases=not config.get("no_bias", model_type == "mpt"),
+        learned_positions=(config.get(positions) or 2048) if learned else 0,
+    )
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """Raises ValueError for a model that only estimates know."""
+    if spec.model_type in GPT_TYPES:
+        raise ValueError(
+            f"model_type {spec.model_type!r} can be estimated, not trained here\n"
+            "hint: Llama-like models are: llama, qwen2, mistral"
+        )
+
+
+_KEYS = {  # layers, hidden size, heads, positions
+    "gpt2": ("n_layer", "n_embd", "n_head", "n_positions"),
+    "gpt_neox": (*("num_hidden_layers", "hidden_size", "num_attention_heads"), "max_position_embeddings"),
+    "mpt": ("n_layers", "d_model", "n_heads", "max_seq_len"),
+}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
