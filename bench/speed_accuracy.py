@@ -26,7 +26,7 @@ from slm_toolkit.predict.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Soft
 
 PAPER_CONSTANTS = (
     *("misaligned_share.ampere", "misaligned_share.hopper", "eager_slowdown", "score_bytes", "layer_seconds"),
-    *("sharded_layer_seconds", "half_ranks", "ddp_seconds", "first_step_seconds"),
+    *("sharded_layer_seconds", "few_ranks", "ddp_seconds", "first_step_seconds"),
 )
 LLM_FOUNDRY_CONSTANTS = (
     *("matmul_share.ampere", "matmul_share.hopper", "flash_share.ampere", "flash_share.hopper"),

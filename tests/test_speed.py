@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import own_strategy
+from conftest import made_record, own_strategy
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.estimate import estimates
@@ -21,6 +21,7 @@ from slm_toolkit.predict.site import Site
 from slm_toolkit.predict.software import MEMORY_SHARE, SOFTWARE, TODAY
 from slm_toolkit.predict.speed import PARTS, StepTime, step_time
 from slm_toolkit.predict.traffic import Transfer
+from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 
 ON_DEVICE = ("matmul", "attention", "memory_traffic", "recomputation")
@@ -211,4 +212,17 @@ def test_mfu_is_between_0_and_1_wherever_one_looks() -> None:
         given = {name: draw.choice(values) for name, values in grid.items()}
         strategy, software = draw.choice(("single", *STUDIED_STRATEGIES)), draw.choice(list(SOFTWARE))
         (row,) = rows_of(strategy, **where, **given, software=software)
-        assert 0 < row.mfu < 1, row
+        assert row.mfu is None if row.numerics == "fp32" else 0 < row.mfu < 1, row
+
+
+def test_a_gpu_run_is_reported_beside_its_estimated_rate() -> None:
+    record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
+    row = row_of([(Path("r"), record)])
+    (expected,) = estimates(
+        {"model": "slm-100m", "per_device_train_batch_size": 4},
+        [find_strategy("ddp")],
+        gpus=["h100-80gb"],
+        num_gpus=[2],
+    )
+    assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
+    assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None

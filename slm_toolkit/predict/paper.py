@@ -29,7 +29,7 @@ from slm_toolkit.predict.host_memory import Placement
 from slm_toolkit.predict.software import PAPER, Software
 from slm_toolkit.predict.speed import step_time
 from slm_toolkit.predict.traffic import transfers
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.strategy import Strategy, find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
 BATCHES = (4, 8, 16, 32, 64)
@@ -149,12 +149,13 @@ def config_of(cell: Cell) -> RunConfig:
     )
 
 
-@lru_cache(maxsize=8192)
-def cell_fits(cell: Cell, num_heads: int | None = HEADS) -> bool:
+@lru_cache(maxsize=16384)
+def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
+    """By the memory of the paper's software."""
     return bool(
         estimate(
-            paper_model(cell.model, num_heads),
-            find_cached(cell.strategy),
+            spec,
+            _strategy(cell.strategy),
             Placement(),
             config_of(cell),
             num_gpus=cell.num_gpus,
@@ -167,12 +168,14 @@ def cell_fits(cell: Cell, num_heads: int | None = HEADS) -> bool:
     )
 
 
-def cell_tokens_per_second_per_gpu(
-    cell: Cell, software: Software = PAPER, num_heads: int | None = HEADS
+def cell_token_per_dollar(
+    cell: Cell, spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
 ) -> float:
-    """With the paper's protocol: ten steps, the first one not left out."""
-    spec, strategy, config = paper_model(cell.model, num_heads), find_cached(cell.strategy), config_of(cell)
-    gpu = gpu_of_name(cell.gpu)
+    """In the paper's unit; 0: out of memory. `first_step`: with its protocol, ten steps of which none is left
+    out."""
+    if not cell_fits(cell, spec):
+        return 0.0
+    strategy, config, gpu = _strategy(cell.strategy), config_of(cell), gpu_of_name(cell.gpu)
     nodes = {"num_gpus": cell.num_gpus, "gpus_per_node": min(cell.num_gpus, GPUS_PER_NODE)}
     time = step_time(
         spec,
@@ -184,15 +187,10 @@ def cell_tokens_per_second_per_gpu(
         num_gpus=cell.num_gpus,
         num_shards=cell.num_gpus,
         software=software,
-        first_step=True,
+        first_step=first_step,
     )
     assert time is not None  # the paper's GPUs have a known network
-    return time.tokens_per_second / cell.num_gpus
-
-
-@cache
-def find_cached(strategy: str):
-    return find_strategy(strategy)
+    return paper_token_per_dollar(time.tokens_per_second / cell.num_gpus, cell.gpu)
 
 
 @dataclass(frozen=True)
@@ -205,12 +203,13 @@ class Predicted:
 
 
 def predict_point(point: Point, software: Software = PAPER, num_heads: int | None = HEADS) -> Predicted:
-    """The largest Token/Dollar over the point's cells that fit."""
-    found = [
-        (paper_token_per_dollar(cell_tokens_per_second_per_gpu(cell, software, num_heads), cell.gpu), cell)
-        for cell in cells_of(point)
-        if cell_fits(cell, num_heads)
-    ]
-    if not found:
-        return Predicted(0.0, None)
-    return Predicted(*max(found, key=lambda pair: pair[0]))
+    """The largest Token/Dollar over the point's cells."""
+    spec = paper_model(point.model, num_heads)
+    found = {cell: cell_token_per_dollar(cell, spec, software) for cell in cells_of(point)}
+    best = max(found, key=lambda cell: found[cell])
+    return Predicted(found[best], best if found[best] else None)
+
+
+@cache
+def _strategy(name: str) -> Strategy:
+    return find_strategy(name)

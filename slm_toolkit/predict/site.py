@@ -106,7 +106,9 @@ def _speed(
         "parts_seconds": time.parts_seconds,
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / num_gpus,
-        "mfu": model_flops_utilization(spec, config, gpu, rate / num_gpus),
+        "mfu": None
+        if config.numerics == "fp32"  # of which we know no peak with tensor cores off
+        else model_flops_utilization(spec, config, gpu, rate / num_gpus),
         "bottleneck": bottleneck_of(time),
     }
 

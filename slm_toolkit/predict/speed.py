@@ -4,6 +4,7 @@ Arithmetic alone, some tens of microseconds for each configuration. S: sequence 
 fitted stand in `software.py`, those counted by hand in `kernels.py` or beside their use.
 """
 
+import math
 from dataclasses import dataclass
 
 from slm_toolkit.config import RunConfig
@@ -105,7 +106,7 @@ def step_time(
         return None
     exposed, hidden = communication
     if num_gpus > 1:
-        crowd = (num_gpus - 1) / (num_gpus - 1 + software.half_ranks)
+        crowd = math.exp(-software.few_ranks / (num_gpus - 1))
         per_layer = software.layer_seconds + (software.sharded_layer_seconds if sharded else 0)
         exposed += micro_steps * spec.num_layers * crowd * per_layer
         exposed += software.ddp_seconds if strategy.engine == "ddp" else 0

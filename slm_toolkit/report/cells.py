@@ -73,6 +73,13 @@ def estimate_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], in
     return [("estimated\nGiB", lambda row: gib(row.estimated_peak_bytes), 1)]
 
 
+def estimated_rate_column(rows: list[Row]) -> list[tuple[str, Callable[[Row], str], int]]:
+    """Only beside rates that were measured on a GPU."""
+    if all(row.estimated_tokens_per_second is None for row in rows):
+        return []
+    return [("estimated\ntokens/s", lambda row: rate(row.estimated_tokens_per_second), 7)]
+
+
 def peak_place(row: Row) -> str:
     if row.memory_at_peak is None:
         return DASH

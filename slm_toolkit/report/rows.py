@@ -81,6 +81,8 @@ class Row:
     "rehearsed: of rank 0; without a GPU traced, of tensors that took no memory"
     estimated_peak_bytes: int | None
     "allocated, by closed forms; of rehearsals and on GPUs, where there is a peak to hold against it"
+    estimated_tokens_per_second: float | None
+    "by closed forms, of runs on known GPUs; a rehearsal's rate is of compute alone and has none"
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
     memory_at_peak: dict[str, Any] | None
@@ -155,6 +157,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         status, reason = "failed", wrong
     measured = ok or records
     rehearsed = shown.is_rehearsal
+    estimate = estimate_of(shown) if shown.gpu or rehearsed else None
     losses = [] if rehearsed else measured[0].losses
     return Row(
         model=spec.name,
@@ -196,7 +199,8 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         tokens_per_step=shown.tokens_per_step,
         tokens_counted=shown.tokens_counted,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
-        estimated_peak_bytes=_estimated_peak(shown),
+        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else None,
+        estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
         peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),
         memory_at_peak=next((record.memory_at_peak for record in measured if record.memory_at_peak), None),
@@ -260,11 +264,6 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
         if len(set(counts.values())) > 1:
             return "tokens were counted differently: " + ", ".join(f"{n} {c:,}" for n, c in counts.items())
     return None
-
-
-def _estimated_peak(record: RunRecord) -> int | None:
-    estimate = estimate_of(record) if record.gpu or record.is_rehearsal else None
-    return None if estimate is None else estimate.peak_allocated_bytes
 
 
 def _phases(record: RunRecord) -> dict[str, float] | None:

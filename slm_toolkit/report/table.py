@@ -14,6 +14,7 @@ from slm_toolkit.report.cells import (
     dollars,
     energy_column,
     estimate_column,
+    estimated_rate_column,
     gib,
     interval,
     largest_batch_column,
@@ -80,6 +81,7 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         ("rank", rank, 12),
         ("tokens/s", lambda row: rate(row.tokens_per_second), 0),
         ("interval", interval, 8),
+        *estimated_rate_column(rows),
         (
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: rate(row.tokens_per_second_per_gpu),
