@@ -165,7 +165,7 @@ def _advice(ranked: list, offers: list["GpuOffer"], args: argparse.Namespace) ->
     for name in dict.fromkeys(plan.estimate.gpu for plan in ranked):
         gain = alignment_gain(setting_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
         if gain is not None and gain.speedup >= WORTH_SAYING:
-            lines.append(f"on {name} {gain.sibling} would train {gain.speedup:.2f} times as fast")
+            lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")
     winner = setting_of(ranked[0])
     bound = ranked[0].estimate.bottleneck.replace("_", " ")
     found = levers(lambda spec, config: winner.estimate(spec, config), winner.spec, winner.config)

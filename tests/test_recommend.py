@@ -116,8 +116,8 @@ def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() ->
 def test_aligned_widths_are_named_for_each_gpu_type() -> None:
     done = slm("recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B")
     for name in ("a100-40gb", "h100-80gb"):
-        assert f"on {name} slm-500m-hw (FFN 4096 for 4147) would train " in done.out
-    assert "would train" not in slm("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
+        assert f"on {name} slm-500m-hw (FFN 4096 for 4147) should train " in done.out
+    assert "should train" not in slm("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
 
 
 def test_what_is_shown_to_paste_is_what_the_first_row_says(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
         gain.gpu,
         None,
         f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
-        f"{gain.sibling} trains {gain.speedup:.2f} times as fast on {gain.gpu}",
+        f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
         gain.speedup,
     )
 
