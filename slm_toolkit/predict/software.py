@@ -29,27 +29,32 @@ class Shares:
 
 @dataclass(frozen=True)
 class Software:
-    """Shares are of what the hardware can do; seconds are of one step unless they say otherwise."""
+    """Shares are of what the hardware can do; seconds are of one step unless they say otherwise.
+
+    What has a default is the same in all generations known here.
+    """
 
     name: str
     matmul_share: Shares
     "of the dense bf16 peak, what large matrix products with aligned widths reach"
-    misaligned_share: Shares
-    "of that rate, what is left where a width is no multiple of 8"
     flash_share: Shares
     "of the bf16 peak, what attention kernels without scores reach; causal half counted"
     eager_slowdown: float
     "time of eager PyTorch's element-wise kernels over their hand-counted bytes at the memory's rate"
-    compiled_slowdown: float
-    "the same of fused or compiled ones"
-    score_bytes: float
-    "that eager attention moves in forward per score; backward twice that. Hand count: 20"
-    compiled_score_bytes: float
-    "the same where Inductor fuses what happens between its two products; hand count"
-    kernel_seconds: float
-    "the host's, to launch one kernel from Python; what small steps are bound by. Not fitted: see below"
     contention: float
     "share of the collectives' time that shows although there is enough to compute beside them"
+    misaligned_share: Shares = Shares(ampere=0.317, hopper=0.153)  # fitted to the paper's figures
+    "of matmul_share, what is left where a width is no multiple of 8"
+    score_bytes: float = 32.3  # fitted to the paper's figures
+    "that eager attention moves in forward per score; backward twice that. Hand count: 20"
+    compiled_score_bytes: float = 8.0
+    "the same where Inductor fuses what happens between its two products; hand count"
+    compiled_slowdown: float = 1.0
+    "as eager_slowdown, of compiled and fused kernels; not fitted"
+    kernel_seconds: float = (
+        14e-6  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
+    )
+    "the host's, to launch one kernel from Python: what small steps are bound by"
     layer_seconds: float = 0.0
     "per layer and step that more than one rank costs; n ranks exp(-few_ranks / (n - 1)) of it"
     sharded_layer_seconds: float = 0.0
@@ -77,19 +82,14 @@ LINK_SHARE = 0.7
 NODE_NETWORK_SHARE = 0.8
 "of a node's network rate; ml-engineering's advice is to plan on 0.80 to 0.85 of what is advertised"
 
-_MATMUL, _MISALIGNED = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.317, hopper=0.153)
-_FLASH = Shares(ampere=0.316, hopper=0.180)
+_MATMUL, _FLASH = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.316, hopper=0.180)
+"fitted to llm-foundry's and torchtitan's tables"
 
-PAPER = Software(  # fitted to the paper's figures 1 to 4, matmul_share and flash_share to LLM_FOUNDRY's rows
+PAPER = Software(  # fitted to the paper's figures 1 to 4
     name="2024",
     matmul_share=_MATMUL,
-    misaligned_share=_MISALIGNED,
     flash_share=_FLASH,
     eager_slowdown=1.30,
-    compiled_slowdown=1.0,
-    score_bytes=32.3,
-    compiled_score_bytes=8.0,
-    kernel_seconds=14e-6,
     contention=0.0,
     layer_seconds=12.0e-3,
     sharded_layer_seconds=13.9e-3,
@@ -99,35 +99,25 @@ PAPER = Software(  # fitted to the paper's figures 1 to 4, matmul_share and flas
 )
 "PyTorch 2.3 and transformers 4.4x over EFA, as the paper ran them"
 
-LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows, PAPER's misaligned_share
+LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
     name="llm-foundry",
     matmul_share=_MATMUL,
-    misaligned_share=_MISALIGNED,
     flash_share=_FLASH,
     eager_slowdown=1.68,
-    compiled_slowdown=1.0,
-    score_bytes=32.3,
-    compiled_score_bytes=8.0,
-    kernel_seconds=14e-6,
     contention=0.60,
     step_seconds=0.063,
     reduces_each_micro_step=True,
 )
 "Composer with PyTorch 2.1 and flash-attn, January 2024: only to be held against its tables"
 
-TODAY = Software(  # the fits above, less what was one cluster's or one protocol's; the rest set by hand
+TODAY = Software(  # the fits above, less what was one cluster's or one protocol's
     name="2026",
     # RunPod's B200 and three kinds of GeForce, in bench/data/other_speed.csv
     matmul_share=Shares(ampere=0.834, hopper=0.728, blackwell=0.62, geforce=1.0),
-    misaligned_share=_MISALIGNED,
     # torchtitan's H100 rows; the last two are guesses
     flash_share=Shares(ampere=0.316, hopper=0.30, blackwell=0.20, geforce=0.50),
-    eager_slowdown=1.30,
-    compiled_slowdown=1.0,
-    score_bytes=32.3,
-    compiled_score_bytes=8.0,
-    kernel_seconds=14e-6,  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
-    contention=0.60,
+    eager_slowdown=PAPER.eager_slowdown,
+    contention=LLM_FOUNDRY.contention,
     step_seconds=0.003,
     low=0.80,
     high=1.25,
