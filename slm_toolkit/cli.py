@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(args: argparse.Namespace) -> int:
-    if args.paper or args.gpu:
+    if args.paper or args.gpu or args.inter_node_gbps:
         return print_paper(args)
     with user_errors():
         others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]

@@ -7,10 +7,16 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
-from slm_toolkit.estimate_checks import NOT_OF_AN_ESTIMATE, check_grid, model_to_estimate
+from slm_toolkit.estimate_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    check_grid,
+    model_to_estimate,
+    placement_problems,
+)
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.output_flags import count
-from slm_toolkit.site_flags import add_site_flags, sites_of
+from slm_toolkit.site_flags import add_network_flags, sites_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, contradictions, find_strategy
 
 _GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
@@ -39,7 +45,8 @@ def add_doctor_verb(verbs: Any) -> None:
         help="(default: the six)",
     )
     parser.add_argument("--json", action="store_true", help="print a list of findings")
-    add_site_flags(parser)
+    add_software_flag(parser)
+    add_network_flags(parser)
     add_flags(parser, grid=False, leave_out=NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_doctor, parser=parser)
 
@@ -55,7 +62,13 @@ def _doctor(args: argparse.Namespace) -> int:
         config = asked.with_defaults(has_gpu=True)
         spec, site_of = model_to_estimate(config.model), sites_of(args)
         strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
-        if problems := [p for strategy in strategies for p in contradictions(strategy, config)]:
+        problems = [problem for strategy in strategies for problem in contradictions(strategy, config)]
+        problems += placement_problems(
+            [strategy for strategy in strategies if strategy.engine != "single"],
+            num_gpus=[args.num_gpus],
+            gpus_per_node=args.gpus_per_node,
+        )
+        if problems:
             raise ValueError("\n".join(problems) + "\nhint: leave out the strategy, or the flag")
         settings = [
             Setting(
@@ -66,6 +79,7 @@ def _doctor(args: argparse.Namespace) -> int:
                 1 if strategy.engine == "single" else args.num_gpus,
                 args.gpus_per_node,
                 site_of(gpu),
+                args.software,
             )
             for gpu in map(gpu_of_name, dict.fromkeys(args.gpu))
             for strategy in strategies

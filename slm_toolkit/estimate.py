@@ -15,13 +15,15 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate_checks import (
     NOT_OF_AN_ESTIMATE,
+    add_software_flag,
     all_of,
     flag_problems,
     largest_batch_problems,
     model_to_estimate,
+    placement_problems,
 )
 from slm_toolkit.flags import add_flags
-from slm_toolkit.site_flags import add_site_flags, sites_of
+from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
@@ -82,14 +84,9 @@ def add_estimate_verb(verbs: Any) -> None:
         default="arithmetic",
         help="DeepSpeed's own estimate: by its arithmetic, or live: by the installed DeepSpeed (seconds)",
     )
-    parser.add_argument(
-        "--software",
-        choices=("2024", "2026"),
-        default="2026",
-        help="2026: torch 2.13 and transformers 5, its memory traced; 2024: torch 2.3 and transformers 4.4x "
-        "as the paper ran them, which took more memory and time (default: 2026)",
-    )
-    add_site_flags(parser)
+    add_software_flag(parser)
+    add_price_flags(parser)
+    add_network_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_estimate, parser=parser)
@@ -175,12 +172,7 @@ def estimates(
         for config in configs
         for problem in contradictions(strategy, config)
     ]
-    problems += [
-        f"{strategy.path}: {problem}"
-        for strategy, placement in placed
-        for count in num_gpus
-        for problem in placement.problems(num_gpus=count, gpus_per_node=min(count, gpus_per_node))
-    ]
+    problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     if problems:
         raise all_of(problems)
 

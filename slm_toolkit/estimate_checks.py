@@ -1,5 +1,6 @@
 """What makes no sense in the flags of `slm estimate`, `recommend` and `doctor`, said before all else."""
 
+import argparse
 import itertools
 from typing import Any
 
@@ -18,6 +19,16 @@ _ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
 )
 _LARGEST_NUMBER = 10**12
 _LARGEST_MODEL = 10**15
+
+
+def add_software_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--software",
+        choices=("2024", "2026"),
+        default="2026",
+        help="2026: torch 2.13 and transformers 5, its memory traced; 2024: torch 2.3 and transformers 4.4x "
+        "as the paper ran them, which took more memory and time (default: 2026)",
+    )
 
 
 def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:
@@ -89,6 +100,20 @@ def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gp
                 f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
             )
     return found
+
+
+def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_per_node: int) -> list[str]:
+    """Shards and copies that don't divide the GPUs."""
+    from slm_toolkit.predict.host_memory import placement_of
+
+    return [
+        f"{strategy.path}: {problem}"
+        for strategy in strategies
+        for count in num_gpus
+        for problem in placement_of(strategy).problems(
+            num_gpus=count, gpus_per_node=min(count, gpus_per_node)
+        )
+    ]
 
 
 def model_to_estimate(name: str) -> ModelSpec:

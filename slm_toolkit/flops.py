@@ -1,5 +1,6 @@
-"""Floating-point operations of training, per token."""
+"""Floating-point operations of training, per token, and what share of a GPU's peak a rate is."""
 
+from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 
 
@@ -18,3 +19,11 @@ def flops_per_token_without_attention(spec: ModelSpec) -> float:
     """The other convention, 6 N with the same N (Kaplan et al., arXiv 2001.08361, section 2.1)."""
     matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
     return 6.0 * matmul_params
+
+
+def model_flops_utilization(
+    spec: ModelSpec, *, seq_len: int, gpu: Gpu, tokens_per_second_per_gpu: float
+) -> float:
+    """MFU, PaLM's convention: a fraction of the dense bf16 peak, recomputation not counted."""
+    flops = flops_per_token(spec, seq_len=seq_len) * tokens_per_second_per_gpu
+    return flops / gpu.dense_bf16_flops_per_second

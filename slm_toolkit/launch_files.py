@@ -7,43 +7,38 @@ from pathlib import Path
 
 import yaml
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.flags import flags_of
+from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.predict.plans import Plan
-from slm_toolkit.strategy import write_resolved
+from slm_toolkit.strategy import config_dir, write_resolved
 
 SCRIPT = "launch.sh"
 
 
-def launch_commands(plan: Plan, yaml_path: str) -> list[str]:
-    """What to type: one command on one node, the same on each of several with its own rank."""
+def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) -> str:
+    """What to type: once on one node, on each of several with its own NODE_RANK. Without a dataset in the
+    plan's flags the shell asks for DATASET."""
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node
     words = ["accelerate", "launch", "--config_file", yaml_path, "--num_processes", str(row.num_gpus)]
     several = ""
     if num_nodes > 1:
-        words += ["--num_machines", str(num_nodes)]
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
-    script = ["-m", "slm_toolkit.train", *_flags(plan), "--max_steps", str(plan.num_steps)]
-    return [f"{shlex.join(words)}{several} {shlex.join(script)}"]
+    if num_nodes > 1 or _asks_for_machines(plan):
+        words += ["--num_machines", str(num_nodes)]
+    script = ["-m", "slm_toolkit.train", *_flags(plan), "--max_steps", str(num_steps or plan.num_steps)]
+    dataset = "" if num_steps or plan.config.dataset != SYNTHETIC else f" --dataset {_DATASET}"
+    return f"{shlex.join(words)}{several} {shlex.join(script)}{dataset}"
 
 
 def check_command(plan: Plan) -> str:
-    """What measures the plan for some steps before all is paid for."""
-    processes = ["--num_processes", str(plan.estimate.num_gpus)]
-    return shlex.join(["slm", "compare", "--strategy", _name_of(plan), *processes, *_flags(plan)])
-
-
-def _flags(plan: Plan) -> list[str]:
-    """Without those that the trainer fills in by itself on a GPU; the model and its sequences always."""
-    usual = RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
-    filled = ("max_grad_norm", "save_final_model")
-    left = {
-        name: getattr(RunConfig, name)
-        for name in filled
-        if getattr(plan.config, name) == getattr(usual, name)
-    }
-    return flags_of(dataclasses.replace(plan.config, **left))
+    """What measures the plan for some steps, on generated tokens, before all is paid for."""
+    row = plan.estimate
+    if row.num_gpus > row.gpus_per_node:  # `slm compare` is of one machine
+        return launch_command(plan, yaml_name(plan), num_steps=_STEPS_OF_A_CHECK)
+    processes = ["--num_processes", str(row.num_gpus)]
+    return shlex.join(["slm", "compare", "--strategy", _strategy_word(plan), *processes, *_flags(plan)])
 
 
 def yaml_name(plan: Plan) -> str:
@@ -53,29 +48,64 @@ def yaml_name(plan: Plan) -> str:
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
-    """The YAML, the JSON it names and a script; raises ValueError where they would overwrite something."""
-    script = folder / SCRIPT
-    if script.exists():
-        raise ValueError(f"{script} exists\nhint: give --write an empty folder")
+    """The YAML, the JSON it names and a script. Raises ValueError for a model that is not trained here, and
+    where files would be overwritten or can't be written."""
+    check_trainable(plan.spec)
+    check_folder(folder)
     row = plan.estimate
+    num_nodes = row.num_gpus // row.gpus_per_node
     yaml_path = write_resolved(plan.strategy, folder, row.num_gpus)
-    if row.num_gpus > row.gpus_per_node and plan.strategy.engine == "deepspeed":
-        config = yaml.safe_load(yaml_path.read_text())
+    config = yaml.safe_load(yaml_path.read_text())
+    for key in ("machine_rank", "main_process_ip", "main_process_port"):  # the command says them
+        config.pop(key, None)
+    config["num_machines"] = num_nodes
+    if num_nodes > 1 and plan.strategy.engine == "deepspeed":
         config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"  # started on each node by you
-        yaml_path.write_text(yaml.safe_dump(config, sort_keys=False))
+    yaml_path.write_text(yaml.safe_dump(config, sort_keys=False))
     lines = [
         "#!/bin/sh",
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
         f"{plan.hours:,.1f} h expected ({plan.evidence})",
     ]
-    if row.num_gpus > row.gpus_per_node:
+    if num_nodes > 1:
         lines.append("# on each node, with NODE_RANK from 0 and HEAD_NODE, the address of the node of rank 0")
-    lines += ["set -e", *launch_commands(plan, str(yaml_path))]
+    lines += ["set -e", launch_command(plan, str(yaml_path))]
+    script = folder / SCRIPT
     script.write_text("\n".join(lines) + "\n")
     script.chmod(0o755)
     return [yaml_path, script]
 
 
-def _name_of(plan: Plan) -> str:
-    is_own = plan.strategy.name.startswith("own-")
-    return plan.strategy.path if is_own and plan.strategy.path else plan.strategy.name
+def check_folder(folder: Path) -> None:
+    """Raises ValueError where `write_launch` could not write, or would overwrite a script."""
+    if (folder / SCRIPT).exists():
+        raise ValueError(f"{folder / SCRIPT} exists\nhint: give --write an empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --write a folder") from None
+
+
+_DATASET = '"${DATASET:?a hub id, file or folder}"'
+_STEPS_OF_A_CHECK = 33
+
+
+def _asks_for_machines(plan: Plan) -> bool:
+    return (plan.strategy.accelerate_config or {}).get("num_machines", 1) != 1
+
+
+def _flags(plan: Plan) -> list[str]:
+    """Without those that the trainer fills in by itself on a GPU; a model's own folder by its whole path."""
+    asked, usual = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
+    filled = ("max_grad_norm", "save_final_model")
+    changes = {name: None for name in filled if getattr(asked, name) == getattr(usual, name)}
+    if Path(asked.model).exists():
+        changes["model"] = str(Path(asked.model).resolve())
+    return flags_of(dataclasses.replace(asked, **changes))
+
+
+def _strategy_word(plan: Plan) -> str:
+    """As `--strategy` takes it: a shipped one's name, else its file."""
+    path = Path(plan.strategy.path).resolve()
+    is_shipped = path.parent == config_dir("accel_configs").resolve()
+    return plan.strategy.name if is_shipped else yaml_name(plan)

@@ -7,7 +7,7 @@ from pathlib import Path
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     parser.add_argument(
-        "--usd_per_gpu_hour", type=positive_number, metavar="USD", help="your price, instead of the table's"
+        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, instead of the table's"
     )
     parser.add_argument(
         "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
@@ -39,6 +39,13 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def positive_number(text: str) -> float:
     if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def price_per_hour(text: str) -> float:
+    """A price that a report can show: no less than a millionth, no more than a million."""
+    if not 1e-6 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
     return float(text)
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from slm_toolkit.errors import user_errors
+from slm_toolkit.output_flags import positive_number
 
 if TYPE_CHECKING:
     from slm_toolkit.report.paper import Comparison
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from slm_toolkit.report.paper_best import Best
 
 _DEFAULT_GPU = "h100-80gb"
-_TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour")
+_TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps")
 _TEXT_WIDTH = 110
 "columns of a paragraph, at most"
 
@@ -32,6 +33,12 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"with --paper, what the best configurations are for (default: {_DEFAULT_GPU})",
     )
+    parser.add_argument(
+        "--inter_node_gbps",
+        type=positive_number,
+        metavar="GBIT",
+        help="with --paper, their nodes' network in gigabit per second (default: as AWS rents the GPU)",
+    )
 
 
 def print_paper(args: argparse.Namespace) -> int:
@@ -45,7 +52,11 @@ def print_paper(args: argparse.Namespace) -> int:
         _check(args)
         given = args.records is not args.parser.get_default("records")  # that folder was not asked for
         records, problems = find_records(args.records) if given else ([], [])
-        best = best_configurations(args.gpu or _DEFAULT_GPU, usd_per_gpu_hour=args.usd_per_gpu_hour)
+        best = best_configurations(
+            args.gpu or _DEFAULT_GPU,
+            usd_per_gpu_hour=args.usd_per_gpu_hour,
+            inter_node_gbps=args.inter_node_gbps,
+        )
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
     measured = measured_cells(records)
@@ -68,7 +79,8 @@ def print_paper(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if not args.paper:
-        raise ValueError("--gpu without --paper\nhint: add --paper")
+        name = "gpu" if args.gpu else "inter_node_gbps"
+        raise ValueError(f"--{name} without --paper\nhint: add --paper")
     others = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
     if unused := [name for name in others if name not in (*_TAKEN, "parser", "verb")]:
         taken = ", ".join(f"--{name}" for name in _TAKEN[2:])

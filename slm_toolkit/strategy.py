@@ -178,6 +178,13 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
                 f"{strategy.path}: the DeepSpeed JSON says {dtype}.enabled {str(enabled).lower()}, "
                 f"--numerics {config.numerics} needs {str(wanted).lower()}"
             )
+    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
+    own_checkpointing = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
+    if own_checkpointing and config.gradient_checkpointing != "none":
+        problems.append(
+            f"{strategy.path}: fsdp_activation_checkpointing is full checkpointing already, "
+            f"with --gradient_checkpointing {config.gradient_checkpointing}"
+        )
     if strategy.engine == "deepspeed":
         where, stage = strategy.path or strategy.name, strategy.zero_stage
         # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with

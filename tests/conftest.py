@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.models import PRESETS
+from slm_toolkit.predict.bandwidth import cluster_of
+from slm_toolkit.predict.plans import GpuOffer, Job, Plan, search
+from slm_toolkit.predict.scaling_laws import LAWS
+from slm_toolkit.predict.site import Site
+from slm_toolkit.prices import Price
 from slm_toolkit.record import RunRecord, model_facts
+from slm_toolkit.strategy import find_strategy
 
 H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).parent.parent
@@ -153,3 +160,16 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8"
         )
     return folder
+
+
+def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = None) -> list[Plan]:
+    """slm-1m on one or two A100s, slm-500m on more: batch 8 of 1024 tokens, one micro-step, $2 per hour."""
+    gpu = gpu_of_name("a100-80gb")
+    site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
+    offer = GpuOffer(gpu, (num_gpus,), site)
+    model = "slm-1m" if num_gpus <= 2 else "slm-500m"
+    job = Job(model, PRESETS[model], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
+    config = RunConfig(model=job.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
+    configs = [config.with_defaults(has_gpu=True)]
+    found = [find_strategy(name) for name in strategies]
+    return search(job, [offer], found, configs, gpus_per_node=8, observations={}).plans

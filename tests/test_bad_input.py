@@ -35,7 +35,10 @@ FILES = {
         (["--dataset", "nowhere.txt"], "no such file: nowhere.txt"),
         (["--dataset", "blank.txt"], "blank.txt holds no text"),
         (["--num_processes", "0"], "--num_processes is 0"),
-        (["--usd_per_gpu_hour", "-1"], "argument --usd_per_gpu_hour: -1 is not above 0"),
+        (
+            ["--usd_per_gpu_hour", "-1"],
+            "argument --usd_per_gpu_hour: -1 is no price per GPU-hour: 0.000001 to 1000000",
+        ),
         (["--timeout", "soon"], "invalid positive_number value: 'soon'"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),
         (["--attn_implementation", "magic"], "--attn_implementation magic"),

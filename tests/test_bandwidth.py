@@ -2,21 +2,29 @@
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 
 import pytest
+from conftest import own_strategy, slm
 from rich.console import Console
 from test_estimate import estimated
 
 from slm_toolkit.estimate import estimates
+from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.network import COLLECTIVES, CollectiveTiming, MeasuredNetwork, bus_factor, write_network
-from slm_toolkit.predict.bandwidth import CALL_SECONDS, HOP_SECONDS, Cluster, transfer_seconds
+from slm_toolkit.predict.bandwidth import CALL_SECONDS, HOP_SECONDS, Cluster, cluster_of, transfer_seconds
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.site import Site
 from slm_toolkit.predict.software import LINK_SHARE, NODE_NETWORK_SHARE
 from slm_toolkit.predict.traffic import Transfer
+from slm_toolkit.prices import KINDS
 from slm_toolkit.report.estimate_table import estimate_table
+from slm_toolkit.site_flags import _KINDS
 from slm_toolkit.strategy import find_strategy
 
-CLUSTER = Cluster(link_bytes_per_second=100e9, node_network_bytes_per_second=10e9)
+A100 = "NVIDIA A100-SXM4-80GB"
+CLUSTER = Cluster(link_bytes_per_second=100e9, given_node_bytes_per_second=10e9)
 IN_NODE = Transfer("gather_forward", "all_gather", 8e9, 8, 8, 1, 10, True)  # a rank sends 8e9 x 7/8 = 7e9
 BETWEEN = Transfer("gather_forward", "all_gather", 16e9, 16, 8, 1, 10, True)  # 15e9, over two nodes
 TWO_NODES = ("--num_gpus", "16", "--strategy", "ds_zero3", "--gpu")
@@ -59,7 +67,7 @@ def test_groups_beside_each_other_share_the_nodes_network_but_no_link() -> None:
 
 
 def test_an_unknown_network_is_unknown_only_between_nodes() -> None:
-    unknown = dataclasses.replace(CLUSTER, node_network_bytes_per_second=None)
+    unknown = dataclasses.replace(CLUSTER, given_node_bytes_per_second=None)
     assert transfer_seconds(BETWEEN, unknown) is None
     assert transfer_seconds(IN_NODE, unknown) == transfer_seconds(IN_NODE, CLUSTER)
 
@@ -102,7 +110,90 @@ def test_inter_node_gbps_gives_the_network() -> None:
 def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
     # 15 GB/s on the bus are 120 Gbit/s; as advertised 120 / 0.8. The l4 has no data sheet of its nodes.
     write_network(measured(num_nodes=2), tmp_path / "network.json")
-    rows = estimated(*TWO_NODES, "l4", "h100-80gb", "--network", str(tmp_path / "network.json"))
-    assert [row["inter_node_gbps"] for row in rows] == pytest.approx([120 / NODE_NETWORK_SHARE] * 2)
-    (data_sheet,) = estimated(*TWO_NODES, "h100-80gb")
-    assert rows[1]["tokens_per_second"] < data_sheet["tokens_per_second"]
+    (row,) = estimated(*TWO_NODES, "l4", "--network", str(tmp_path / "network.json"))
+    assert row["inter_node_gbps"] == pytest.approx(120 / NODE_NETWORK_SHARE)
+    (faster,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "1000")
+    assert row["tokens_per_second"] < faster["tokens_per_second"]
+
+
+def test_at_the_network_that_is_needed_nothing_is_longer_than_the_compute_beside_it() -> None:
+    """Under accumulation too: what is sent once hides behind the last micro-step only."""
+    for strategy in ("ddp", "fsdp_full_shard", "ds_zero3"):
+        for micro_steps in (1, 4, 16):
+            given = {
+                "model": "slm-2b",
+                "gradient_accumulation_steps": micro_steps,
+                "gradient_checkpointing": "full",
+            }
+
+            def row_at(gbps: float, given: dict = given, strategy: str = strategy) -> Estimate:
+                gpu = gpu_of_name("a100-40gb")
+                site = Site(cluster_of(gpu, inter_node_gbps=gbps))
+                options = {"gpus": [gpu.name], "num_gpus": [16], "sites": lambda _: site}
+                return estimates(given, [find_strategy(strategy)], **options)[0]
+
+            needed = row_at(100.0).inter_node_gbps_needed
+            at_need, plenty = row_at(needed), row_at(100 * needed)
+            beside = sum(at_need.parts_seconds[n] for n in ("matmul", "attention", "memory_traffic"))
+            beside += at_need.parts_seconds["recomputation"]
+            # a contention of 0.60 shows of what is hidden; what is longer than compute would show whole
+            assert at_need.parts_seconds["communication"] <= 0.61 * beside
+            assert plenty.parts_seconds["communication"] < at_need.parts_seconds["communication"]
+
+
+def test_a_usual_network_is_of_eight_gpus_and_smaller_nodes_have_their_share() -> None:
+    cluster = cluster_of(gpu_of_name("h100-80gb"))
+    assert cluster.node_bytes_per_second(8) == 400e9
+    assert cluster.node_bytes_per_second(2) == 100e9
+    assert cluster_of(gpu_of_name("h100-80gb"), inter_node_gbps=80).node_bytes_per_second(2) == 10e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"gpu": None, "backend": "gloo"}, (), "was measured between CPU processes (gloo), not a100-80gb"),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, (), "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
+        ({}, ("--inter_node_gbps", "100"), "which was measured between nodes"),
+    ],
+)
+def test_a_network_of_something_else_is_refused(
+    changes: dict, flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "network.json"
+    write_network(dataclasses.replace(measured(num_nodes=2), **{"gpu": A100, **changes}), file)
+    done = slm("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file), *flags)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_whether_a_measurement_was_used_stands_in_the_row(tmp_path: Path) -> None:
+    file = tmp_path / "network.json"
+    write_network(dataclasses.replace(measured(num_nodes=2), gpu=A100), file)
+    asked = ("--gpu", "a100-80gb", "--strategy", "ddp", "--network", str(file), "--json", "--num_gpus")
+    (row,) = json.loads(slm("estimate", *asked, "16").out)
+    assert row["network_evidence"] == "measured"
+    (row,) = json.loads(slm("estimate", *asked, "8").out)  # inside a node, which was not measured
+    assert row["network_evidence"] == "data sheet"
+
+
+def test_prices_that_contradict_each_other_are_refused() -> None:
+    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "2", "--provider", "AWS")
+    assert done.code == 2
+    assert "--usd_per_gpu_hour with --provider" in done.err
+    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "1e308", "--json")
+    assert done.code == 2
+
+
+def test_the_kinds_of_price_to_choose_from_are_all_there_are() -> None:
+    assert _KINDS == KINDS
+
+
+def test_a_json_without_overlap_hides_no_reduction(tmp_path: Path) -> None:
+    def exposed(**zero: object) -> float:
+        name = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 2, **zero}}, name="zero")
+        found = {"model": "slm-1b", "per_device_train_batch_size": 16}
+        (row,) = estimates(found, [find_strategy(name)], gpus=["a100-80gb"], num_gpus=[16])
+        return row.parts_seconds["communication"]
+
+    assert exposed(overlap_comm=False) > exposed(overlap_comm=True)
+    assert exposed(overlap_comm=True, reduce_bucket_size=10_000) > exposed(overlap_comm=True)  # more calls

@@ -1,9 +1,10 @@
 """`slm doctor`: what it finds wrong, and that it is silent where nothing is."""
 
 import json
+from pathlib import Path
 
 import pytest
-from conftest import slm
+from conftest import FSDP2, own_strategy, slm
 
 from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.bottleneck import misaligned_widths
@@ -73,3 +74,30 @@ def test_bad_flags_end_with_a_hint() -> None:
     done = slm("doctor", "--model", "slm-500m", "--gpu", "h1000", "--seq_len", "0")
     assert done.code == 2
     assert "hint: " in done.err
+
+
+def test_shards_that_do_not_divide_the_gpus_are_refused(tmp_path: Path) -> None:
+    key = "parallelism_config"
+    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
+    hybrid = own_strategy(tmp_path, FSDP2 + sizes, name="hybrid")
+    done = slm("doctor", "--model", "slm-1b", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
+    assert done.code == 2
+    assert "dp_replicate_size 2 x dp_shard_size 8 with --num_gpus 8" in done.err
+
+
+def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
+    found = doctored("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", code=1)
+    (alignment,) = [f for f in found if f["topic"] == "alignment"]
+    assert "hidden 780, heads 780" in alignment["sentence"]
+    assert "hidden 768 for 780, heads of 64 for 60" in alignment["sentence"]
+    assert alignment["speedup"] > 1.25
+
+
+def test_what_can_not_be_known_is_said(tmp_path: Path) -> None:
+    found = doctored("--model", "slm-1b", "--gpu", "rtx-5090", "--strategy", "ddp", code=0)
+    assert any("the memory of rtx-5090 is not known" in f["sentence"] for f in found)
+    offload = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n", name="offload")
+    found = doctored("--model", "slm-1b-hw", "--gpu", "h200", "--strategy", offload, code=0)
+    assert any("no closed form for its time" in f["sentence"] for f in found)

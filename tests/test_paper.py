@@ -289,3 +289,11 @@ def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> No
     assert finished.code == 2
     assert said in finished.err
     assert "hint:" in finished.err
+
+
+def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
+    shown = slm("report", "--paper", "--gpu", "a40").out
+    assert "no price known of a40: --usd_per_gpu_hour gives one" in shown
+    assert "no usual network known between nodes of a40: --inter_node_gbps gives one" in shown
+    rows = json.loads(slm("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
+    assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")

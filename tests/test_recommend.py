@@ -4,28 +4,23 @@ import contextlib
 import dataclasses
 import io
 import json
-import shlex
 from pathlib import Path
 
 import pytest
-import yaml
-from conftest import launch, made_record, record_under, slm
+from conftest import FSDP2, made_record, own_strategy, plans_of, slm
 
 from slm_toolkit.cli import main
-from slm_toolkit.config import RunConfig
-from slm_toolkit.launch_files import launch_commands, yaml_name
 from slm_toolkit.predict.plan_ranking import best_plans, reason_of
-from slm_toolkit.predict.plans import GpuOffer, Job, Plan, plans
 from slm_toolkit.predict.scaling_laws import LAWS
+from slm_toolkit.recommend_flags import _LAWS
 from slm_toolkit.record import write_record
-from slm_toolkit.strategy import find_strategy
 
 
-def recommended(*arguments: str, code: int = 0) -> list[dict]:
-    """The rows of `slm recommend --json`, in this process."""
+def recommended(*arguments: str, code: int | None = 0) -> list[dict]:
+    """The rows of `slm recommend --json`, in this process; `code` None: found or not."""
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
         main(["recommend", "--json", *arguments])
-    assert ended.value.code == code
+    assert ended.value.code in ((0, 1) if code is None else (code,))
     return json.loads(out.getvalue())
 
 
@@ -120,39 +115,6 @@ def test_aligned_widths_are_named_for_each_gpu_type() -> None:
     assert "should train" not in slm("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
 
 
-def test_what_is_shown_to_paste_is_what_the_first_row_says(tmp_path: Path) -> None:
-    asked = ("--model", "slm-1b", "--gpu", "h100-80gb:16", "--strategy", "ds_zero3", "--tokens", "20B")
-    (row, *_) = recommended(*asked, "--write", str(tmp_path / "plan"))
-    script = (tmp_path / "plan" / "launch.sh").read_text()
-    (line,) = [line for line in script.splitlines() if line.startswith("accelerate launch")]
-    words = shlex.split(line)
-    flags = dict(zip(words[2:], words[3:], strict=False))
-    assert flags["--num_processes"] == "16"
-    assert flags["--num_machines"] == "2"
-    assert flags["--per_device_train_batch_size"] == str(row["per_device_train_batch_size"])
-    assert flags["--max_steps"] == str(row["num_steps"])
-    config = yaml.safe_load(Path(flags["--config_file"]).read_text())
-    assert config["num_processes"] == 16
-    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
-    assert Path(config["deepspeed_config"]["deepspeed_config_file"]).is_file()
-    again = slm("recommend", *asked, "--write", str(tmp_path / "plan"))
-    assert again.code == 2
-    assert "launch.sh exists\nhint: " in again.err
-
-
-def test_the_command_of_a_small_plan_trains(tmp_path: Path) -> None:
-    """On this machine's CPU, a step of a small batch: the flags and the YAML are what is shown."""
-    plan = plans_of("single", num_gpus=1)[0]
-    (command,) = launch_commands(plan, yaml_name(plan))
-    words = shlex.split(command)
-    config, flags = words[words.index("--config_file") + 1], words[words.index("slm_toolkit.train") + 1 :]
-    small = ("--max_steps", "1", "--seq_len", "32", "--output_dir", str(tmp_path))
-    assert launch(*flags, *small, config=config).code == 0
-    record = record_under(tmp_path)
-    assert record["asked"]["config"]["norm_kernel"] == plan.config.norm_kernel == "fused"
-    assert record["asked"]["config"]["per_device_train_batch_size"] == 8
-
-
 RECORDED = (  # the flags of conftest's made_record
     *("--model", "slm-100m", "--gpu", "h100-80gb:2@3", "--strategy", "ddp", "--tokens", "1B"),
     *("--per_device_train_batch_size", "4", "--global_batch_tokens", "8192", "--loss_kernel", "hf"),
@@ -210,20 +172,98 @@ def test_reasons_name_the_parts_that_cost_more() -> None:
     assert reason.ties_at_usd_per_gpu_hour is None  # the same GPUs cost the same
 
 
-def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = None) -> list[Plan]:
-    from slm_toolkit.hardware import gpu_of_name
-    from slm_toolkit.models import PRESETS
-    from slm_toolkit.predict.bandwidth import cluster_of
-    from slm_toolkit.predict.site import Site
-    from slm_toolkit.prices import Price
+def test_a_batch_that_fits_is_found_beyond_one_that_does_not() -> None:
+    """FSDP keeps whole gradients while it accumulates: with one micro-step a larger batch may fit again."""
+    asked = (
+        "--model",
+        "slm-13b",
+        "--gpu",
+        "a100-40gb:16@2",
+        "--tokens",
+        "10B",
+        "--strategy",
+        "fsdp_full_shard",
+    )
+    (best,) = recommended(*asked)
+    alone = [
+        recommended(*asked, "--per_device_train_batch_size", str(batch), code=None)
+        for batch in (1, 2, 4, 8, 16, 32)
+    ]
+    assert best["usd"] == min(row["usd"] for rows in alone for row in rows)
+    assert (best["per_device_train_batch_size"], best["gradient_accumulation_steps"]) == (32, 1)
 
-    gpu = gpu_of_name("a100-80gb")
-    site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
-    offer = GpuOffer(gpu, (num_gpus,), site)
-    job = Job("slm-1m", PRESETS["slm-1m"], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
-    if num_gpus > 1:
-        job = Job("slm-500m", PRESETS["slm-500m"], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
-    config = RunConfig(model=job.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
-    configs = [config.with_defaults(has_gpu=True)]
-    found = [find_strategy(name) for name in strategies]
-    return list(plans(job, [offer], found, configs, gpus_per_node=8, observations={}))
+
+def test_a_record_counts_where_the_estimate_says_that_it_can_not_fit(tmp_path: Path) -> None:
+    record = made_record()
+    config = {**record.asked["config"], "per_device_train_batch_size": 256}
+    tokens = 2 * 256 * 1024
+    big = dataclasses.replace(record, asked={**record.asked, "config": config}, tokens_per_step=tokens)
+    write_record(big, tmp_path)
+    asked = (*RECORDED[:8], "--loss_kernel", "hf", "--norm_kernel", "hf", "--gradient_checkpointing", "none")
+    asked += ("--per_device_train_batch_size", "128", "256", "--global_batch_tokens", str(tokens))
+    (row,) = recommended(*asked, "--records", str(tmp_path))
+    assert (row["per_device_train_batch_size"], row["evidence"], row["verdict"]) == (256, "measured", "fits")
+
+
+def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> None:
+    asked = ("--model", "slm-1b", "--gpu", "a40:8", "l4:8", "h100-80gb:8@2", "--tokens", "20B")
+    rows = recommended(*asked)
+    assert [row["usd"] is None for row in rows] == sorted(row["usd"] is None for row in rows)
+    assert rows[-1]["gpu"] == "a40"
+    shown = slm("recommend", *asked).out
+    assert "8 x a40" in shown
+    assert "without a price it can't be compared in dollars" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--strategy", "ds_zero1", "--reduce_dtype", "fp32"), "would make ZeRO-1 another optimizer"),
+        (("--global_batch_tokens", "1000"), "no batch comes near 1,000 tokens per step"),
+        (("--gpu", "a40:16@1"), "the network between nodes is not known (--inter_node_gbps)"),
+    ],
+)
+def test_what_was_not_considered_is_named_with_its_reason(flags: tuple[str, ...], reason: str) -> None:
+    gpu = () if "--gpu" in flags else ("--gpu", "h100-80gb:8")
+    done = slm("recommend", "--model", "slm-1b", "--tokens", "1B", *gpu, *flags)
+    assert done.code == 1
+    assert reason in done.err
+    assert done.out.startswith("no plan: see what was left out")
+
+
+def test_own_shards_that_don_t_divide_and_offload_are_left_out_by_name(tmp_path: Path) -> None:
+    key = "parallelism_config"
+    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
+    hybrid = own_strategy(tmp_path, FSDP2 + sizes, name="hybrid")
+    offload = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n", name="offload")
+    done = slm(
+        *("recommend", "--model", "slm-1b", "--tokens", "1B", "--gpu", "h100-80gb:8"),
+        *("--strategy", hybrid, offload, "ddp"),
+    )
+    assert done.code == 0
+    assert (
+        "left out: 8 x h100-80gb hybrid: dp_replicate_size 2 x dp_shard_size 8 with --num_gpus 8" in done.err
+    )
+    assert "left out: offload: no closed form for the time of offload" in done.err
+
+
+def test_a_grid_value_that_changes_the_training_has_a_row_and_a_column() -> None:
+    asked = ("--model", "slm-1b", "--gpu", "h100-80gb:8", "--strategy", "ddp", "--tokens", "1B")
+    asked += ("--numerics", "aligned", "pure_bf16")
+    assert {row["numerics"] for row in recommended(*asked)} == {"aligned", "pure_bf16"}
+    shown = slm("recommend", *asked).out
+    assert " numerics " in shown
+    assert " pure_bf16 " in shown
+
+
+def test_a_model_that_never_reaches_the_loss_is_left_out_and_the_others_are_not() -> None:
+    done = slm(
+        *("recommend", "--model", "slm-100m", "slm-1b", "--target_loss", "2.4", "--gpu", "h100-80gb:8"),
+    )
+    assert done.code == 0
+    assert "left out: slm-100m: " in done.err
+    assert done.out.startswith("slm-1b: ")
+
+
+def test_the_laws_to_choose_from_are_all_there_are() -> None:
+    assert set(_LAWS) == set(LAWS)

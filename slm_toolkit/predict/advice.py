@@ -107,7 +107,7 @@ def findings(settings: list[Setting]) -> list[Finding]:
     found += _strategies(settings)
     severities = ("wrong", "unwise", "could be faster")
     gravity = lambda f: (severities.index(f.severity), TOPICS.index(f.topic), -(f.speedup or 0))  # noqa: E731
-    return sorted(found, key=gravity)
+    return sorted(dict.fromkeys(found), key=gravity)
 
 
 def _fastest(settings: list[Setting]) -> list[Setting]:
@@ -138,6 +138,12 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
 def _memory(setting: Setting) -> Iterator[Finding]:
     row = setting.estimate()
     where = (setting.gpu.name, setting.strategy.name)
+    if row.verdict is None:
+        yield Finding(
+            *("memory", "unwise", where[0], None),
+            f"the memory of {where[0]} is not known: nobody can say whether {row.model} fits",
+            None,
+        )
     size = row.peak_allocated_bytes / 2**30
     if row.verdict == "does not fit":
 
@@ -162,9 +168,15 @@ def _memory(setting: Setting) -> Iterator[Finding]:
 def _network(setting: Setting) -> Iterator[Finding]:
     row = setting.estimate()
     where = (setting.gpu.name, setting.strategy.name)
-    if row.tokens_per_second is None and not setting.strategy.offloads:
+    if setting.strategy.offloads:
         yield Finding(
-            *("network", "unwise", *where),
+            *("kernels", "unwise", None, where[1]),
+            f"{where[1]} offloads: there is no closed form for its time, memory alone was looked at",
+            None,
+        )
+    elif row.tokens_per_second is None:
+        yield Finding(
+            *("network", "unwise", where[0], None),
             f"the network between nodes of {where[0]} is not known: --inter_node_gbps gives it",
             None,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS, ModelSpec
-from slm_toolkit.predict.matmul import is_aligned
+from slm_toolkit.predict.matmul import ALIGNMENT, is_aligned
 from slm_toolkit.predict.speed import StepTime
 
 if TYPE_CHECKING:
@@ -95,17 +95,25 @@ def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
 
 
 def aligned_sibling(spec: ModelSpec) -> ModelSpec:
-    """The same shape with FFN and vocabulary rounded to tensor cores' liking; the spec itself if it is.
+    """The same shape with its widths rounded to tensor cores' liking; the spec itself where they are.
 
-    The FFN goes to the nearest multiple of 64, so that a model keeps its size; the vocabulary up, since every
-    token needs its row.
+    FFN and hidden size go to the nearest multiple of 64, a head's width to the nearest of 8, so that a model
+    keeps its size; the vocabulary goes up, since every token needs its row.
     """
     changes = {}
     if not is_aligned(spec.ffn_size):
-        changes["ffn_size"] = max(ALIGNED_TO, round(spec.ffn_size / ALIGNED_TO) * ALIGNED_TO)
+        changes["ffn_size"] = _nearest(spec.ffn_size, ALIGNED_TO)
+    if not is_aligned(spec.hidden_size):
+        changes["hidden_size"] = _nearest(spec.hidden_size, ALIGNED_TO)
+    if not is_aligned(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
+        changes["head_dim"] = _nearest(spec.head_dim, ALIGNMENT)
     if not is_aligned(spec.vocab_size):
         changes["vocab_size"] = -(-spec.vocab_size // ALIGNED_TO) * ALIGNED_TO
     return dataclasses.replace(spec, **changes) if changes else spec
+
+
+def _nearest(width: int, multiple: int) -> int:
+    return max(multiple, round(width / multiple) * multiple)
 
 
 def hw_sibling(spec: ModelSpec) -> ModelSpec | None:
@@ -114,9 +122,6 @@ def hw_sibling(spec: ModelSpec) -> ModelSpec | None:
 
 
 def describe_alignment(spec: ModelSpec, aligned: ModelSpec) -> str:
-    parts = []
-    if aligned.ffn_size != spec.ffn_size:
-        parts.append(f"FFN {aligned.ffn_size} for {spec.ffn_size}")
-    if aligned.vocab_size != spec.vocab_size:
-        parts.append(f"vocabulary {aligned.vocab_size} for {spec.vocab_size}")
-    return ", ".join(parts)
+    words = {"FFN": "ffn_size", "hidden": "hidden_size", "heads of": "head_dim", "vocabulary": "vocab_size"}
+    pairs = [(word, getattr(aligned, name), getattr(spec, name)) for word, name in words.items()]
+    return ", ".join(f"{word} {after} for {before}" for word, after, before in pairs if after != before)

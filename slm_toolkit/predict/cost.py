@@ -32,8 +32,6 @@ class Tie:
     "the runner-up's, with the winner's price as it is"
     factor: float
     "that price over the runner-up's of today: 0.8 means that a fall by a fifth ties"
-    winner_usd_per_gpu_hour: float
-    "or the winner's that ties, with the runner-up's price as it is: today's over `factor`"
 
 
 def usd_per_million_tokens(*, tokens_per_second: float, usd_per_gpu_hour: float, num_gpus: int) -> float:
@@ -52,12 +50,6 @@ def budget(*, num_tokens: float, tokens_per_second: float, usd_per_gpu_hour: flo
     return Budget(num_tokens, seconds / 3600, seconds * _usd_per_second(usd_per_gpu_hour, num_gpus))
 
 
-def budget_of_usd(*, usd: float, tokens_per_second: float, usd_per_gpu_hour: float, num_gpus: int) -> Budget:
-    """Tokens and hours for so many dollars."""
-    seconds = usd / _usd_per_second(usd_per_gpu_hour, num_gpus)
-    return Budget(seconds * tokens_per_second, seconds / 3600, usd)
-
-
 def price_sensitivity(*, winner: Offer, runner_up: Offer) -> Tie:
     """How far prices may move before the runner-up gives as many tokens per dollar as the winner.
 
@@ -68,7 +60,7 @@ def price_sensitivity(*, winner: Offer, runner_up: Offer) -> Tie:
     runner_up_rate = runner_up.tokens_per_second / runner_up.num_gpus
     tie = runner_up_rate / winner_rate * winner.usd_per_gpu_hour
     factor = tie / runner_up.usd_per_gpu_hour
-    return Tie(tie, factor, winner.usd_per_gpu_hour / factor)
+    return Tie(tie, factor)
 
 
 PAPER_PRICES = {"a100-40gb": 1.0, "a100-80gb": 1.46, "h100-80gb": 2.53}  # paper, appendix A, table 1, "Avg"

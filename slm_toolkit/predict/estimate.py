@@ -82,6 +82,8 @@ class Estimate:
     step_high_seconds: float | None
     parts_seconds: dict[str, float] | None
     "by `predict.speed.PARTS`; they add up to step_seconds"
+    misaligned_seconds: float | None
+    "of matmul: what widths off the multiple of 8 cost"
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
@@ -91,6 +93,8 @@ class Estimate:
     "gigabit per second that a node has, as given, measured, or as AWS rents it"
     inter_node_gbps_needed: float | None
     "with which communication between nodes takes no longer than the compute beside it; None on one node"
+    network_evidence: str | None
+    "of communication: measured, measured in part, given or data sheet; None where nothing is sent"
     usd_per_gpu_hour: float | None
     price_source: str | None
     usd_per_million_tokens: float | None

@@ -49,9 +49,11 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, software: Software) -> Rates:
+    """No faster than the best product that anyone measured on the GPU."""
     peak = gpu.dense_bf16_flops_per_second
+    best = gpu.measured_matmul_flops_per_second or peak
     return Rates(
-        matmul_flops=peak * software.matmul_share.of(gpu.architecture),
+        matmul_flops=min(peak * software.matmul_share.of(gpu.architecture), best),
         misaligned=software.misaligned_share.of(gpu.architecture),
         flash_flops=peak * software.flash_share.of(gpu.architecture),
         memory_bytes=gpu.memory_bytes_per_second * MEMORY_SHARE,

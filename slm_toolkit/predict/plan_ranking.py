@@ -17,9 +17,9 @@ def best_plans(
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
 ) -> list[Plan]:
-    """Ranked by dollars or hours: of each model, GPU, count and strategy the best within the limits.
+    """Ranked by dollars or hours: of each training, GPU, count and strategy the best within the limits.
 
-    What only fits tightly stands in for what fits nowhere else. Without a price, dollars rank as GPU-hours.
+    What only fits tightly stands in for what fits nowhere else. By dollars, GPUs without a price come last.
     """
     within = [
         plan
@@ -31,7 +31,8 @@ def best_plans(
     best: dict[tuple, Plan] = {}
     for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
         row = plan.estimate
-        best.setdefault((row.model, row.gpu, row.num_gpus, row.strategy), plan)
+        training = (row.model, row.numerics, row.seq_len, row.reduce_dtype)  # other results, not only a rate
+        best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
     return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
 
 
@@ -49,34 +50,45 @@ def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
 
 
 def faster_for_the_same(ranked: list[Plan], plan: Plan) -> Plan | None:
-    """The fastest plan that costs as much as `plan`, as far as estimates can tell; None: it is itself."""
-    score = score_of("cost")
-    tied = [other for other in ranked if score(other)[0] <= score(plan)[0] * (1 + TIE)]
+    """The fastest that costs as much as `plan` and fits as well, within TIE; None: it is that itself."""
+    tied = [
+        other
+        for other in ranked
+        if (other.usd is None) == (plan.usd is None)
+        and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
+        and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
+    ]
     fastest = min(tied, key=lambda other: other.hours)
     return fastest if fastest.hours < plan.hours * (1 - TIE) else None
 
 
 def _hardware(plan: Plan) -> tuple:
-    return plan.estimate.model, plan.estimate.gpu, plan.estimate.num_gpus
+    row = plan.estimate
+    return row.model, row.numerics, row.seq_len, row.gpu, row.usd_per_gpu_hour, row.num_gpus
 
 
 def score_of(objective: str) -> Callable[[Plan], tuple[float, ...]]:
-    """Less is better: dollars (GPU-hours where none has a price), or hours; the other breaks ties."""
+    """Less is better: dollars, then GPU-hours of what has no price; or hours; the other breaks ties."""
     if objective == "time":
-        return lambda plan: (plan.hours, _usd_or_gpu_hours(plan))
-    return lambda plan: (_usd_or_gpu_hours(plan), plan.hours)
+        return lambda plan: (plan.hours, *_cost(plan))
+    return lambda plan: (*_cost(plan), plan.hours)
 
 
-def _usd_or_gpu_hours(plan: Plan) -> float:
-    return plan.gpu_hours if plan.usd is None else plan.usd
+def _cost(plan: Plan) -> tuple[float, float]:
+    return (True, plan.gpu_hours) if plan.usd is None else (False, plan.usd)
+
+
+def _amount(plan: Plan, objective: str) -> float:
+    """In the unit that `objective` ranks this plan by."""
+    return plan.hours if objective == "time" else _cost(plan)[1]
 
 
 @dataclass(frozen=True)
 class Reason:
     """Why a plan is behind the winner."""
 
-    ratio: float
-    "its dollars, or hours, over the winner's"
+    ratio: float | None
+    "its dollars, GPU-hours or hours over the winner's; None where only one of them has a price"
     parts: tuple[tuple[str, float], ...]
     "parts of the step that cost more than the winner's, as shares of the winner's total, largest first"
     ties_at_usd_per_gpu_hour: float | None
@@ -84,14 +96,16 @@ class Reason:
 
 
 def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
-    ratio = score_of(objective)(plan)[0] / score_of(objective)(winner)[0]
+    if objective == "cost" and (plan.usd is None) != (winner.usd is None):
+        return Reason(None, (), None)
+    ratio = _amount(plan, objective) / _amount(winner, objective)
     of_plan, of_winner = (_parts_per_token(each, objective) for each in (plan, winner))
     total = sum(of_winner.values())
     more = {name: (seconds - of_winner[name]) / total for name, seconds in of_plan.items()}
     parts = tuple(sorted(((n, v) for n, v in more.items() if v >= 0.005), key=lambda pair: -pair[1]))
     ties_at = None
     other_gpu = plan.estimate.gpu != winner.estimate.gpu
-    if objective == "cost" and other_gpu and plan.usd is not None and winner.usd is not None:
+    if objective == "cost" and other_gpu and plan.usd is not None:
         ties_at = price_sensitivity(winner=_offer(winner), runner_up=_offer(plan)).usd_per_gpu_hour
     return Reason(ratio, parts, ties_at)
 

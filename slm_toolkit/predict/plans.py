@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Plan:
     estimate: Estimate
     spec: ModelSpec
     config: RunConfig
+    "as the flags of a command have it, before what the user's own files decide"
     strategy: Strategy
     site: Site
     num_tokens: float
@@ -101,10 +102,21 @@ def observation_key(
         *("gradient_checkpointing", "loss_kernel", "norm_kernel", "torch_compile", "numerics"),
         *("reduce_dtype", "optim"),
     )
-    return shape, gpu_name, num_gpus, strategy.name, *(getattr(config, name) for name in names)
+    sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
+    return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
 
 
-def plans(
+@dataclass(frozen=True)
+class Search:
+    """What came of looking through a grid."""
+
+    plans: list[Plan]
+    "all that fit, tight ones too"
+    left_out: list[str]
+    "what was not even considered, as sentences with the reason"
+
+
+def search(
     job: Job,
     offers: list[GpuOffer],
     strategies: list[Strategy],
@@ -113,57 +125,89 @@ def plans(
     gpus_per_node: int,
     observations: Observations,
     software: str = "2026",
-) -> Iterator[Plan]:
-    """All that fit, tight ones too. `configs` have their defaults and one micro-step; batches must ascend.
+) -> Search:
+    """`configs` have their defaults and one micro-step; their batches must ascend.
 
-    The micro-steps follow from the job's tokens per step; what can't come near them is left out, and so are
-    batches above one that did not fit.
+    The micro-steps follow from the job's tokens per step. A batch above one that does not fit is not tried,
+    unless a record says what it did: with as many micro-steps, or fewer but more than one, more sequences
+    never take less memory. Going from several micro-steps to one may.
     """
-    placed = [(strategy_as_launched(strategy), placement_of(strategy)) for strategy in strategies]
+    found = Search([], [])
     for offer in offers:
         for count in offer.counts:
-            for strategy, placement in placed:
+            micro_steps = {config: _micro_steps(job, config, count) for config in configs}
+            if not any(micro_steps.values()):
+                asked = f"{job.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
+                found.left_out.append(f"{count} x {offer.gpu.name}: no batch comes near {asked}")
+            for strategy in strategies:
                 if (strategy.engine == "single") != (count == 1):
                     continue
+                considered = [
+                    dataclasses.replace(config, gradient_accumulation_steps=steps)
+                    for config, steps in micro_steps.items()
+                    if steps is not None
+                ]
                 nodes = {"num_gpus": count, "gpus_per_node": min(count, gpus_per_node)}
-                if placement.problems(**nodes):
-                    continue
-                smallest_that_failed: dict[RunConfig, int] = {}
-                for config in configs:
-                    batch = config.per_device_train_batch_size
-                    alike = dataclasses.replace(config, per_device_train_batch_size=1)
-                    if batch >= smallest_that_failed.get(alike, math.inf):
-                        continue
-                    micro_steps = _micro_steps(job, config, count)
-                    if micro_steps is None:
-                        continue
-                    config = dataclasses.replace(config, gradient_accumulation_steps=micro_steps)
-                    config = config_as_launched(config, strategy)
-                    if contradictions(strategy, config):
-                        continue
-                    found = estimate(
-                        job.spec,
-                        strategy,
-                        placement,
-                        config,
-                        **nodes,
-                        gpu=offer.gpu,
-                        deepspeed_needs=deepspeed_needs,
-                        deepspeed_version=ESTIMATOR_VERSION,
-                        software=software,
-                        site=offer.site,
-                    )
-                    observed = _observed(job.spec, offer.gpu, count, strategy, config, observations)
-                    plan = _plan(job, found, config, strategy, offer, observed)
-                    if plan is None:
-                        smallest_that_failed[alike] = batch
-                    else:
-                        yield plan
+                _search_strategy(job, offer, strategy, considered, nodes, observations, software, found)
+    found.left_out[:] = dict.fromkeys(found.left_out)
+    return found
+
+
+def _search_strategy(
+    job: Job,
+    offer: GpuOffer,
+    strategy: Strategy,
+    configs: list[RunConfig],
+    nodes: dict[str, int],
+    observations: Observations,
+    software: str,
+    found: Search,
+) -> None:
+    placement, launched_strategy = placement_of(strategy), strategy_as_launched(strategy)
+    where = f"{nodes['num_gpus']} x {offer.gpu.name} {strategy.name}"
+    if problems := placement.problems(**nodes):
+        found.left_out.extend(f"{where}: {problem}" for problem in problems)
+        return
+    if strategy.offloads:
+        found.left_out.append(f"{strategy.name}: no closed form for the time of offload")
+        return
+    smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
+    for config in configs:
+        if problems := contradictions(strategy, config):
+            found.left_out.extend(problems)
+            continue
+        launched = config_as_launched(config, launched_strategy)
+        observed = _observed(job, offer, nodes["num_gpus"], launched_strategy, launched, observations)
+        batch, accumulates = config.per_device_train_batch_size, config.gradient_accumulation_steps > 1
+        alike = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+        if observed is None and batch >= smallest_that_failed.get((alike, accumulates), math.inf):
+            continue
+        row = estimate(
+            job.spec,
+            launched_strategy,
+            placement,
+            launched,
+            **nodes,
+            gpu=offer.gpu,
+            deepspeed_needs=deepspeed_needs,
+            deepspeed_version=ESTIMATOR_VERSION,
+            software=software,
+            site=offer.site,
+        )
+        if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
+            reason = "the network between nodes is not known (--inter_node_gbps)"
+            found.left_out.append(f"{nodes['num_gpus']} x {offer.gpu.name}: {reason}")
+            continue
+        if not row.fits and observed is None:
+            smallest_that_failed[alike, accumulates] = batch
+        plan = _plan(job, row, config, strategy, offer, observed)
+        if plan is not None:
+            found.plans.append(plan)
 
 
 def _observed(
-    spec: ModelSpec,
-    gpu: Gpu,
+    job: Job,
+    offer: GpuOffer,
     num_gpus: int,
     strategy: Strategy,
     config: RunConfig,
@@ -172,7 +216,7 @@ def _observed(
     """Of this GPU type; else what was rehearsed without a GPU, which every type would take."""
     if not observations:
         return None
-    keys = (observation_key(spec, name, num_gpus, strategy, config) for name in (gpu.name, None))
+    keys = (observation_key(job.spec, name, num_gpus, strategy, config) for name in (offer.gpu.name, None))
     return next((observations[key] for key in keys if key in observations), None)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.flops import model_flops_utilization
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.bandwidth import Cluster, cluster_of
@@ -11,7 +12,7 @@ from slm_toolkit.predict.bottleneck import bottleneck_of
 from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
 from slm_toolkit.predict.host_memory import Placement
 from slm_toolkit.predict.software import NODE_NETWORK_SHARE, Software
-from slm_toolkit.predict.speed import StepTime, model_flops_utilization, step_time
+from slm_toolkit.predict.speed import StepTime, step_time
 from slm_toolkit.predict.traffic import Transfer, transfers
 from slm_toolkit.prices import Price
 from slm_toolkit.strategy import Strategy
@@ -65,10 +66,7 @@ def _traffic(
     sent: tuple[Transfer, ...], cluster: Cluster | None, time: StepTime | None, *, gpus_per_node: int
 ) -> dict[str, Any]:
     inter_node = sum(transfer.inter_node_bytes for transfer in sent)
-    network = cluster.inter_node_bytes_per_second if cluster and inter_node else None
-    needed = None
-    if inter_node and time is not None:
-        needed = inter_node * gpus_per_node / time.overlappable_seconds / NODE_NETWORK_SHARE * 8 / 1e9
+    network = cluster.node_bytes_per_second(gpus_per_node) if cluster and inter_node else None
     return {
         "traffic_bytes": {
             **{transfer.name: transfer.sent_bytes for transfer in sent},
@@ -76,8 +74,32 @@ def _traffic(
             "inter_node": inter_node,
         },
         "inter_node_gbps": network * 8 / 1e9 if network else None,
-        "inter_node_gbps_needed": needed,
+        "inter_node_gbps_needed": _gbps_needed(sent, time, gpus_per_node) if inter_node and time else None,
+        "network_evidence": _network_evidence(sent, cluster) if time is not None and sent else None,
     }
+
+
+def _gbps_needed(sent: tuple[Transfer, ...], time: StepTime, gpus_per_node: int) -> float:
+    """What is sent once hides behind the last micro-step, all together behind all of them; what follows the
+    optimizer hides behind nothing and asks for nothing."""
+
+    def bytes_of(transfers: list[Transfer]) -> float:
+        return gpus_per_node * sum(transfer.inter_node_bytes for transfer in transfers)
+
+    hideable = [transfer for transfer in sent if transfer.overlaps]
+    late = [transfer for transfer in hideable if transfer.in_last_micro_step]
+    of_last = bytes_of(late) / time.last_micro_step_seconds
+    of_all = bytes_of(hideable) / time.overlappable_seconds
+    return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
+
+
+def _network_evidence(sent: tuple[Transfer, ...], cluster: Cluster) -> str:
+    if cluster.measured is not None and all(cluster.is_measured(transfer) for transfer in sent):
+        return "measured"
+    if cluster.measured is not None and any(cluster.is_measured(transfer) for transfer in sent):
+        return "measured in part"
+    is_given = cluster.given_node_bytes_per_second is not None
+    return "given" if is_given and any(transfer.num_nodes > 1 for transfer in sent) else "data sheet"
 
 
 def _speed(
@@ -94,21 +116,23 @@ def _speed(
             "step_low_seconds",
             "step_high_seconds",
             "parts_seconds",
-            "mfu",
-            "bottleneck",
+            *("mfu", "bottleneck", "misaligned_seconds", "tokens_per_second", "tokens_per_second_per_gpu"),
         )
-        return dict.fromkeys((*names, "tokens_per_second", "tokens_per_second_per_gpu"))
+        return dict.fromkeys(names)
     seconds, rate = time.step_seconds, time.tokens_per_second
     return {
         "step_seconds": seconds,
         "step_low_seconds": seconds / software.high,
         "step_high_seconds": seconds / software.low,
         "parts_seconds": time.parts_seconds,
+        "misaligned_seconds": time.misaligned_seconds,
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / num_gpus,
         "mfu": None
         if config.numerics == "fp32"  # of which we know no peak with tensor cores off
-        else model_flops_utilization(spec, config, gpu, rate / num_gpus),
+        else model_flops_utilization(
+            spec, seq_len=config.seq_len, gpu=gpu, tokens_per_second_per_gpu=rate / num_gpus
+        ),
         "bottleneck": bottleneck_of(time),
     }
 

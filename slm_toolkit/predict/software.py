@@ -58,7 +58,7 @@ class Software:
     layer_seconds: float = 0.0
     "per layer and step that more than one rank costs; n ranks exp(-few_ranks / (n - 1)) of it"
     sharded_layer_seconds: float = 0.0
-    "on top of it where parameters are sharded"
+    "on top of it where parameters are sharded, in each micro-step"
     few_ranks: float = 1.0
     "see layer_seconds"
     ddp_seconds: float = 0.0

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.flops import flops_per_token
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.activations import AUTOCAST, FP32
@@ -59,6 +58,8 @@ class StepTime:
     "that costs nothing because something is computed beside it"
     overlappable_seconds: float
     "of compute, what communication could hide behind"
+    last_micro_step_seconds: float
+    "of it, that of the last micro-step"
     misaligned_seconds: float
     "of matmul: what the widths off the multiple of 8 cost"
 
@@ -107,8 +108,8 @@ def step_time(
     exposed, hidden = communication
     if num_gpus > 1:
         crowd = math.exp(-software.few_ranks / (num_gpus - 1))
-        per_layer = software.layer_seconds + (software.sharded_layer_seconds if sharded else 0)
-        exposed += micro_steps * spec.num_layers * crowd * per_layer
+        per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
+        exposed += spec.num_layers * crowd * per_layer
         exposed += software.ddp_seconds if strategy.engine == "ddp" else 0
     return StepTime(
         parts_seconds={
@@ -124,15 +125,10 @@ def step_time(
         },
         tokens=num_gpus * micro_steps * config.per_device_train_batch_size * config.seq_len,
         hidden_communication_seconds=hidden,
-        overlappable_seconds=micro_steps * device,
+        overlappable_seconds=micro_steps * (device + launch),
+        last_micro_step_seconds=device + launch,
         misaligned_seconds=micro_steps * work.misaligned,
     )
-
-
-def model_flops_utilization(spec: ModelSpec, config: RunConfig, gpu: Gpu, per_second_per_gpu: float) -> float:
-    """MFU, PaLM's convention: a fraction of the dense bf16 peak, recomputation not counted."""
-    flops = flops_per_token(spec, seq_len=config.seq_len) * per_second_per_gpu
-    return flops / gpu.dense_bf16_flops_per_second
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,11 @@ class Transfer:
     "once per step, behind the last micro-step's compute only"
 
     @property
+    def num_nodes(self) -> int:
+        """That a group lies on."""
+        return -(-self.ranks // self.ranks_per_node)
+
+    @property
     def sent_bytes(self) -> float:
         """By each rank, whatever the algorithm."""
         twice = 2 if self.collective == "all_reduce" else 1
@@ -85,7 +90,7 @@ def transfers(
         strategy.engine,
         strategy.zero_stage,
         strategy.reshard_after_forward is not False,
-        _zero_plus_plus(strategy),
+        _zero_settings(strategy),
         dtypes.compute,
         dtypes.reduced,
         config.gradient_accumulation_steps,
@@ -98,16 +103,26 @@ def transfers(
 
 
 @dataclass(frozen=True)
-class _ZeroPlusPlus:
-    """Which of ZeRO++'s parts the JSON switches on; hpZ is in the placement."""
+class _ZeroSettings:
+    """What a DeepSpeed JSON says of communication; hpZ is in the placement."""
 
-    quantized_weights: bool
-    quantized_gradients: bool
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    overlaps: bool = True
+    bucket_elements: float | None = None
 
 
-def _zero_plus_plus(strategy: Strategy) -> _ZeroPlusPlus:
+def _zero_settings(strategy: Strategy) -> _ZeroSettings:
+    if strategy.engine != "deepspeed":
+        return _ZeroSettings()
     zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
-    return _ZeroPlusPlus(bool(zero.get("zero_quantized_weights")), bool(zero.get("zero_quantized_gradients")))
+    bucket = zero.get("reduce_bucket_size", "auto")
+    return _ZeroSettings(
+        bool(zero.get("zero_quantized_weights")),
+        bool(zero.get("zero_quantized_gradients")),
+        bool(zero.get("overlap_comm", strategy.zero_stage == 3)),  # deepspeed 0.19's default
+        None if bucket == "auto" else float(bucket),
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -117,7 +132,7 @@ def _transfers(
     engine: str,
     zero_stage: int | None,
     reshard_after_forward: bool,
-    plus_plus: _ZeroPlusPlus,
+    zero: _ZeroSettings,
     parameter_bytes: int,
     reduced_bytes: int,
     micro_steps: int,
@@ -128,7 +143,8 @@ def _transfers(
     gpus_per_node: int,
 ) -> tuple[Transfer, ...]:
     weights, gradients = num_params * parameter_bytes, num_params * reduced_bytes
-    buckets = max(1.0, gradients / DDP_BUCKET_BYTES)
+    bucket_bytes = (zero.bucket_elements or 0) * reduced_bytes or DDP_BUCKET_BYTES
+    buckets = max(1.0, gradients / bucket_bytes)
 
     def transfer(
         name: str,
@@ -154,11 +170,15 @@ def _transfers(
     if engine == "deepspeed" and zero_stage in (1, 2):
         each = micro_steps if zero_stage == 2 else 1
         return (
-            transfer("reduce_gradients", "reduce_scatter", gradients, buckets, times=each),
+            transfer(
+                *("reduce_gradients", "reduce_scatter", gradients, buckets),
+                times=each,
+                overlaps=zero.overlaps,
+            ),
             transfer("gather_updated", "all_gather", weights, 1, overlaps=False),
         )
     found = []
-    whole = parameter_bytes if not plus_plus.quantized_weights else INT8_SCALES
+    whole = parameter_bytes if not zero.quantized_weights else INT8_SCALES
     found.append(
         transfer(
             "gather_forward",
@@ -181,7 +201,7 @@ def _transfers(
             )
         )
     each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
-    reduced = num_params * INT4_SCALES if plus_plus.quantized_gradients else gradients
+    reduced = num_params * INT4_SCALES if zero.quantized_gradients else gradients
     found.append(
         transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
     )

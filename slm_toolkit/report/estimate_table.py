@@ -79,7 +79,11 @@ def step_tables(row: Estimate) -> list[RenderableType]:
         if seconds > 0:
             bar = "█" * max(1, round(_BAR_WIDTH * seconds / largest))
             table.add_row(name.replace("_", " "), f"{1e3 * seconds:.1f}", bar)
-    return [fix_width(table)]
+    found: list[RenderableType] = [fix_width(table)]
+    if row.misaligned_seconds > 0.0005:
+        cost = f"{1e3 * row.misaligned_seconds:.1f} ms of matmul are for widths that are no multiple of 8"
+        found.append(Text(f"{cost}: `slm doctor` names them", style="dim"))
+    return found
 
 
 def _columns(
@@ -114,10 +118,10 @@ def _columns(
         found.append(("DeepSpeed's\nestimate GiB", _deepspeed, 10))
     if any(row.gpu for row in rows):
         found += [
-            ("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 0),
+            ("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
             ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.0%}", 11),
             ("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
-            ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 0),
+            ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 13),
         ]
     return found
 
@@ -202,6 +206,9 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
             f"between nodes {worst.strategy} would need {needed} Gbit/s to hide its communication, "
             f"a node of {worst.gpu} has {has}"
         )
+    if any(row.network_evidence in ("measured", "measured in part") for row in rows):
+        partly = any(row.network_evidence == "measured in part" for row in rows)
+        notes.append("communication as --network measured" + ", as far as it goes" * partly)
     if any(row.gpu and row.tokens_per_second is None for row in rows):
         notes.append(
             "no tokens/s for offload, nor between nodes of an unknown network: --inter_node_gbps gives it"

@@ -20,7 +20,8 @@ _CHECKPOINTING = ("none", "selective_op", "full")
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest configuration at one place. All but the first three are None where nothing fits."""
+    """The fastest configuration at one place; all but the first three None where nothing fits, and between
+    nodes of an unknown network."""
 
     model: str
     num_nodes: int
@@ -40,7 +41,9 @@ class Best:
     "memory, global batch or both, where twice the batch would be faster; else the bottleneck"
 
 
-def best_configurations(gpu_name: str, *, usd_per_gpu_hour: float | None = None) -> list[Best]:
+def best_configurations(
+    gpu_name: str, *, usd_per_gpu_hour: float | None = None, inter_node_gbps: float | None = None
+) -> list[Best]:
     """For each model and number of nodes, models first.
 
     Of the studied strategies, batches of powers of two, and checkpointing; each step takes all of
@@ -50,7 +53,7 @@ def best_configurations(gpu_name: str, *, usd_per_gpu_hour: float | None = None)
     if gpu.memory_bytes is None:
         raise ValueError(f"no memory known of {gpu.name}\nhint: --gpu takes one that is, as h100-80gb")
     given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None
-    site = Site(cluster_of(gpu), given or price_of(gpu.name))
+    site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), given or price_of(gpu.name))
     by_place: dict[tuple[str, int], list[Estimate]] = {}
     for num_nodes in NUM_NODES:
         for row in _estimates_on(num_nodes, gpu.name, site):

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.models import find_model
 from slm_toolkit.predict.bottleneck import misaligned_widths
 from slm_toolkit.predict.paper import SEQ_LEN
@@ -150,4 +151,8 @@ def _best_notes(found: list[Best]) -> list[Text]:
         )
     if price := next((best.price_source for best in found if best.price_source), None):
         notes.append(f"price: {price}")
+    else:
+        notes.append(f"no price known of {found[0].gpu}: --usd_per_gpu_hour gives one")
+    if gpu_of_name(found[0].gpu).node_network_bytes_per_second is None:
+        notes.append(f"no usual network known between nodes of {found[0].gpu}: --inter_node_gbps gives one")
     return [Text(note, style="dim") for note in notes]

@@ -4,7 +4,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slm_toolkit.launch_files import check_command, launch_commands, yaml_name
+from slm_toolkit.gpt_configs import GPT_TYPES
+from slm_toolkit.launch_files import check_command, launch_command, yaml_name
 from slm_toolkit.predict.plan_ranking import (
     TIE,
     faster_for_the_same,
@@ -14,7 +15,7 @@ from slm_toolkit.predict.plan_ranking import (
     score_of,
 )
 from slm_toolkit.predict.plans import Plan
-from slm_toolkit.report.cells import DASH, gib, rate
+from slm_toolkit.report.cells import DASH, gib, rate, setting
 from slm_toolkit.report.widths import fix_width
 
 _COLUMNS = (  # title, cell, order in which they are dropped (0: never)
@@ -32,6 +33,14 @@ _COLUMNS = (  # title, cell, order in which they are dropped (0: never)
     ("headroom\nGiB", lambda plan: gib(plan.headroom_bytes), 4),
     ("evidence", lambda plan: _evidence(plan), 1),
 )
+
+
+_NETWORK = {
+    "measured": "what --network measured",
+    "measured in part": "what --network measured, as far as it goes",
+    "given": "--inter_node_gbps",
+    "data sheet": "data sheets",
+}
 
 
 def plan_report(
@@ -54,10 +63,19 @@ def plan_report(
         )
     parts += [Text(line, style="green") for line in advice]
     parts += [Text(line, style="dim") for line in _notes(rows, shown)]
-    parts += [Text(""), Text("to launch the first, on your --dataset:", style="bold")]
-    parts += [Text(command) for command in launch_commands(winner, yaml_name(winner))]
-    parts += [Text("to measure it before:", style="bold"), Text(check_command(winner))]
+    parts += _commands(winner)
     return Group(*parts)
+
+
+def _commands(winner: Plan) -> list[Text]:
+    if winner.spec.model_type in GPT_TYPES:
+        return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
+    return [
+        Text("\nto launch the first:", style="bold"),
+        Text(launch_command(winner, yaml_name(winner))),
+        Text("to measure it before:", style="bold"),
+        Text(check_command(winner)),
+    ]
 
 
 def _same_hardware(ranked: list[Plan], objective: str) -> list[Text]:
@@ -85,6 +103,9 @@ def reasons(shown: list[Plan], *, objective: str) -> list[str]:
         name = f"{number}: {plan.estimate.num_gpus} x {plan.estimate.gpu} {plan.estimate.strategy}"
         if winner.verdict == "fits" and plan.verdict != "fits":
             name += " (tight)"
+        if reason.ratio is None:
+            lines.append(f"{name}: without a price it can't be compared in dollars")
+            continue
         if reason.ratio - 1 < TIE:
             lines.append(f"{name}: a tie within {TIE:.0%}, as far as estimates can tell")
             continue
@@ -98,12 +119,14 @@ def reasons(shown: list[Plan], *, objective: str) -> list[str]:
 
 
 def nothing_found(
-    found: list[Plan], *, objective: str, deadline_hours: float | None, budget_usd: float | None
+    found: list[Plan], left_out: list[str], *, deadline_hours: float | None, budget_usd: float | None
 ) -> RenderableType:
-    """What comes nearest where no plan is within the limits."""
+    """What comes nearest where no plan is within the limits; why there is none at all."""
+    if not found and left_out:
+        return Text("no plan: see what was left out; what was tried besides, if anything, does not fit")
     if not found:
         return Text(
-            "nothing fits: more GPUs, larger ones, or a smaller model (`slm estimate` shows by how much)"
+            "nothing fits: take more GPUs, larger ones, or a smaller model (`slm estimate` shows by how much)"
         )
     asked = []
     if deadline_hours is not None:
@@ -126,19 +149,46 @@ def usd(value: float | None) -> str:
 
 
 def _heading(ranked: list[Plan]) -> Text:
-    jobs = {plan.estimate.model: plan for plan in ranked}
-    words = (
-        f"{model}: {plan.num_tokens / 1e9:,.1f}B tokens, {plan.num_steps:,} steps of "
-        f"{plan.tokens_per_step / 1e6:.2f}M, expected loss {plan.expected_loss:.2f} ({plan.law})"
-        for model, plan in jobs.items()
-    )
+    """Of each model the best plan's tokens and steps."""
+    words = []
+    for model in dict.fromkeys(plan.estimate.model for plan in ranked):
+        plan = next(plan for plan in ranked if plan.estimate.model == model)
+        words.append(
+            f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
+            f"{_size(plan.tokens_per_step)}, expected loss {plan.expected_loss:.2f} ({plan.law})"
+        )
     return Text("\n".join(words), style="bold")
+
+
+def _size(number: float) -> str:
+    """20.0B, 524k, ..."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:,.1f}{name}"
+    return f"{number / 1e3:,.0f}k" if number >= 1e4 else f"{number:,.0f}"
+
+
+_SETTINGS = (
+    "seq_len",
+    "numerics",
+    "reduce_dtype",
+    "attn_implementation",
+    "norm_kernel",
+    "torch_compile",
+    "optim",
+)
 
 
 def _table(shown: list[Plan], width: int) -> Table:
     columns = list(_COLUMNS)
     if len({plan.estimate.model for plan in shown}) == 1:
         columns = columns[1:]
+    differing = [name for name in _SETTINGS if len({getattr(plan.estimate, name) for plan in shown}) > 1]
+    own = [
+        (name.replace("_", " "), lambda plan, n=name: setting(getattr(plan.estimate, n)), 0)
+        for name in differing
+    ]
+    columns[2:2] = own
     while (table := _build(shown, columns)).width > width and any(priority for *_, priority in columns):
         columns.remove(min((column for column in columns if column[2]), key=lambda column: column[2]))
     return table
@@ -167,10 +217,12 @@ def _notes(ranked: list[Plan], shown: list[Plan]) -> list[str]:
         if row.step_seconds:
             slow, fast = row.step_seconds / row.step_high_seconds, row.step_seconds / row.step_low_seconds
             notes.append(f"estimated rates are likely {slow - 1:+.0%} to {fast - 1:+.0%}, alike for all")
-    for name in dict.fromkeys(plan.estimate.gpu for plan in shown):
-        row = next(plan.estimate for plan in shown if plan.estimate.gpu == name)
-        if row.price_source is not None:
-            notes.append(f"{name}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}")
+    priced = [plan.estimate for plan in shown if plan.estimate.price_source is not None]
+    notes += dict.fromkeys(
+        f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
+    )
+    if words := [plan.estimate.network_evidence for plan in shown if plan.estimate.network_evidence]:
+        notes.append(f"communication by {', '.join(dict.fromkeys(_NETWORK[word] for word in words))}")
     notes.append("hours and dollars are of steps alone: starting, saving and failures come on top")
     return notes
 

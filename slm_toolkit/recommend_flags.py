@@ -1,0 +1,196 @@
+"""What `slm recommend` is told: its flags, and the offers, jobs and grid that they mean."""
+
+import argparse
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.estimate_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    check_grid,
+    model_to_estimate,
+)
+from slm_toolkit.flags import add_flags
+from slm_toolkit.output_flags import count, positive_number
+from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
+
+if TYPE_CHECKING:
+    from slm_toolkit.predict.plans import GpuOffer, Job
+
+GRID: dict[str, list[Any]] = {
+    "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
+    "gradient_checkpointing": ["none", "selective_op", "full"],
+    "loss_kernel": ["hf", "fused_linear"],
+    "norm_kernel": ["fused"],
+}
+"what is tried where the flags don't say; kernels that change no result but its rounding"
+GLOBAL_BATCH_TOKENS = 524_288
+"0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
+_LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
+_DEFAULT_MODEL = "slm-100m"
+_DECIDED_HERE = ("gradient_accumulation_steps", "max_steps", "seed")
+_DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("job")
+    job.add_argument("--tokens", type=_tokens, metavar="N", help="to train on, as 20B or 300M")
+    job.add_argument(
+        "--target_loss", type=positive_number, metavar="L", help="train until a scaling law expects this loss"
+    )
+    job.add_argument(
+        "--law",
+        choices=_LAWS,
+        default="besiroglu",
+        help="scaling law that says what loss to expect and, without --tokens and --target_loss, how many "
+        "tokens are compute-optimal (default: besiroglu)",
+    )
+    job.add_argument(
+        "--global_batch_tokens",
+        type=_tokens,
+        default=GLOBAL_BATCH_TOKENS,
+        metavar="N",
+        help="per optimizer step; micro-steps follow from it (default: 524288, as GPT-3's small models)",
+    )
+    job.add_argument("--deadline_hours", type=positive_number, metavar="H", help="take no longer")
+    job.add_argument("--budget_usd", type=positive_number, metavar="USD", help="pay no more")
+    job.add_argument(
+        "--objective", choices=("cost", "time"), default="cost", help="what to rank by (default: cost)"
+    )
+    parser.add_argument(
+        "--gpu",
+        nargs="+",
+        required=True,
+        metavar="NAME[:N,N][@USD]",
+        help="offered, with how many and for how much each per hour: h100-80gb:8,16@2.49",
+    )
+    parser.add_argument(
+        "--num_gpus",
+        nargs="+",
+        type=count,
+        metavar="N",
+        help="where --gpu doesn't say (default: 1 2 4 ... 64)",
+    )
+    parser.add_argument("--gpus_per_node", type=count, default=8, metavar="K", help="at most (default: 8)")
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        default=["single", *STUDIED_STRATEGIES],
+        metavar="NAME|YAML",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all)",
+    )
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="records of your runs and rehearsals, used before estimates where they match",
+    )
+    add_software_flag(parser)
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows shown (default: 10)")
+    parser.add_argument(
+        "--write", type=Path, metavar="DIR", help="write the first row's YAML and launch script there"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    add_price_flags(parser)
+    add_network_flags(parser)
+    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_DECIDED_HERE))
+
+
+def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
+    """Raises one ValueError with all that can't be read or had."""
+    from slm_toolkit.hardware import gpu_of_name
+    from slm_toolkit.predict.plans import GpuOffer
+    from slm_toolkit.predict.site import Site
+    from slm_toolkit.prices import Price
+
+    site_of = sites_of(args)
+    found, problems = [], []
+    for text in args.gpu:
+        match = re.fullmatch(r"([^:@]+)(?::(\d+(?:,\d+)*))?(?:@(\d+(?:\.\d+)?))?", text)
+        if match is None:
+            problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
+            continue
+        gpu = gpu_of_name(match[1])
+        per_node = args.gpus_per_node
+        usual = args.num_gpus or [n for n in _DEFAULT_COUNTS if n <= per_node or n % per_node == 0]
+        counts = [int(number) for number in match[2].split(",")] if match[2] else usual
+        site = site_of(gpu)
+        if match[3]:
+            if float(match[3]) <= 0:
+                problems.append(f"--gpu {text}: a price is above 0")
+                continue
+            site = Site(site.cluster, Price(float(match[3]), "given by --gpu"))
+        if gpu.memory_bytes is None:
+            problems.append(f"--gpu {text}: its memory is not known, so nobody can say what fits")
+        for number in counts:
+            if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
+                problems.append(
+                    f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {args.gpus_per_node}"
+                )
+        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), site))
+    if problems:
+        raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
+    return found
+
+
+def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
+    """A job per model, and notes on models that never reach the target. Raises ValueError if none does."""
+    from slm_toolkit.predict.plans import Job
+    from slm_toolkit.predict.scaling_laws import LAWS, compute_optimal_tokens, num_params_of, tokens_for_loss
+
+    if args.tokens is not None and args.target_loss is not None:
+        raise ValueError("--tokens and --target_loss both say how long to train\nhint: give one")
+    law = LAWS[args.law]
+    found, unreached = [], []
+    for name in dict.fromkeys(args.model or [_DEFAULT_MODEL]):
+        spec = model_to_estimate(name)
+        num_params = num_params_of(law, spec)
+        num_tokens = args.tokens
+        if args.target_loss is not None:
+            try:
+                num_tokens = tokens_for_loss(law, num_params, args.target_loss)
+            except ValueError as error:
+                unreached.append(f"{name}: {error}")
+                continue
+        if num_tokens is None:
+            num_tokens = compute_optimal_tokens(law, num_params)
+        found.append(Job(name, spec, num_tokens, args.global_batch_tokens, law))
+    if not found:
+        raise ValueError("\n".join(unreached))
+    return found, [f"left out: {problem.splitlines()[0]}" for problem in unreached]
+
+
+def configs_of(args: argparse.Namespace) -> list[RunConfig]:
+    """The grid of flags given and GRID's for the rest, batches ascending."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    several = {
+        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+        for name, value in {**GRID, **given}.items()
+    }
+    check_grid(several, num_gpus=[1], gpus_per_node=args.gpus_per_node)
+    several["per_device_train_batch_size"].sort()
+    several.setdefault("model", [_DEFAULT_MODEL])
+    found = [
+        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
+        for values in itertools.product(*several.values())
+    ]
+    return sorted(found, key=lambda config: config.per_device_train_batch_size)
+
+
+def _tokens(text: str) -> float:
+    """20B, 300M, 1.5T, 2e10 or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
+    value = (
+        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
+    )
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: 20B, 300M, 2e10")
+    return value
