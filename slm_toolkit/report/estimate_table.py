@@ -130,7 +130,7 @@ def _build(rows: list[Estimate], columns: list[tuple[str, Callable[[Estimate], s
     table = Table(header_style="bold")
     cells = [[cell(row) for _, cell, _ in columns] for row in rows]
     for index, (title, _, _) in enumerate(columns):
-        numeric = all(line[index][:1] in f"0123456789{DASH}" for line in cells)
+        numeric = all(line[index][:1] in f"0123456789${DASH}" for line in cells)
         table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
     for line in cells:
         table.add_row(*(Text(text, style=_VERDICT_STYLE.get(text, "")) for text in line))

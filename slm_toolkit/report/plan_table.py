@@ -223,6 +223,12 @@ def _notes(ranked: list[Plan], shown: list[Plan]) -> list[str]:
     )
     if words := [plan.estimate.network_evidence for plan in shown if plan.estimate.network_evidence]:
         notes.append(f"communication by {', '.join(dict.fromkeys(_NETWORK[word] for word in words))}")
+    first = ranked[0]
+    if first.loss_per_usd is not None:
+        notes.append(
+            f"after that the next dollar would take {first.loss_per_usd:.1e} off the loss of the first, by "
+            f"{first.law} (the paper's equation 1)"
+        )
     notes.append("hours and dollars are of steps alone: starting, saving and failures come on top")
     return notes
 
