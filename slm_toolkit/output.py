@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,7 +240,8 @@ def labels(rows: list["Row"]) -> list[str]:
         ]
 
     made = [" ".join([row.strategy, *words(row)]) for row in rows]
+    count = Counter(made)
     return [
-        label if made.count(label) == 1 else f"{label} {Path(row.record).parent}"
+        label if count[label] == 1 else f"{label} {Path(row.record).parent}"
         for label, row in zip(made, rows, strict=True)
     ]

@@ -1,9 +1,11 @@
 """Whether a run computed what its reference did: losses and gradient norms, step by step."""
 
-import json
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
+
+import orjson
 
 from slm_toolkit.config import SYNTHETIC
 from slm_toolkit.numerics import GRAD_NORM_STEPS, GRAD_NORM_TOLERANCE, LOSS_TOLERANCE, PARITY_STEPS
@@ -60,18 +62,14 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     fault: where `slm compare --parity` ran one, twice that is allowed. `loss_tolerance` stands in for all of
     it.
     """
+    known = _known(records)
     judged = []
     for record in records:
-        if record.is_parity_reference:
-            judged.append(None)
-            continue
-        reference = _reference_of(record, records)
-        control = _control_of(record, records)
-        judged.append(
-            compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
-            if reference
-            else None
-        )
+        found = None
+        if not record.is_parity_reference and (reference := _reference_of(record, known)):
+            control = _control_of(record, known)
+            found = compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
+        judged.append(found)
     return judged
 
 
@@ -135,18 +133,41 @@ def _at_least_1(ratio: float) -> float:
     return max(ratio, 1 / ratio)
 
 
-def _reference_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
+@dataclass(frozen=True)
+class _Known:
+    """The records that others can be held against, by what makes them comparable."""
+
+    fp32_references: dict[bytes, list[RunRecord]]
+    "by task, those that were asked for first"
+    controls: dict[tuple[str, bytes], RunRecord]
+    "by numerics and task"
+    ddp_or_single: dict[bytes, RunRecord]
+    "by all that was asked"
+
+
+def _known(records: list[RunRecord]) -> _Known:
+    known = _Known(defaultdict(list), {}, {})
+    for record in sorted(filter(_usable, records), key=lambda record: not record.is_parity_reference):
+        if _is_fp32_reference(record):
+            known.fp32_references[_task_of(record)].append(record)
+        if record.is_parity_reference:
+            known.controls.setdefault((record.asked["config"]["numerics"], _task_of(record)), record)
+    for record in filter(_usable, records):
+        if record.engine in ("ddp", "single"):
+            known.ddp_or_single.setdefault(_asked_of(record), record)
+    return known
+
+
+def _reference_of(record: RunRecord, known: _Known) -> RunRecord | None:
     if not _usable(record):
         return None
-    usable = [other for other in records if _usable(other) and other is not record]
-    references = [other for other in usable if _is_fp32_reference(other) and _same_task(other, record)]
-    for other in sorted(references, key=lambda other: not other.is_parity_reference):
-        if other.is_parity_reference or other.identity != record.identity:
-            return other
+    if known.fp32_references:
+        for other in known.fp32_references.get(_task_of(record), []):
+            if other is not record and (other.is_parity_reference or other.identity != record.identity):
+                return other
     if record.engine in ("ddp", "single"):
         return None
-    same = [other for other in usable if _asked_of(other) == _asked_of(record)]
-    return next((other for other in same if other.engine in ("ddp", "single")), None)
+    return known.ddp_or_single.get(_asked_of(record))
 
 
 def _usable(record: RunRecord) -> bool:
@@ -159,44 +180,24 @@ def _is_fp32_reference(record: RunRecord) -> bool:
     return record.engine == "single" and record.asked["config"]["numerics"] == "fp32"
 
 
-def _control_of(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
+def _control_of(record: RunRecord, known: _Known) -> RunRecord | None:
     """One process of the same numerics; for a single process's row, another launch of it."""
     numerics = record.asked["config"]["numerics"]
-    if numerics == "fp32" or not _usable(record):
+    if numerics == "fp32" or not known.controls:
         return None
-    controls = [
-        other
-        for other in records
-        if other.is_parity_reference
-        and _usable(other)
-        and other is not record
-        and other.asked["config"]["numerics"] == numerics
-    ]
-    return next((other for other in controls if _same_task(other, record)), None)
+    return known.controls.get((numerics, _task_of(record)))
 
 
-def _asked_of(record: RunRecord) -> str:
+def _asked_of(record: RunRecord) -> bytes:
     asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
-    return json.dumps(asked, sort_keys=True)
+    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
 
 
-def _same_task(one: RunRecord, other: RunRecord) -> bool:
-    """Text has ends of epochs too, where what does not fill a batch for each process is dropped."""
-    if _task_of(one) != _task_of(other):
-        return False
-    if one.asked["config"]["dataset"] == SYNTHETIC:
-        return True
-    return _share_of_an_epoch(one) == _share_of_an_epoch(other)
+def _task_of(record: RunRecord) -> bytes:
+    """What decides the losses: model, data and schedule, and the sequences of one step over all ranks.
 
-
-def _share_of_an_epoch(record: RunRecord) -> tuple[int, int]:
-    """Sequences per batch, and the number that an epoch's batches are a multiple of."""
-    config = record.asked["config"]
-    return config["per_device_train_batch_size"], config["epoch_multiple"] * record.asked["num_processes"]
-
-
-def _task_of(record: RunRecord) -> str:
-    """What decides the losses: model, data and schedule, and the sequences of one step over all ranks."""
+    Text has ends of epochs too, where what does not fill a batch for each process is dropped.
+    """
     config = record.asked["config"]
     settings = {name: value for name, value in config.items() if name not in _ANY_VALUE_COMPUTES_THE_SAME}
     settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock: the script asks for none
@@ -205,4 +206,12 @@ def _task_of(record: RunRecord) -> str:
         * config["gradient_accumulation_steps"]
         * record.asked["num_processes"]
     )
-    return json.dumps([settings, sequences, record.asked["files"]], sort_keys=True)
+    epochs = None if config["dataset"] == SYNTHETIC else _share_of_an_epoch(record)
+    task = [settings, sequences, record.asked["files"], epochs]
+    return orjson.dumps(task, option=orjson.OPT_SORT_KEYS)
+
+
+def _share_of_an_epoch(record: RunRecord) -> tuple[int, int]:
+    """Sequences per batch, and the number that an epoch's batches are a multiple of."""
+    config = record.asked["config"]
+    return config["per_device_train_batch_size"], config["epoch_multiple"] * record.asked["num_processes"]
