@@ -13,6 +13,7 @@ from slm_toolkit.doctor import add_doctor_verb
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.flags import Parser, with_underscores
+from slm_toolkit.garbage import no_garbage_collection
 from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.paper_output import add_paper_flags, print_paper
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_paper_flags(report)
     add_output_flags(report)
-    report.set_defaults(verb=_report, parser=report)
+    report.set_defaults(verb=no_garbage_collection()(_report), parser=report)
 
     configs = verbs.add_parser(
         "configs",

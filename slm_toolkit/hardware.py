@@ -74,6 +74,7 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
+@cache
 def find_gpu(driver_name: str | None) -> Gpu | None:
     """The Gpu that a driver's name such as "NVIDIA H100 80GB HBM3" means; None for an unknown one.
 

@@ -41,6 +41,7 @@ class Price:
         return f"${self.usd_per_gpu_hour:.2f} per GPU-hour, {self.source}"
 
 
+@cache
 def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
     """The user's own price, else the table's median on-demand price of the driver's GPU, else None."""
     if usd_per_gpu_hour is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
@@ -273,7 +273,7 @@ def _phases(record: RunRecord) -> dict[str, float] | None:
         return None
     slowest = max(range(len(steps)), key=lambda rank: sum(steps[rank]))
     phases = {name: seconds[start:] for name, seconds in record.phase_seconds[slowest].items()}
-    return {name: mean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
+    return {name: fmean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
 
 
 def _joules_per_token(records: list[RunRecord]) -> float | None:

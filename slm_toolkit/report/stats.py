@@ -62,7 +62,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         highest=max(highest, rate * factor),
         num_timed_steps=sum(len(seconds) for _, seconds in timed),
         num_launches=len(timed),
-        num_warmup_steps=max(num_warmup_steps(record) for record, _ in timed),
+        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
     )
 
 
@@ -85,7 +85,7 @@ def disturbance(record: RunRecord) -> float:
 
 def timed_seconds(record: RunRecord) -> list[float]:
     """Of each step after the warm-up, the time of the rank that took longest."""
-    return slowest_rank_seconds(record)[num_warmup_steps(record) :]
+    return record.slowest_rank_seconds[num_warmup_steps(record) :]
 
 
 def _block_rates(record: RunRecord, seconds: list[float]) -> list[float]:
@@ -109,11 +109,6 @@ def _prediction_interval(medians: list[float]) -> tuple[float, float]:
     return max(0.0, median(medians) - half), median(medians) + half
 
 
-def slowest_rank_seconds(record: RunRecord) -> list[float]:
-    """Of each step, the time of the rank that took longest."""
-    return [max(seconds) for seconds in zip(*record.step_seconds, strict=True)]
-
-
 def num_warmup_steps(record: RunRecord) -> int:
     """First steps that don't count: as many as asked, else those that were slow or that compiled.
 
@@ -123,7 +118,7 @@ def num_warmup_steps(record: RunRecord) -> int:
     """
     if record.timing_warmup_steps is not None:
         return record.timing_warmup_steps
-    slowest = slowest_rank_seconds(record)
+    slowest = record.slowest_rank_seconds
     half = len(slowest) // 2
     if half == 0:
         return len(slowest)
