@@ -57,26 +57,32 @@ def made_records(launches: int) -> Iterator[tuple[str, dict[str, Any]]]:
         num_steps = len(template["losses"])
         for launch in range(launches):
             scale = chance.uniform(0.98, 1.02) * tokens / template["tokens_per_step"]
-            yield f"{number:05}-{launch}", {
-                **template,
-                "run_name": f"{model}-{template['strategy']}-{number:012x}",
-                "identity": f"{number:012x}",
-                "asked": {**template["asked"], "config": config, "num_processes": ranks},
-                "model": {**dataclasses.asdict(spec), "num_params": spec.num_params},
-                "gpu": gpu,
-                "world_size": ranks,
-                "tokens_per_step": tokens,
-                "tokens_counted": {name: tokens * num_steps for name in ("drawn", "in_loss")},
-                "numerics": {**template["numerics"], "tokens_per_step": tokens},
-                "losses": [loss * chance.uniform(0.9999, 1.0001) for loss in template["losses"]],
-                "step_seconds": [
-                    [second * scale * chance.uniform(0.97, 1.03) for second in template["step_seconds"][0]]
-                    for _ in range(ranks)
-                ],
-                "phase_seconds": template["phase_seconds"][:1] * ranks,
-                "state_bytes": template["state_bytes"][:1] * ranks,
-                "peak_allocated_bytes": [2**33] * ranks if gpu else None,
-            }
+            yield (
+                f"{number:05}-{launch}",
+                {
+                    **template,
+                    "run_name": f"{model}-{template['strategy']}-{number:012x}",
+                    "identity": f"{number:012x}",
+                    "asked": {**template["asked"], "config": config, "num_processes": ranks},
+                    "model": {**dataclasses.asdict(spec), "num_params": spec.num_params},
+                    "gpu": gpu,
+                    "world_size": ranks,
+                    "tokens_per_step": tokens,
+                    "tokens_counted": dict.fromkeys(("drawn", "in_loss"), tokens * num_steps),
+                    "numerics": {**template["numerics"], "tokens_per_step": tokens},
+                    "losses": [loss * chance.uniform(0.9999, 1.0001) for loss in template["losses"]],
+                    "step_seconds": [
+                        [
+                            second * scale * chance.uniform(0.97, 1.03)
+                            for second in template["step_seconds"][0]
+                        ]
+                        for _ in range(ranks)
+                    ],
+                    "phase_seconds": template["phase_seconds"][:1] * ranks,
+                    "state_bytes": template["state_bytes"][:1] * ranks,
+                    "peak_allocated_bytes": [2**33] * ranks if gpu else None,
+                },
+            )
 
 
 def main() -> None:
@@ -100,7 +106,8 @@ def main() -> None:
             done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - began
             lines = len(done.stdout.splitlines())
-            print(f"slm report FOLDER {' '.join(words):8} {seconds:6.2f} s, exit {done.returncode}, {lines:,} lines")
+            shown = " ".join(("slm report FOLDER", *words))
+            print(f"{shown:25} {seconds:6.2f} s, exit {done.returncode}, {lines:,} lines")
         print_split(name, profile=args.profile)
 
 

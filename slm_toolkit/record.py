@@ -271,7 +271,9 @@ def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[
 
 def _record_files(folder: Path) -> list[Path]:
     """At any depth; `Path.rglob` takes five times as long."""
-    found = [os.path.join(inside, RECORD_FILE) for inside, _, names in os.walk(folder) if RECORD_FILE in names]
+    found = [
+        os.path.join(inside, RECORD_FILE) for inside, _, names in os.walk(folder) if RECORD_FILE in names
+    ]
     return [Path(name) for name in sorted(found, key=lambda name: name.split(os.sep))]
 
 

@@ -190,7 +190,7 @@ def _control_of(record: RunRecord, known: _Known) -> RunRecord | None:
 
 def _asked_of(record: RunRecord) -> bytes:
     asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
-    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
 
 
 def _task_of(record: RunRecord) -> bytes:
@@ -208,7 +208,7 @@ def _task_of(record: RunRecord) -> bytes:
     )
     epochs = None if config["dataset"] == SYNTHETIC else _share_of_an_epoch(record)
     task = [settings, sequences, record.asked["files"], epochs]
-    return orjson.dumps(task, option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
 
 
 def _share_of_an_epoch(record: RunRecord) -> tuple[int, int]:

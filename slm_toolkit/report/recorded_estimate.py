@@ -1,6 +1,10 @@
 """The Estimate of a recorded run: what the closed forms say of what really was asked and ran."""
 
 import dataclasses
+from functools import cache
+from typing import Any
+
+import orjson
 
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware import find_gpu
@@ -11,6 +15,8 @@ from slm_toolkit.predict.host_memory import placement_of
 from slm_toolkit.record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy import Strategy
 
+_NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps", "timing_warmup_steps")
+
 
 def estimate_of(record: RunRecord) -> Estimate | None:
     """What the run should have taken of a GPU.
@@ -20,6 +26,23 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     """
     if record.engine is None or record.world_size is None:
         return None
+    return _estimate_of(orjson.dumps(_facts(record), option=orjson.OPT_NON_STR_KEYS))
+
+
+def _facts(record: RunRecord) -> dict[str, Any]:
+    """All that the Estimate depends on: launches, seeds and lengths of one configuration share theirs."""
+    asked = record.asked
+    config = {name: value for name, value in asked["config"].items() if name not in _NO_MATTER_TO_ESTIMATES}
+    files = {name: asked.get(name) for name in ("accelerate_config", "deepspeed_config")}
+    names = ("strategy", "model", "gpu", "world_size", "tokens_per_step")
+    names += ("engine", "zero_stage", "reshard_after_forward")
+    return {"asked": {"config": config, **files}, **{name: getattr(record, name) for name in names}}
+
+
+@cache
+def _estimate_of(facts: bytes) -> Estimate | None:
+    nothing = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
+    record = RunRecord(**nothing, **orjson.loads(facts))
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)

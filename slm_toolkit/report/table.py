@@ -1,57 +1,20 @@
 """Rows as a rich table; no figure is ever cut, narrow terminals get fewer columns."""
 
 import re
-from collections.abc import Callable
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from slm_toolkit.record import FP32_REFERENCE
-from slm_toolkit.report.cells import (
-    DASH,
-    PARITY_COLUMNS,
-    dollars,
-    energy_column,
-    estimate_column,
-    estimated_rate_column,
-    gib,
-    interval,
-    largest_batch_column,
-    peak_columns,
-    peak_place,
-    rank,
-    rate,
-    setting,
-)
+from slm_toolkit.report.columns import Column, columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.widths import fix_width
 
+MANY_ROWS = 200
+"above which rich, half a millisecond a row, does not lay the table out"
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
-_SETTINGS = (  # shown as a column where rows differ in them, else once above the table
-    ("model", "model"),
-    ("evidence", "evidence"),
-    ("gpu", "GPU"),
-    ("world_size", "ranks"),
-    ("numerics", "numerics"),
-    ("seq_len", "seq"),
-    ("per_device_train_batch_size", "batch"),
-    ("gradient_accumulation_steps", "accum."),
-    ("loss_kernel", "loss kernel"),
-    ("norm_kernel", "norm kernel"),
-    ("gradient_checkpointing", "checkpointing"),
-    ("attn_implementation", "attention"),
-    ("torch_compile", "compile"),
-    ("optim", "optimizer"),
-    ("seed", "seed"),
-    ("learning_rate", "learning rate"),
-    ("dataset", "dataset"),
-    ("max_steps", "steps asked"),
-)
-_NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
-    *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
-    *("rehearse", "trace_memory"),
-}
 _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "loss_kernel": ("hf", "loss {}"),
     "norm_kernel": ("hf", "norm {}"),
@@ -65,111 +28,109 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
 
     Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
     """
-    settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
-    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # a column of its own
-        settings = [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
-    on_gpu = any(row.gpu for row in rows)
-    marks = _marks(rows)
-    gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
-    columns: list[
-        tuple[str, Callable[[Row], str], int]
-    ] = [  # title, cell, order in which columns are dropped
-        *((title, lambda row, name=name: setting(_value(row, name)), 0) for name, title in settings),
-        ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
-        ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
-        *largest_batch_column(rows),
-        ("rank", rank, 12),
-        ("tokens/s", lambda row: rate(row.tokens_per_second), 0),
-        ("interval", interval, 8),
-        *estimated_rate_column(rows),
-        (
-            f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
-            lambda row: rate(row.tokens_per_second_per_gpu),
-            2,
-        ),
-        ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
-        *peak_columns(rows, on_gpu=on_gpu),
-        *estimate_column(rows),
-        *([("peak at", peak_place, 4)] if any(row.is_rehearsed for row in rows) else []),
-        ("state\nGiB/rank", lambda row: gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
-        ("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
-        ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
-        *energy_column(rows),
-        *(PARITY_COLUMNS if gate else ()),
-        ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
-    ]
+    columns = columns_of(rows)
     dropped: list[str] = []
-
-    def says_something(column: tuple[str, Callable[[Row], str], int]) -> bool:
-        return any(column[1](row) != DASH for row in rows)
-
-    if all(row.is_rehearsed for row in rows):  # which are of one thing mostly, memory
-        columns = [column for column in columns if says_something(column)]
-
-    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
+    while _width(columns) > width and any(column.drop_order for column in columns):
         victim = min(
-            (column for column in columns if column[2]),
-            key=lambda column: (says_something(column), column[2]),
+            (column for column in columns if column.drop_order),
+            key=lambda column: (column.says_something, column.drop_order),
         )
         columns.remove(victim)
-        dropped.append(victim[0].replace("\n", " "))
-    return Group(_heading(rows, settings), table, *_notes(rows, dropped, marks))
+        dropped.append(victim.title.replace("\n", " "))
+    table = _plain(columns) if len(rows) > MANY_ROWS else _build(rows, columns)
+    return Group(heading(rows), table, *notes(rows, dropped))
 
 
-def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]) -> Table:
+def _width(columns: list[Column]) -> int:
+    """With a blank either side of each column, and a line either side of that."""
+    return sum(_column_width(column) + 3 for column in columns) + 1
+
+
+def _column_width(column: Column) -> int:
+    return max(cell_len(text) for text in (*column.title.split("\n"), *column.cells))
+
+
+def _build(rows: list[Row], columns: list[Column]) -> Table:
     table = Table(header_style="bold")
-    for title, cell, _ in columns:
-        numeric = all(cell(row)[:1] in f"0123456789${DASH}~±+" for row in rows)
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows:
-        cells = [Text(cell(row)) for _, cell, _ in columns]
-        status = [title for title, _, _ in columns].index("status")
+    for column in columns:
+        justify = "right" if column.is_numeric else "left"
+        table.add_column(column.title, justify=justify, no_wrap=True)
+    status = [column.title for column in columns].index("status")
+    for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
+        cells = [Text(text) for text in texts]
         cells[status].stylize(_STATUS_STYLE[row.status])
         table.add_row(*cells, style="red" if row.parity_holds is False else None)
     return fix_width(table)
 
 
-def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
-    varying = {name for name, _ in settings}
+def _plain(columns: list[Column]) -> Segments:
+    """The same lines as rich's, without colours."""
+    widths = [_column_width(column) for column in columns]
+    titles = [column.title.split("\n") for column in columns]
+    height = max(map(len, titles))
+    aligned = []
+    for column, lines, width in zip(columns, titles, widths, strict=True):
+        put = str.rjust if column.is_numeric else str.ljust
+        padded = [*[""] * (height - len(lines)), *lines, *column.cells]
+        aligned.append([put(text, width - cell_len(text) + len(text)) for text in padded])
+    lines = list(zip(*aligned, strict=True))
+
+    def rule(left: str, line: str, middle: str, right: str) -> str:
+        return left + middle.join(line * (width + 2) for width in widths) + right
+
+    text = [
+        rule("┏", "━", "┳", "┓"),
+        *(f"┃ {' ┃ '.join(cells)} ┃" for cells in lines[:height]),
+        rule("┡", "━", "╇", "┩"),
+        *(f"│ {' │ '.join(cells)} │" for cells in lines[height:]),
+        rule("└", "─", "┴", "┘"),
+    ]
+    return Segments([Segment(line) for line in text], new_lines=True)
+
+
+def heading(rows: list[Row]) -> Text:
+    """What all rows share."""
+    columns = {name for name, _ in varying(rows)}
     row = rows[0]
     same = []
-    if "model" not in varying:
+    if "model" not in columns:
         same.append(row.model)
     if any(row.is_rehearsed for row in rows):
-        same += _rehearsed_ranks(rows, varying)
-    elif "world_size" not in varying and (size := _common(rows, "world_size")) is not None:
+        same += _rehearsed_ranks(rows, columns)
+    elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
         same.append(f"{size} x {row.gpu}" if row.gpu else f"{size} CPU process{'es' if size > 1 else ''}")
-    if "numerics" not in varying:
+    if "numerics" not in columns:
         same.append(f"numerics {row.numerics}")
-    if "seq_len" not in varying:
+    if "seq_len" not in columns:
         same.append(f"sequence {row.seq_len}")
-    if "per_device_train_batch_size" not in varying and row.largest_batch is None:
+    if "per_device_train_batch_size" not in columns and row.largest_batch is None:
         same.append(f"batch {row.per_device_train_batch_size} per process")
-    if "attn_implementation" not in varying and (kernel := _common(rows, "attn_implementation")):
+    if "attn_implementation" not in columns and (kernel := common(rows, "attn_implementation")):
         same.append(f"attention {kernel}")
-    if "gradient_accumulation_steps" not in varying and row.gradient_accumulation_steps > 1:
+    if "gradient_accumulation_steps" not in columns and row.gradient_accumulation_steps > 1:
         same.append(f"{row.gradient_accumulation_steps} micro-steps")
     for name, (default, words) in _SAID_ABOVE.items():
-        if name not in varying and _value(row, name) not in (None, default):
-            same.append(words.format(_value(row, name)))
+        if name not in columns and value_of(row, name) not in (None, default):
+            same.append(words.format(value_of(row, name)))
     evidence = " and ".join(dict.fromkeys(row.evidence for row in rows))
     return Text(f"{evidence}: " + ", ".join(same), style="bold")
 
 
-def _rehearsed_ranks(rows: list[Row], varying: set[str]) -> list[str]:
+def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
     """How many ranks, and what the rehearsals had instead."""
-    size = _common(rows, "world_size")
-    known = "world_size" not in varying and size is not None
-    if "evidence" in varying:
+    size = common(rows, "world_size")
+    known = "world_size" not in columns and size is not None
+    if "evidence" in columns:
         return [f"{size} ranks"] if known else []
-    gpu = _common(rows, "gpu")
+    gpu = common(rows, "gpu")
     ranks = f"of {size}" if known else "of the ranks below"
     return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
 
 
-def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str]) -> list[Text]:
+def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
+    """What stands under the table; `dropped`: titles of columns that were left out."""
     notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
-    for found, mark in marks.items():
+    for found, mark in marks_of(rows).items():
         reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
         notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(found)}", style="yellow"))
     if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
@@ -224,29 +185,3 @@ def _warnings(rows: list[Row]) -> list[Text]:
         others = f" (and the like, {len(found)} times in {len(rows)} rows)" if len(found) > 1 else ""
         lines.append(Text(f"{', '.join(names)}: {max(text for _, text in found)}{others}", style="yellow"))
     return lines
-
-
-def _common(rows: list[Row], name: str) -> object:
-    """The value that all rows which have one share."""
-    return next((getattr(row, name) for row in rows if getattr(row, name) is not None), None)
-
-
-def _differs(rows: list[Row], name: str) -> bool:
-    return len({str(_value(row, name)) for row in rows if _value(row, name) is not None}) > 1
-
-
-def _settings(rows: list[Row]) -> list[tuple[str, str]]:
-    """_SETTINGS, then every other flag that was asked."""
-    known = {*(name for name, _ in _SETTINGS), *_NO_SETTINGS}
-    asked = dict.fromkeys(name for row in rows for name in row.asked)
-    return [*_SETTINGS, *((name, name.replace("_", " ")) for name in asked if name not in known)]
-
-
-def _value(row: Row, name: str) -> object:
-    return getattr(row, name) if hasattr(row, name) else row.asked.get(name)
-
-
-def _marks(rows: list[Row]) -> dict[tuple[str, ...], str]:
-    """A footnote mark for each way in which rows were computed otherwise than their reference."""
-    ways = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
-    return {way: f" [{number}]" for number, way in enumerate(ways, start=1)}
