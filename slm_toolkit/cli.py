@@ -12,6 +12,7 @@ from slm_toolkit.compare_verb import add_compare_verb
 from slm_toolkit.doctor import add_doctor_verb
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
+from slm_toolkit.export_output import check_exports, exports_asked
 from slm_toolkit.flags import Parser, with_underscores
 from slm_toolkit.garbage import no_garbage_collection
 from slm_toolkit.output import print_errors, print_records, read_baseline
@@ -100,8 +101,10 @@ def _report(args: argparse.Namespace) -> int:
         return print_paper(args)
     with user_errors():
         others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]
+        others += exports_asked(args)
         if args.errors and others:
             raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
+        check_exports(args)
         records, problems = find_records(args.records)
         if not records:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
+from slm_toolkit.export_output import check_exports
 from slm_toolkit.flags import add_flags
 from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_records, read_baseline
@@ -92,6 +93,7 @@ def _compare(args: argparse.Namespace) -> int:
         strategies = [find_strategy(name) for name in args.strategy]
         if args.memory and not (args.trace_memory or args.rehearse):
             raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+        check_exports(args)
         baseline = read_baseline(args.baseline)
         with console.status("looking at this machine"):
             machine = this_machine()

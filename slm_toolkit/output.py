@@ -15,6 +15,7 @@ from rich.text import Text
 from slm_toolkit.compare.largest_batch import Search
 from slm_toolkit.compare.parity import Parity, judge
 from slm_toolkit.config import RunConfig
+from slm_toolkit.export_output import write_exports
 from slm_toolkit.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records, finite
 
@@ -68,6 +69,7 @@ def print_records(
     from slm_toolkit.report.anatomy import anatomy_table
     from slm_toolkit.report.baseline import changes
     from slm_toolkit.report.baseline_table import baseline_table
+    from slm_toolkit.report.export import json_rows
     from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import comparison_table
 
@@ -81,13 +83,12 @@ def print_records(
     parity_due = getattr(args, "parity", None) and not _failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row ended ok, or none had a reference")
-    if args.json:
+    content = json_rows(rows)
+    if baseline:
+        by_record = {change.record_now: dataclasses.asdict(change) for change in found}
+        content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
+    if write_exports(rows, content, args):
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
-        content = [dataclasses.asdict(row) for row in rows]
-        if baseline:
-            by_record = {change.record_now: dataclasses.asdict(change) for change in found}
-            content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
-        print(json.dumps(content, indent=2, allow_nan=False))
     else:
         console = Console()
         width = console.width if console.is_terminal else PIPE_WIDTH

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from slm_toolkit.export_output import add_export_flags
+
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
@@ -34,6 +36,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
     )
+    add_export_flags(parser)
 
 
 def positive_number(text: str) -> float:
