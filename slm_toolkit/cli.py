@@ -19,7 +19,7 @@ from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.paper_output import add_paper_flags, print_paper
 from slm_toolkit.recommend import add_recommend_verb
-from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
+from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 
 _EPILOG = """\
@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
     )
+    report.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of record.json, and nothing else"
+    )
     add_paper_flags(report)
     add_output_flags(report)
     report.set_defaults(verb=no_garbage_collection()(_report), parser=report)
@@ -97,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.schema:
+        return _print_schema(args)
     if args.paper or args.gpu or args.inter_node_gbps:
         return print_paper(args)
     with user_errors():
@@ -115,6 +120,15 @@ def _report(args: argparse.Namespace) -> int:
     records.sort(key=_order)
     code = print_errors(records, args) if args.errors else print_records(records, args, baseline=baseline)
     return max(code, 1 if problems else 0)
+
+
+def _print_schema(args: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(args).items() if value != args.parser.get_default(name)}
+    with user_errors():
+        if others := sorted(given.keys() - {"schema"}):
+            raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
+    print(SCHEMA_FILE.read_text(encoding="utf-8"), end="")
+    return 0
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:

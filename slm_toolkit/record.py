@@ -21,6 +21,9 @@ from slm_toolkit.strategy import Strategy
 SCHEMA_VERSION = 1
 """of data/record.schema.json. Records without one, version 0, lack nothing that must be known; a version that
 renames or drops a field gets a step in `_in_this_version`"""
+SCHEMA_FILE = Path(__file__).parent / "data" / "record.schema.json"
+"made by record_schema.py"
+STATUSES = ("ok", "oom", "failed", "timeout")
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
