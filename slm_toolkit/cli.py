@@ -21,6 +21,7 @@ from slm_toolkit.paper_output import add_paper_flags, print_paper
 from slm_toolkit.recommend import add_recommend_verb
 from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
+from slm_toolkit.tracker_output import add_report_to, check_report_to
 
 _EPILOG = """\
 examples:
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_paper_flags(report)
     add_output_flags(report)
+    add_report_to(report)
     report.set_defaults(verb=no_garbage_collection()(_report), parser=report)
 
     configs = verbs.add_parser(
@@ -106,10 +108,11 @@ def _report(args: argparse.Namespace) -> int:
         return print_paper(args)
     with user_errors():
         others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]
-        others += exports_asked(args)
+        others += [*exports_asked(args), *(["report_to"] if args.report_to else [])]
         if args.errors and others:
             raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
         check_exports(args)
+        check_report_to(args)
         records, problems = find_records(args.records)
         if not records:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"

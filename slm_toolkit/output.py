@@ -18,6 +18,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.export_output import write_exports
 from slm_toolkit.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records, finite
+from slm_toolkit.tracker_output import track_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,6 +116,7 @@ def print_records(
             console.print(
                 baseline_table(found, missing, named=named, baseline=args.baseline, width=width), crop=False
             )
+    track_rows(dict(zip(labels(rows), rows, strict=True)), records, args)
     well = all(row.status in ("ok", "oom") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1
