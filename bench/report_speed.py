@@ -16,6 +16,7 @@ import json
 import os
 import pstats
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
 GPUS = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", None)
-RANKS = (2, 4, 8)
+RANKS = (2, 4)
 SEQ_LENS = (512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32)
 PARTS = {  # what `slm report` does, by the functions that do it
@@ -100,14 +101,19 @@ def main() -> None:
             path.parent.mkdir()
             num_bytes += path.write_text(json.dumps(content) + "\n")
         print(f"{args.num_records:,} records of {num_bytes / args.num_records / 1e3:.1f} kB, one core")
+        used = 0.0
         for words in ((), ("--json",)):
             command = [sys.executable, "-m", "slm_toolkit.cli", "report", name, *words]
             began = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - began
+            now = resource.getrusage(resource.RUSAGE_CHILDREN)
+            of_cpu = now.ru_utime + now.ru_stime - used
+            used += of_cpu
             lines = len(done.stdout.splitlines())
             shown = " ".join(("slm report FOLDER", *words))
-            print(f"{shown:25} {seconds:6.2f} s, exit {done.returncode}, {lines:,} lines")
+            ended = f"exit {done.returncode}, {lines:,} lines"
+            print(f"{shown:25} {seconds:6.2f} s ({of_cpu:.2f} s of CPU), {ended}")
         print_split(name, profile=args.profile)
 
 

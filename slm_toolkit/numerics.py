@@ -75,6 +75,10 @@ class Numerics:
     optimizer_class: str | None = _probed("what steps, outermost first", compared=False)
 
 
+_FIELDS = dataclasses.fields(Numerics)
+_NAMES = frozenset(f.name for f in _FIELDS)
+
+
 @dataclass(frozen=True)
 class Difference:
     """One field in which a run was computed otherwise than the run it is compared with."""
@@ -97,7 +101,7 @@ def differences(
     """
     return [
         Difference(f.name, getattr(numerics, f.name), getattr(reference, f.name))
-        for f in dataclasses.fields(Numerics)
+        for f in _FIELDS
         if f.metadata["compared"]
         and not other_settings.intersection(f.metadata["settings"])
         and getattr(numerics, f.name) != getattr(reference, f.name)
@@ -125,8 +129,7 @@ def merged(of_ranks: list[dict[str, Any]]) -> Numerics:
 
 def numerics_from(content: dict[str, Any] | None) -> Numerics | None:
     """The Numerics of a record's JSON; None for a run that ended before it was probed."""
-    known = {f.name for f in dataclasses.fields(Numerics)}
-    return Numerics(**{key: value for key, value in content.items() if key in known}) if content else None
+    return Numerics(**{key: value for key, value in content.items() if key in _NAMES}) if content else None
 
 
 def _shown(value: Any) -> str:

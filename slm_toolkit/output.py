@@ -72,7 +72,7 @@ def print_records(
     from slm_toolkit.report.baseline_table import baseline_table
     from slm_toolkit.report.export import json_rows
     from slm_toolkit.report.phases import phase_table
-    from slm_toolkit.report.table import comparison_table
+    from slm_toolkit.report.table import MANY_ROWS, comparison_table
 
     rows = [_with_search(row, searches or {}) for row in rows_of(records, args)]
     found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
@@ -94,7 +94,12 @@ def print_records(
         console = Console()
         width = console.width if console.is_terminal else PIPE_WIDTH
         console.width = width
-        console.print(comparison_table(rows, width=width), crop=False)
+        shown = rows[:MANY_ROWS] if console.is_terminal else rows
+        console.print(comparison_table(shown, width=width), crop=False)
+        if hidden := rows[len(shown) :]:
+            bad = sum(row.status not in ("ok", "oom") for row in hidden)
+            said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
+            console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
         for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
             console.print(note)
         if args.phases:
@@ -116,7 +121,8 @@ def print_records(
             console.print(
                 baseline_table(found, missing, named=named, baseline=args.baseline, width=width), crop=False
             )
-    track_rows(dict(zip(labels(rows), rows, strict=True)), records, args)
+    if args.report_to not in (None, "none"):
+        track_rows(dict(zip(labels(rows), rows, strict=True)), records, args)
     well = all(row.status in ("ok", "oom") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1
@@ -186,8 +192,10 @@ def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
     if not judged:
         return row
+    from slm_toolkit.report.rows import with_values
+
     worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
-    return dataclasses.replace(
+    return with_values(
         row,
         parity_reference=worst.reference,
         parity_max_loss_difference=finite(worst.loss_difference),

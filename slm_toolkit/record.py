@@ -186,8 +186,7 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
 
 def spec_of(record: RunRecord) -> ModelSpec:
     """Older records lack fields that came later; their models had the defaults."""
-    known = {f.name for f in dataclasses.fields(ModelSpec)}
-    return ModelSpec(**{name: value for name, value in record.model.items() if name in known})
+    return ModelSpec(**{name: value for name, value in record.model.items() if name in _OF_MODEL})
 
 
 def flags_asked(record: RunRecord) -> dict[str, Any]:
@@ -199,8 +198,7 @@ def flags_asked(record: RunRecord) -> dict[str, Any]:
 
 def config_of(record: RunRecord) -> RunConfig:
     """The RunConfig that was asked; flags that came later have their defaults."""
-    known = {f.name for f in dataclasses.fields(RunConfig)}
-    flags = {name: value for name, value in flags_asked(record).items() if name in known}
+    flags = {name: value for name, value in flags_asked(record).items() if name in _OF_CONFIG}
     return RunConfig(**flags).with_defaults(has_gpu=record.gpu is not None)
 
 
@@ -284,3 +282,5 @@ _KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))
 _REQUIRED = frozenset(
     f.name for f in dataclasses.fields(RunRecord) if f.default is f.default_factory is dataclasses.MISSING
 )
+_OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
+_OF_CONFIG = frozenset(f.name for f in dataclasses.fields(RunConfig))

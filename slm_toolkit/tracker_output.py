@@ -37,8 +37,6 @@ def track_rows(
     """Each labelled row as a run; says on stderr how to look at them."""
     from slm_toolkit.report.trackers import TRACKERS, track, tracked_run
 
-    if args.report_to in (None, "none"):
-        return
     if args.report_to not in TRACKERS:  # `slm compare` knows all of accelerate's
         known = ", ".join(TRACKERS)
         print(f"the runs are in {args.report_to}, their comparison is not: only {known}", file=sys.stderr)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy")
+HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy", "pyarrow")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,9 @@ HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas
         "slm_toolkit.output",
         "slm_toolkit.report.anatomy",
         "slm_toolkit.report.baseline_table",
+        "slm_toolkit.report.export",
+        "slm_toolkit.report.trackers",
+        "slm_toolkit.record_schema",
     ],
 )
 def test_a_module_starts_without_the_heavy_libraries(module: str) -> None:
@@ -59,6 +62,9 @@ def test_arrows_between_rooms_point_one_way() -> None:
         ("slm_toolkit.report.ledger_table", "run"),
         ("slm_toolkit.report.table", "compare"),
         ("slm_toolkit.report.ranking", "compare"),
+        ("slm_toolkit.report.export", "compare"),
+        ("slm_toolkit.report.trackers", "compare"),
+        ("slm_toolkit.report.trackers", "run"),
         ("slm_toolkit.report.baseline", "compare"),
         ("slm_toolkit.predict.estimate", "report"),
         ("slm_toolkit.predict.estimate", "run"),

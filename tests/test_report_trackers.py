@@ -131,7 +131,7 @@ def test_wandb_is_told_of_each_run_offline(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_wandb_writes_its_offline_runs(runs: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is no test dependency: it asks for a login where it can")
+    pytest.importorskip("wandb", reason="wandb is not installed: the test extra does without it")
     done = slm("report", str(runs), "--report_to", "wandb", "--json")
     assert done.code == 0, done.err
     assert len(json.loads(done.out)) == 2

@@ -1,12 +1,11 @@
 """Which rows of a report may be compared, and their order by tokens per second, ties as ties."""
 
-import dataclasses
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from slm_toolkit.numerics import differences, numerics_from
-from slm_toolkit.report.rows import Row, num_asked_otherwise
+from slm_toolkit.report.rows import Row, num_asked_otherwise, with_values
 
 
 def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
@@ -24,7 +23,7 @@ def ranked(rows: list[Row], *, strict: bool) -> list[Row]:
             groups[_machine(row), _numerics(row) if strict else None].append(row)
     places = {id(row): place for group in groups.values() for row, place in _places(group)}
     return [
-        dataclasses.replace(row, rank=places[id(row)][0], shares_rank=places[id(row)][1])
+        with_values(row, rank=places[id(row)][0], shares_rank=places[id(row)][1])
         if id(row) in places
         else row
         for row in marked
@@ -104,7 +103,7 @@ def _held_against(row: Row, reference: Row) -> Row:
         other.add("world_size")
     mine, theirs = numerics_from(row.numerics_probed), numerics_from(reference.numerics_probed)
     found = differences(mine, theirs, other_settings=frozenset(other))
-    return dataclasses.replace(
+    return with_values(
         row,
         numerics_differences=[str(difference) for difference in found],
         numerics_reference=reference.strategy,

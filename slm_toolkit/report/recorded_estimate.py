@@ -92,4 +92,6 @@ def config_that_ran(record: RunRecord) -> RunConfig:
     if record.tokens_per_step is not None:
         of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
         changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)
+        if changes["gradient_accumulation_steps"] == config.gradient_accumulation_steps:
+            return config
     return dataclasses.replace(config, **changes)
