@@ -60,21 +60,34 @@ _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
 }
 
 
+Column = tuple[str, Callable[[Row], str], int]
+"title, cell, and in which order it is dropped where there is no room; 0: never"
+
+
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
     """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
 
     Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
     """
-    settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
-    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # a column of its own
-        settings = [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
+    columns = columns_of(rows)
+    dropped: list[str] = []
+    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
+        victim = min(
+            (column for column in columns if column[2]),
+            key=lambda column: (_says_something(column, rows), column[2]),
+        )
+        columns.remove(victim)
+        dropped.append(victim[0].replace("\n", " "))
+    return Group(heading_of(rows), table, *notes_of(rows, dropped))
+
+
+def columns_of(rows: list[Row]) -> list[Column]:
+    """All that these rows can be told apart by or compared in."""
     on_gpu = any(row.gpu for row in rows)
     marks = _marks(rows)
     gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
-    columns: list[
-        tuple[str, Callable[[Row], str], int]
-    ] = [  # title, cell, order in which columns are dropped
-        *((title, lambda row, name=name: setting(_value(row, name)), 0) for name, title in settings),
+    columns: list[Column] = [
+        *((title, lambda row, name=name: setting(_value(row, name)), 0) for name, title in _varying_settings(rows)),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
         *largest_batch_column(rows),
@@ -98,25 +111,16 @@ def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
         *(PARITY_COLUMNS if gate else ()),
         ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
     ]
-    dropped: list[str] = []
-
-    def says_something(column: tuple[str, Callable[[Row], str], int]) -> bool:
-        return any(column[1](row) != DASH for row in rows)
-
     if all(row.is_rehearsed for row in rows):  # which are of one thing mostly, memory
-        columns = [column for column in columns if says_something(column)]
-
-    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
-        victim = min(
-            (column for column in columns if column[2]),
-            key=lambda column: (says_something(column), column[2]),
-        )
-        columns.remove(victim)
-        dropped.append(victim[0].replace("\n", " "))
-    return Group(_heading(rows, settings), table, *_notes(rows, dropped, marks))
+        return [column for column in columns if _says_something(column, rows)]
+    return columns
 
 
-def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]) -> Table:
+def _says_something(column: Column, rows: list[Row]) -> bool:
+    return any(column[1](row) != DASH for row in rows)
+
+
+def _build(rows: list[Row], columns: list[Column]) -> Table:
     table = Table(header_style="bold")
     for title, cell, _ in columns:
         numeric = all(cell(row)[:1] in f"0123456789${DASH}~±+" for row in rows)
@@ -129,8 +133,9 @@ def _build(rows: list[Row], columns: list[tuple[str, Callable[[Row], str], int]]
     return fix_width(table)
 
 
-def _heading(rows: list[Row], settings: list[tuple[str, str]]) -> Text:
-    varying = {name for name, _ in settings}
+def heading_of(rows: list[Row]) -> Text:
+    """What all rows have in common."""
+    varying = {name for name, _ in _varying_settings(rows)}
     row = rows[0]
     same = []
     if "model" not in varying:
@@ -167,7 +172,9 @@ def _rehearsed_ranks(rows: list[Row], varying: set[str]) -> list[str]:
     return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
 
 
-def _notes(rows: list[Row], dropped: list[str], marks: dict[tuple[str, ...], str]) -> list[Text]:
+def notes_of(rows: list[Row], dropped: list[str]) -> list[Text]:
+    """What stands below the table: reasons, marks, warnings, prices, and the columns left out."""
+    marks = _marks(rows)
     notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
     for found, mark in marks.items():
         reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
@@ -233,6 +240,13 @@ def _common(rows: list[Row], name: str) -> object:
 
 def _differs(rows: list[Row], name: str) -> bool:
     return len({str(_value(row, name)) for row in rows if _value(row, name) is not None}) > 1
+
+
+def _varying_settings(rows: list[Row]) -> list[tuple[str, str]]:
+    settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
+    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # a column of its own
+        return [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
+    return settings
 
 
 def _settings(rows: list[Row]) -> list[tuple[str, str]]:
