@@ -16,6 +16,7 @@ from slm_toolkit.flags import Parser, with_underscores
 from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.paper_output import add_paper_flags, print_paper
+from slm_toolkit.picture_output import PICTURES, add_picture_flags, make_pictures
 from slm_toolkit.recommend import add_recommend_verb
 from slm_toolkit.record import RECORD_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
@@ -28,6 +29,7 @@ examples:
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on what you can get
   slm doctor --model slm-500m                             what is unwise in it, on which GPU, by how much
   slm report runs --json                                  the records of earlier runs
+  slm report runs --html report.html                      the table and charts as a page to send around
   slm report --paper                                      the study behind it, rebuilt beside its figures
   slm configs --copy .                                    the YAMLs, to change and to launch
 one training run:
@@ -77,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
     )
+    add_picture_flags(report)
     add_paper_flags(report)
     add_output_flags(report)
     report.set_defaults(verb=_report, parser=report)
@@ -98,9 +101,13 @@ def _report(args: argparse.Namespace) -> int:
     if args.paper or args.gpu or args.inter_node_gbps:
         return print_paper(args)
     with user_errors():
-        others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]
+        others = [
+            name for name in ("baseline", "memory", "phases", "strict", *PICTURES) if getattr(args, name)
+        ]
         if args.errors and others:
             raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
+        if args.json and args.plot:
+            raise ValueError("--plot with --json, of which stdout holds nothing else\nhint: give one")
         records, problems = find_records(args.records)
         if not records:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
@@ -110,6 +117,7 @@ def _report(args: argparse.Namespace) -> int:
         print(f"left out: {problem}", file=sys.stderr)
     records.sort(key=_order)
     code = print_errors(records, args) if args.errors else print_records(records, args, baseline=baseline)
+    make_pictures(records, args, left_out=[f"left out: {problem}" for problem in problems])
     return max(code, 1 if problems else 0)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy")
+HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy", "plotly")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,11 @@ HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas
         "slm_toolkit.output",
         "slm_toolkit.report.anatomy",
         "slm_toolkit.report.baseline_table",
+        "slm_toolkit.picture_output",
+        "slm_toolkit.report.html",
+        "slm_toolkit.report.memory_figures",
+        "slm_toolkit.report.images",
+        "slm_toolkit.report.plot",
     ],
 )
 def test_a_module_starts_without_the_heavy_libraries(module: str) -> None:
@@ -58,6 +63,9 @@ def test_arrows_between_rooms_point_one_way() -> None:
         ("slm_toolkit.report.ledger_table", "compare"),
         ("slm_toolkit.report.ledger_table", "run"),
         ("slm_toolkit.report.table", "compare"),
+        ("slm_toolkit.report.html", "compare"),
+        ("slm_toolkit.report.figures", "run"),
+        ("slm_toolkit.report.memory_figures", "compare"),
         ("slm_toolkit.report.ranking", "compare"),
         ("slm_toolkit.report.baseline", "compare"),
         ("slm_toolkit.predict.estimate", "report"),

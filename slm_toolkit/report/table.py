@@ -87,7 +87,10 @@ def columns_of(rows: list[Row]) -> list[Column]:
     marks = _marks(rows)
     gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
     columns: list[Column] = [
-        *((title, lambda row, name=name: setting(_value(row, name)), 0) for name, title in _varying_settings(rows)),
+        *(
+            (title, lambda row, name=name: setting(_value(row, name)), 0)
+            for name, title in _varying_settings(rows)
+        ),
         ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
         ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
         *largest_batch_column(rows),
