@@ -18,6 +18,7 @@ from slm_toolkit.garbage import no_garbage_collection
 from slm_toolkit.output import print_errors, print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.paper_output import add_paper_flags, print_paper
+from slm_toolkit.picture_output import PICTURES, add_picture_flags, make_pictures
 from slm_toolkit.recommend import add_recommend_verb
 from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, RunRecord, find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
@@ -31,6 +32,7 @@ examples:
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb  the cheapest way to train it on what you can get
   slm doctor --model slm-500m                             what is unwise in it, on which GPU, by how much
   slm report runs --json                                  the records of earlier runs
+  slm report runs --html report.html                      the table and charts as a page to send around
   slm report --paper                                      the study behind it, rebuilt beside its figures
   slm configs --copy .                                    the YAMLs, to change and to launch
 one training run:
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--schema", action="store_true", help="print the JSON schema of record.json, and nothing else"
     )
+    add_picture_flags(report)
     add_paper_flags(report)
     add_output_flags(report)
     add_report_to(report)
@@ -107,10 +110,14 @@ def _report(args: argparse.Namespace) -> int:
     if args.paper or args.gpu or args.inter_node_gbps:
         return print_paper(args)
     with user_errors():
-        others = [name for name in ("baseline", "memory", "phases", "strict") if getattr(args, name)]
+        others = [
+            name for name in ("baseline", "memory", "phases", "strict", *PICTURES) if getattr(args, name)
+        ]
         others += [*exports_asked(args), *(["report_to"] if args.report_to else [])]
         if args.errors and others:
             raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
+        if args.json and args.plot:
+            raise ValueError("--plot with --json, of which stdout holds nothing else\nhint: give one")
         check_exports(args)
         check_report_to(args)
         records, problems = find_records(args.records)
@@ -122,6 +129,7 @@ def _report(args: argparse.Namespace) -> int:
         print(f"left out: {problem}", file=sys.stderr)
     records.sort(key=_order)
     code = print_errors(records, args) if args.errors else print_records(records, args, baseline=baseline)
+    make_pictures(records, args, left_out=[f"left out: {problem}" for problem in problems])
     return max(code, 1 if problems else 0)
 
 

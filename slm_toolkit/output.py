@@ -23,6 +23,7 @@ from slm_toolkit.tracker_output import track_rows
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from slm_toolkit.report.memory import MemoryPicture
     from slm_toolkit.report.rows import Row
 
 _SHORT = {
@@ -166,16 +167,26 @@ def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> 
     return ranked(rows, strict=args.strict)
 
 
-def _memory_charts(rows: list["Row"], *, width: int) -> Iterator["RenderableType"]:
-    """Of each row whose allocations were followed."""
-    from slm_toolkit.report.memory import memory_chart, memory_picture
+def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:
+    """By label, of each row whose allocations were followed."""
+    from slm_toolkit.report.memory import memory_picture
 
+    found = {}
     for label, row in zip(labels(rows), rows, strict=True):
         if row.memory_at_peak is not None:
             path = Path(row.record).with_name(TIMELINE_FILE)
-            picture = memory_picture(row.memory_at_peak, read_segments(path) if path.is_file() else [])
-            title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
-            yield memory_chart(title, picture, width=width)
+            found[label] = memory_picture(row.memory_at_peak, read_segments(path) if path.is_file() else [])
+    return found
+
+
+def _memory_charts(rows: list["Row"], *, width: int) -> Iterator["RenderableType"]:
+    from slm_toolkit.report.memory import memory_chart
+
+    named = dict(zip(labels(rows), rows, strict=True))
+    for label, picture in pictures_of(rows).items():
+        row = named[label]
+        title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
+        yield memory_chart(title, picture, width=width)
 
 
 def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas", "numpy", "pyarrow")
+HEAVY = (
+    *("torch", "accelerate", "deepspeed", "transformers", "datasets"),
+    *("pandas", "numpy", "pyarrow", "plotly"),
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,11 @@ HEAVY = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pandas
         "slm_toolkit.report.export",
         "slm_toolkit.report.trackers",
         "slm_toolkit.record_schema",
+        "slm_toolkit.picture_output",
+        "slm_toolkit.report.html",
+        "slm_toolkit.report.memory_figures",
+        "slm_toolkit.report.images",
+        "slm_toolkit.report.plot",
     ],
 )
 def test_a_module_starts_without_the_heavy_libraries(module: str) -> None:
@@ -61,6 +69,9 @@ def test_arrows_between_rooms_point_one_way() -> None:
         ("slm_toolkit.report.ledger_table", "compare"),
         ("slm_toolkit.report.ledger_table", "run"),
         ("slm_toolkit.report.table", "compare"),
+        ("slm_toolkit.report.html", "compare"),
+        ("slm_toolkit.report.figures", "run"),
+        ("slm_toolkit.report.memory_figures", "compare"),
         ("slm_toolkit.report.ranking", "compare"),
         ("slm_toolkit.report.export", "compare"),
         ("slm_toolkit.report.trackers", "compare"),

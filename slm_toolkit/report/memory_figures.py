@@ -1,0 +1,254 @@
+"""Pictures of memory: parts by kind of evidence, a step from begin to end, the errors of predictions."""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from slm_toolkit.hardware import find_gpu
+from slm_toolkit.memory_timeline import PARTS as TRACED_PARTS
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.gpu_memory import STATE
+from slm_toolkit.report.figure import (
+    Bar,
+    Figure,
+    Panel,
+    bars_layout,
+    colour,
+    curves_layout,
+    escaped,
+    strategy_colour,
+    strategy_symbol,
+)
+from slm_toolkit.report.ledger import COUNTED_STATE, LedgerEntry
+from slm_toolkit.report.memory import PARTS, MemoryPicture
+from slm_toolkit.report.rows import Row
+
+UNTOLD = "not told apart"
+DEEPSPEED = "model states, says DeepSpeed"
+_TITLES = {part.field: part.title for part in PARTS} | {"workspace": "workspace of libraries"}
+_COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "workspace"))} | {
+    UNTOLD: "#8a94a6",
+    DEEPSPEED: "#b6a27c",
+}
+_CHANGES_NO_MEMORY = {  # flags in which a rehearsal and the run that it stands for may differ
+    *("rehearse", "trace_memory", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
+    *("save_steps", "eval_steps", "eval_batches", "epoch_multiple", "dataset", "warmup_steps"),
+}
+_LIMIT_IN_SIGHT = 0.1
+"of a GPU's memory: where the longest bar is shorter, the limit would make all bars stubs"
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """One bar: bytes by part, of one kind of evidence."""
+
+    evidence: str
+    parts: dict[str, int]
+
+
+def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
+    """Estimate, rehearsal, measurement and DeepSpeed's word of the same configuration under each other."""
+    name, title = "memory", "Memory by part"
+    groups: dict[tuple, list[str]] = {}
+    for label, row in rows.items():
+        asked = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
+        groups.setdefault((row.strategy, row.world_size, asked), []).append(label)
+    bars, stacks = [], {}
+    for number, labels in enumerate(groups.values()):
+        found = _stacks({label: rows[label] for label in labels}, estimates)
+        for index, stack in enumerate(found):
+            key = f"{number}-{index}"
+            size = f"{stack.evidence} {_gib(sum(stack.parts.values()))}"
+            bars.append(Bar(key, f"<b>{escaped(labels[0])}</b>  {size}" if index == 0 else size))
+            stacks[key] = stack
+    if not bars:
+        return Panel(name, title, missing="no record holds bytes of a GPU, of a trace or of the state")
+    data = []
+    for part, part_colour in _COLOURS.items():
+        held = {key: stack for key, stack in stacks.items() if stack.parts.get(part)}
+        if held:
+            part_title = _TITLES.get(part, part)
+            data.append(
+                {
+                    **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
+                    "x": [_rounded_gib(stack.parts[part]) for stack in held.values()],
+                    "y": list(held),
+                    "marker": {"color": part_colour},
+                    "hovertext": [
+                        f"{stack.evidence}, {part_title}: {_gib(stack.parts[part])}"
+                        for stack in held.values()
+                    ],
+                }
+            )
+    layout = bars_layout(bars, x_title="GiB on the rank that holds most", legend=True)
+    longest_bytes = max(sum(stack.parts.values()) for stack in stacks.values())
+    notes = _draw_limits(layout, rows, longest_bytes)
+    if any("state alone" in stack.evidence for stack in stacks.values()):
+        notes.append("state alone: nobody traced or asked a GPU, tensors of the state were counted")
+    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
+
+
+def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> Panel:
+    """What is alive while a step goes through its modules, one figure per run that was traced."""
+    name, title = "timeline", "Memory over a step"
+    shown = {label: picture for label, picture in pictures.items() if picture.moments}
+    if not shown:
+        return Panel(name, title, missing="no memory_timeline.csv: --trace_memory or --rehearse writes one")
+    figures = tuple(
+        _timeline(f"{name}-{number}", label, picture)
+        for number, (label, picture) in enumerate(shown.items(), start=1)
+    )
+    return Panel(name, title, figures, ("of rank 0; a place is shown when most is alive in it",))
+
+
+def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
+    """How far predictions are from what was observed, of bytes and of rates."""
+    name, title = "errors", "Errors of the predictions"
+    labels = {row.record: label for label, row in rows.items()}
+    found = [
+        (labels[entry.record], f"{entry.what.replace('_', ' ')}, {entry.evidence}", entry.error)
+        for entry in entries
+        if entry.error is not None and entry.record in labels
+    ]
+    found += [
+        (label, "tokens/s, measured", row.estimated_tokens_per_second / row.tokens_per_second - 1)
+        for label, row in rows.items()
+        if row.estimated_tokens_per_second and row.tokens_per_second
+    ]
+    if not found:
+        return Panel(name, title, missing="no record can be held against an estimate")
+    found.sort(key=lambda item: rows[item[0]].strategy)
+    others = [row.strategy for row in rows.values()]
+    data: list[dict[str, Any]] = []
+    for strategy, group in groupby(found, key=lambda item: rows[item[0]].strategy):
+        points = list(group)
+        data.append(
+            {
+                **{"type": "scatter", "mode": "markers", "name": escaped(strategy), "hoverinfo": "text"},
+                "x": [float(f"{error:.4g}") for _, _, error in points],
+                "y": [what for _, what, _ in points],
+                "hovertext": [f"{escaped(label)}<br>{what}: {error:+.2%}" for label, what, error in points],
+                "marker": {
+                    "color": strategy_colour(strategy, others),
+                    "symbol": strategy_symbol(strategy, others),
+                    "size": 10,
+                    "opacity": 0.75,
+                },
+            }
+        )
+    bars = [Bar(what, what) for what in dict.fromkeys(what for _, what, _ in found)]
+    layout = bars_layout(bars, x_title="predicted / observed - 1", legend=True)
+    farthest = max(0.001, *(abs(error) for _, _, error in found)) * 1.15
+    layout["xaxis"] |= {"tickformat": "+.2~%", "range": [-farthest, farthest], "zerolinewidth": 2}
+    return Panel(name, title, (Figure(name, title, data, layout),))
+
+
+def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack]:
+    """Of rows of one configuration: each evidence once, the first that has it."""
+    found: dict[str, _Stack] = {}
+    observed = {label: stack for label, row in rows.items() if (stack := _observed(row)) is not None}
+    for label, stack in observed.items():
+        if (made := estimates.get(label)) is not None:
+            whole = {part: made.parts.get(part, 0) for part in _COLOURS}
+            if "state alone" in stack.evidence:
+                alone = {part: whole[part] for part in COUNTED_STATE}
+                found.setdefault("estimated", _Stack("estimated, state alone", alone))
+            else:
+                found["estimated"] = _Stack("estimated", whole)
+    for evidence in ("rehearsed", "measured"):
+        for label, stack in observed.items():
+            if rows[label].evidence == evidence:
+                found.setdefault(evidence, stack)
+    for row in rows.values():
+        if row.deepspeed_bytes and row.status == "ok":
+            said = _Stack("DeepSpeed's estimate", {DEEPSPEED: row.deepspeed_bytes})
+            found.setdefault("deepspeed", said)
+    return list(found.values())
+
+
+def _observed(row: Row) -> _Stack | None:
+    """By part where allocations were followed; else the counted state, and what the peak has beside it."""
+    if row.status != "ok":
+        return None
+    if row.memory_at_peak is not None:
+        return _Stack(row.evidence, row.memory_at_peak["parts"])
+    state = row.state_bytes_per_rank or {}
+    if peak := row.peak_allocated_bytes:
+        rest = peak - sum(state.values())
+        if rest < 0:  # part of the state was gone, or on the host, at the peak
+            return _Stack(row.evidence, {UNTOLD: peak})
+        return _Stack(row.evidence, {**{part: state.get(part, 0) for part in STATE}, UNTOLD: rest})
+    if not state:
+        return None
+    return _Stack(f"{row.evidence}, state alone", {part: state.get(part, 0) for part in COUNTED_STATE})
+
+
+def _draw_limits(layout: dict[str, Any], rows: dict[str, Row], longest_bytes: int) -> list[str]:
+    """A line at each GPU's memory, where it is in sight; says what the others have."""
+    gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu)) and gpu.memory_bytes}
+    layout["shapes"], notes = [], []
+    for gpu in gpus.values():
+        notes.append(f"a {gpu.name} has {_gib(gpu.memory_bytes)}")
+        if longest_bytes < _LIMIT_IN_SIGHT * gpu.memory_bytes:
+            notes[-1] += ", far right of all bars"
+            continue
+        at = _rounded_gib(gpu.memory_bytes)
+        layout["shapes"].append(
+            {
+                **{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"},
+                "line": {"color": "#d62728", "width": 2, "dash": "dash"},
+            }
+        )
+        layout["annotations"].append(
+            {
+                **{"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False},
+                **{"text": f"memory of {gpu.name}", "font": {"color": "#d62728", "size": 12}},
+                "xanchor": "right",
+            }
+        )
+        widest_bytes = max(longest_bytes, gpu.memory_bytes)
+        layout["xaxis"]["range"] = [
+            0,
+            max(layout["xaxis"].get("range", [0, 0])[1], widest_bytes / 2**30 * 1.02),
+        ]
+    if layout["shapes"]:
+        layout["margin"]["t"] = 28
+    return notes
+
+
+def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
+    moments = picture.moments
+    at = list(range(len(moments)))
+    places = [escaped(f"{moment.phase} {moment.place}".strip()) for moment in moments]
+    data = [
+        {
+            **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": _TITLES[part], "x": at},
+            "y": [_rounded_gib(moment.parts.get(part, 0)) for moment in moments],
+            "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hv"},
+            "fillcolor": _COLOURS[part],
+            "text": places,
+            "hovertemplate": "%{text}<br>%{fullData.name}: %{y} GiB<extra></extra>",
+        }
+        for part in TRACED_PARTS
+        if any(moment.parts.get(part, 0) > 0 for moment in moments)
+    ]
+    layout = curves_layout(x_title="", y_title="GiB alive", num_keys=2)
+    starts = [
+        next(iter(group))[0] for _, group in groupby(enumerate(moments), key=lambda item: item[1].phase)
+    ]
+    layout["xaxis"] |= {"tickvals": starts, "ticktext": [moments[start].phase for start in starts]}
+    peak = next(index for index, moment in enumerate(moments) if moment.is_peak)
+    layout["annotations"] = [
+        {"x": peak, "y": moments[peak].num_bytes / 2**30, "text": f"peak {_gib(picture.num_bytes)}"}
+        | {"showarrow": True, "arrowhead": 2, "ax": 0, "ay": -28}
+    ]
+    layout["margin"]["t"] = 36
+    return Figure(name, label, data, layout)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
+
+
+def _rounded_gib(num_bytes: int) -> float:
+    return float(f"{num_bytes / 2**30:.4g}")
