@@ -23,10 +23,6 @@ _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
 }
 
 
-Column = tuple[str, Callable[[Row], str], int]
-"title, cell, and in which order it is dropped where there is no room; 0: never"
-
-
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
     """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
 
