@@ -203,7 +203,7 @@ def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
     if not judged:
         return row
-    from slm_toolkit.report.rows import with_values
+    from slm_toolkit.report.ranking import with_values
 
     worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
     return with_values(

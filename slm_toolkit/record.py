@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,13 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
 
 def spec_of(record: RunRecord) -> ModelSpec:
     """Older records lack fields that came later; their models had the defaults."""
-    return ModelSpec(**{name: value for name, value in record.model.items() if name in _OF_MODEL})
+    return _spec(tuple(item for item in record.model.items() if item[0] in _OF_MODEL))
+
+
+@cache
+def _spec(items: tuple[tuple[str, Any], ...]) -> ModelSpec:
+    """One for all records of a model: what it is counted to have is then counted once."""
+    return ModelSpec(**dict(items))
 
 
 def flags_asked(record: RunRecord) -> dict[str, Any]:
@@ -235,9 +241,12 @@ def read_record(path: Path) -> RunRecord:
             f"can't read record {path}: {error}\nhint: records are runs/*/{RECORD_FILE}"
         ) from None
     content = _in_this_version(content, path)
-    if missing := _REQUIRED - content.keys():
+    if not content.keys() >= _REQUIRED:
+        missing = _REQUIRED - content.keys()
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}\nhint: was it written by another tool?")
-    return RunRecord(**{key: value for key, value in content.items() if key in _KNOWN})
+    if not content.keys() <= _KNOWN:
+        content = {key: value for key, value in content.items() if key in _KNOWN}
+    return RunRecord(**content)
 
 
 def _in_this_version(content: Any, path: Path) -> dict[str, Any]:
