@@ -42,11 +42,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A place for bars on the vertical axis, named above them."""
+    """A place on the vertical axis, named above what is drawn there."""
 
     key: str
     "tells it from the others"
     title: str
+    is_heading: bool = False
+    "of the places below it; nothing is drawn there"
 
 
 def colour(number: int) -> str:
@@ -80,14 +82,17 @@ def named(labels: list[str]) -> str:
 
 
 def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
-    """Horizontal bars with their names above them, which leaves a phone all its width for the bars."""
+    """Horizontal bars, parts of a whole beside each other."""
+    return places_layout(bars, x_title=x_title, legend=legend) | {"barmode": "stack", "bargap": 0.62}
+
+
+def places_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
+    """Names stand above what they name, which leaves a phone all its width for the figures."""
     return {
-        "barmode": "stack",
-        "bargap": 0.62,
-        "height": 44 * len(bars) + (120 if legend else 80),
-        "margin": {"l": 12, "r": 16, "t": 10, "b": 90 if legend else 50},
+        "height": 44 * len(bars) + (110 if legend else 80),
+        "margin": {"l": 12, "r": 16, "t": 30, "b": 50},
         "showlegend": legend,
-        "legend": below_plot(),
+        "legend": above_plot(),
         "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
         "yaxis": {
             "type": "category",
@@ -101,7 +106,8 @@ def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[
         "annotations": [
             {
                 **{"xref": "paper", "x": 0, "xanchor": "left", "y": bar.key, "yanchor": "bottom"},
-                **{"yshift": 7, "text": bar.title, "showarrow": False, "align": "left", "font": {"size": 12}},
+                **{"text": bar.title, "showarrow": False, "align": "left", "font": {"size": 12}},
+                "yshift": -17 if bar.is_heading else 7,
             }
             for bar in bars
         ],
@@ -109,17 +115,25 @@ def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[
 
 
 def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any]:
-    """Two numeric axes and a legend below, where it is short enough to be read."""
+    """Two numeric axes and a legend above, where it is short enough to be read."""
     return {
         "height": 460,
-        "margin": {"l": 64, "r": 16, "t": 10, "b": 60},
+        "margin": {"l": 64, "r": 16, "t": 30, "b": 50},
         "showlegend": 1 < num_keys <= MOST_KEYS,
-        "legend": below_plot(),
+        "legend": above_plot(),
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_title}},
         "yaxis": {"title": {"text": y_title}},
     }
 
 
-def below_plot() -> dict[str, Any]:
-    return {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom"}
+def above_plot() -> dict[str, Any]:
+    """In sight however long the chart is; plotly makes room for it."""
+    return {
+        "orientation": "h",
+        "x": 0,
+        "xanchor": "left",
+        "y": 1,
+        "yanchor": "bottom",
+        "traceorder": "normal",
+    }

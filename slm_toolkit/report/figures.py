@@ -24,6 +24,7 @@ MOST_POINTS = 300
 "of a curve; of longer ones every second, third, ... step is drawn"
 _MOST_TEXTS = 12
 "names beside points; more would cover each other"
+_MOST_BANDS = 6
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
@@ -176,7 +177,7 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
     used: dict[str, int] = {}
     data = []
     others = [row.strategy for row in rows.values()]
-    for label, row in shown.items():
+    for index, (label, row) in enumerate(shown.items()):
         number = used[row.strategy] = used.get(row.strategy, -1) + 1
         every = math.ceil(len(row.losses) / MOST_POINTS)
         steps = list(range(len(row.losses)))[every - 1 :: every]
@@ -188,7 +189,8 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
                 "line": {
                     "color": strategy_colour(row.strategy, others),
                     "dash": _DASHES[number % len(_DASHES)],
-                    "width": 1.8,
+                    # equal losses hide each other: of few curves the first are broad bands under the rest
+                    "width": 1.8 + (1.4 * (len(shown) - 1 - index) if len(shown) <= _MOST_BANDS else 0),
                 },
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }

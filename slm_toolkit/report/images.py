@@ -18,7 +18,7 @@ BROWSERS = (
     *("microsoft-edge", "brave-browser", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"),
 )
 _SECONDS = 120
-_PAGE = """<!doctype html><meta charset="utf-8">
+_PAGE = """<!doctype html><meta charset="utf-8"><body>
 <script type="application/json" id="figures">{figures}</script>
 <script>{plotly}</script><script>
 (async () => {{

@@ -89,12 +89,12 @@ def memory_picture(
 def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> RenderableType:
     """The peak in words, its owners as a table, the step as bars. Print it with `crop=False`."""
     parts = [
-        f"{part.title} {_size(count)}"
+        f"{part.title} {size_text(count)}"
         for part in PARTS
         if (count := picture.parts.get(part.field, 0)) > _SMALLEST_SHARE * picture.num_bytes
     ]
     return Group(
-        Text(f"{title}: peak {_size(picture.num_bytes)} in {picture.where}", style="bold"),
+        Text(f"{title}: peak {size_text(picture.num_bytes)} in {picture.where}", style="bold"),
         Text(", ".join(parts)),
         _owner_table(picture),
         *_chart(picture.moments, width),
@@ -238,10 +238,10 @@ def _owner_table(picture: MemoryPicture) -> Table:
     table.add_column("", no_wrap=True)
     longest = max((owner.num_bytes for owner in picture.owners), default=1)
     for owner in picture.owners:
-        each = f"{_size(owner.num_bytes // owner.num_layers)}" if owner.num_layers > 1 else "-"
+        each = f"{size_text(owner.num_bytes // owner.num_layers)}" if owner.num_layers > 1 else "-"
         bar = "#" * max(1, round(owner.num_bytes / longest * _OWNER_BAR))
         share = f"{owner.num_bytes / picture.num_bytes:.1%}"
-        table.add_row(owner.name, _size(owner.num_bytes), share, each, bar)
+        table.add_row(owner.name, size_text(owner.num_bytes), share, each, bar)
     return fix_width(table)
 
 
@@ -252,14 +252,14 @@ def _chart(moments: tuple[Moment, ...], width: int) -> list[RenderableType]:
     longest = max(moment.num_bytes for moment in moments)
     phase_width = max(len(moment.phase) for moment in moments)
     place_width = max(len(moment.place) for moment in moments)
-    size_width = max(len(_size(moment.num_bytes)) for moment in moments)
+    size_width = max(len(size_text(moment.num_bytes)) for moment in moments)
     marks = {True: " <- peak", False: ""}
     num_cells = max(_SHORTEST_BAR, width - phase_width - place_width - size_width - 3 - len(marks[True]))
     lines = []
     for moment in moments:
         line = Text(no_wrap=True, overflow="ignore")
         line.append(f"{moment.phase:<{phase_width}} {moment.place:<{place_width}} ")
-        line.append(f"{_size(moment.num_bytes):>{size_width}} ")
+        line.append(f"{size_text(moment.num_bytes):>{size_width}} ")
         num_bytes = drawn = 0
         for part in PARTS:
             num_bytes += moment.parts.get(part.field, 0)
@@ -274,7 +274,8 @@ def _chart(moments: tuple[Moment, ...], width: int) -> list[RenderableType]:
     return [*lines, legend]
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """GiB, below one MiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -16,11 +16,12 @@ from slm_toolkit.report.figure import (
     colour,
     curves_layout,
     escaped,
+    places_layout,
     strategy_colour,
     strategy_symbol,
 )
 from slm_toolkit.report.ledger import COUNTED_STATE, LedgerEntry
-from slm_toolkit.report.memory import PARTS, MemoryPicture
+from slm_toolkit.report.memory import PARTS, MemoryPicture, size_text
 from slm_toolkit.report.rows import Row
 
 UNTOLD = "not told apart"
@@ -53,13 +54,15 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     for label, row in rows.items():
         asked = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
         groups.setdefault((row.strategy, row.world_size, asked), []).append(label)
-    bars, stacks = [], {}
+    bars: list[Bar] = []
+    stacks: dict[str, _Stack] = {}
     for number, labels in enumerate(groups.values()):
         found = _stacks({label: rows[label] for label in labels}, estimates)
-        for index, stack in enumerate(found):
-            key = f"{number}-{index}"
-            size = f"{stack.evidence} {_gib(sum(stack.parts.values()))}"
-            bars.append(Bar(key, f"<b>{escaped(labels[0])}</b>  {size}" if index == 0 else size))
+        if found:
+            bars.append(Bar(str(number), f"<b>{escaped(labels[0])}</b>", is_heading=True))
+        for stack in found:
+            key = f"{number} {stack.evidence}"
+            bars.append(Bar(key, f"{stack.evidence} {size_text(sum(stack.parts.values()))}"))
             stacks[key] = stack
     if not bars:
         return Panel(name, title, missing="no record holds bytes of a GPU, of a trace or of the state")
@@ -75,17 +78,19 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
                     "y": list(held),
                     "marker": {"color": part_colour},
                     "hovertext": [
-                        f"{stack.evidence}, {part_title}: {_gib(stack.parts[part])}"
+                        f"{stack.evidence}, {part_title}: {size_text(stack.parts[part])}"
                         for stack in held.values()
                     ],
                 }
             )
     layout = bars_layout(bars, x_title="GiB on the rank that holds most", legend=True)
     longest_bytes = max(sum(stack.parts.values()) for stack in stacks.values())
-    notes = _draw_limits(layout, rows, longest_bytes)
+    lines, notes = _limits(rows, bars, longest_bytes)
+    if len(lines) < len(notes):
+        notes.append("a line marks that memory where bars come near it")
     if any("state alone" in stack.evidence for stack in stacks.values()):
         notes.append("state alone: nobody traced or asked a GPU, tensors of the state were counted")
-    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
+    return Panel(name, title, (Figure(name, title, [*data, *lines], layout),), tuple(notes))
 
 
 def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> Panel:
@@ -137,7 +142,7 @@ def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
             }
         )
     bars = [Bar(what, what) for what in dict.fromkeys(what for _, what, _ in found)]
-    layout = bars_layout(bars, x_title="predicted / observed - 1", legend=True)
+    layout = places_layout(bars, x_title="predicted / observed - 1", legend=True)
     farthest = max(0.001, *(abs(error) for _, _, error in found)) * 1.15
     layout["xaxis"] |= {"tickformat": "+.2~%", "range": [-farthest, farthest], "zerolinewidth": 2}
     return Panel(name, title, (Figure(name, title, data, layout),))
@@ -183,37 +188,23 @@ def _observed(row: Row) -> _Stack | None:
     return _Stack(f"{row.evidence}, state alone", {part: state.get(part, 0) for part in COUNTED_STATE})
 
 
-def _draw_limits(layout: dict[str, Any], rows: dict[str, Row], longest_bytes: int) -> list[str]:
-    """A line at each GPU's memory, where it is in sight; says what the others have."""
+def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[list[dict], list[str]]:
+    """A line at each GPU's memory, where bars come near it; and what they all have, in words."""
     gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu)) and gpu.memory_bytes}
-    layout["shapes"], notes = [], []
-    for gpu in gpus.values():
-        notes.append(f"a {gpu.name} has {_gib(gpu.memory_bytes)}")
-        if longest_bytes < _LIMIT_IN_SIGHT * gpu.memory_bytes:
-            notes[-1] += ", far right of all bars"
-            continue
-        at = _rounded_gib(gpu.memory_bytes)
-        layout["shapes"].append(
-            {
-                **{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"},
-                "line": {"color": "#d62728", "width": 2, "dash": "dash"},
-            }
-        )
-        layout["annotations"].append(
-            {
-                **{"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False},
-                **{"text": f"memory of {gpu.name}", "font": {"color": "#d62728", "size": 12}},
-                "xanchor": "right",
-            }
-        )
-        widest_bytes = max(longest_bytes, gpu.memory_bytes)
-        layout["xaxis"]["range"] = [
-            0,
-            max(layout["xaxis"].get("range", [0, 0])[1], widest_bytes / 2**30 * 1.02),
-        ]
-    if layout["shapes"]:
-        layout["margin"]["t"] = 28
-    return notes
+    notes = [f"a {gpu.name} has {size_text(gpu.memory_bytes)}" for gpu in gpus.values()]
+    lines = [
+        {
+            **{"type": "scatter", "mode": "lines+markers", "name": f"memory of a {gpu.name}"},
+            "x": [_rounded_gib(gpu.memory_bytes)] * len(bars),
+            "y": [bar.key for bar in bars],
+            "line": {"color": "#d62728", "width": 2, "dash": "dash"},
+            "marker": {"symbol": "line-ns-open", "size": 30, "color": "#d62728"},
+            "hovertemplate": f"memory of a {gpu.name}: {size_text(gpu.memory_bytes)}<extra></extra>",
+        }
+        for gpu in gpus.values()
+        if longest_bytes >= _LIMIT_IN_SIGHT * gpu.memory_bytes
+    ]
+    return lines, notes
 
 
 def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
@@ -239,15 +230,11 @@ def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
     layout["xaxis"] |= {"tickvals": starts, "ticktext": [moments[start].phase for start in starts]}
     peak = next(index for index, moment in enumerate(moments) if moment.is_peak)
     layout["annotations"] = [
-        {"x": peak, "y": moments[peak].num_bytes / 2**30, "text": f"peak {_gib(picture.num_bytes)}"}
+        {"x": peak, "y": moments[peak].num_bytes / 2**30, "text": f"peak {size_text(picture.num_bytes)}"}
         | {"showarrow": True, "arrowhead": 2, "ax": 0, "ay": -28}
     ]
     layout["margin"]["t"] = 36
     return Figure(name, label, data, layout)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 def _rounded_gib(num_bytes: int) -> float:
