@@ -12,7 +12,7 @@ from slm_toolkit.compare_verb import add_compare_verb
 from slm_toolkit.doctor import add_doctor_verb
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate import add_estimate_verb
-from slm_toolkit.export_output import check_exports, exports_asked
+from slm_toolkit.export_output import check_exports, exports_asked, on_stdout
 from slm_toolkit.flags import Parser, with_underscores
 from slm_toolkit.garbage import no_garbage_collection
 from slm_toolkit.output import print_errors, print_records, read_baseline
@@ -116,8 +116,8 @@ def _report(args: argparse.Namespace) -> int:
         others += [*exports_asked(args), *(["report_to"] if args.report_to else [])]
         if args.errors and others:
             raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
-        if args.json and args.plot:
-            raise ValueError("--plot with --json, of which stdout holds nothing else\nhint: give one")
+        if args.plot and (taken := on_stdout(args)):
+            raise ValueError(f"--plot with --{taken[0]}, of which stdout holds nothing else\nhint: give one")
         check_exports(args)
         check_report_to(args)
         records, problems = find_records(args.records)

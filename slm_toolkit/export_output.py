@@ -26,13 +26,18 @@ def exports_asked(args: argparse.Namespace) -> list[str]:
     return [name for name in EXPORTS if getattr(args, name) is not None]
 
 
+def on_stdout(args: argparse.Namespace) -> list[str]:
+    """The flags that want stdout for themselves."""
+    named = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
+    return [*named, *(["json"] if args.json else [])]
+
+
 def check_exports(args: argparse.Namespace) -> None:
     """Raises ValueError for a file that can't be written, before anything runs, and for two on stdout."""
-    on_stdout = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
     problems = []
     if args.parquet == STDOUT:
         problems.append("--parquet -: Parquet is no text\nhint: --parquet rows.parquet")
-    elif len(taken := [*on_stdout, *(["json"] if args.json else [])]) > 1:
+    elif len(taken := on_stdout(args)) > 1:
         problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
     for name in exports_asked(args):
         path = getattr(args, name)
@@ -68,4 +73,4 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
         print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json_text(content))
-    return args.json or any(getattr(args, name) == STDOUT for name in exports_asked(args))
+    return bool(on_stdout(args))

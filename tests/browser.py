@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -11,9 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.report.images import browser_command, find_browser
+from slm_toolkit.report.images import find_browser
 
-_START_SECONDS = 30
+_START_SECONDS = 60
+_ALONE = (  # without a window and without asking anybody; root, as in containers, has no sandbox
+    *("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"),
+    *(["--no-sandbox"] if os.geteuid() == 0 else []),
+)
 
 
 class Browser:
@@ -77,7 +82,7 @@ def browser() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         words = ("--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank")
         process = subprocess.Popen(
-            browser_command(find_browser(), *words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [find_browser(), *_ALONE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             port = _port(Path(profile) / "DevToolsActivePort")

@@ -74,7 +74,8 @@ def test_plots_fit_the_terminal_and_have_every_row(columns: int) -> None:
     assert any("⠀" <= character <= "⣿" and character != "⠀" for line in lines for character in line)
 
 
-def test_plot_with_json_is_refused() -> None:
-    done = slm("report", "results/cpu", "--plot", "--json")
+@pytest.mark.parametrize("flags", [["--json"], ["--csv", "-"]])
+def test_plot_with_what_has_stdout_for_itself_is_refused(flags: list[str]) -> None:
+    done = slm("report", "results/cpu", "--plot", *flags)
     assert done.code == 2
-    assert "--plot with --json" in done.err
+    assert f"--plot with {flags[0]}" in done.err

@@ -14,6 +14,8 @@ from slm_toolkit.report.rows import Row
 from slm_toolkit.report.table import heading, notes
 
 _PAGE = Path(__file__).parent / "page"
+PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
+"of https://cdn.plot.ly, its licence beside it"
 
 
 def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> str:
@@ -51,7 +53,7 @@ def figures_json(panels: list[Panel]) -> str:
 def plotly_script() -> str:
     """plotly.js's basic bundle (MIT), 1.2 MB of the page."""
     licence = _file("plotly-LICENSE").replace("*/", "")
-    return f"/*\n{licence}*/\n" + _file("plotly-basic.min.js").replace("</script", "<\\/script")
+    return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
 def _file(name: str) -> str:

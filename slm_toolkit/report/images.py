@@ -1,40 +1,21 @@
-"""Figures as PNG and SVG files, drawn by the browser that is there: plotly.js needs one, and no network."""
+"""Figures as PNG and SVG files: kaleido has plotly.js draw them in the browser that is there, offline."""
 
-import base64
-import json
 import os
-import re
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
-from urllib.parse import unquote_to_bytes
+from typing import Any
 
-from slm_toolkit.report.figure import Panel
-from slm_toolkit.report.html import figures_json, plotly_script
+from slm_toolkit.report.figure import Figure, Panel
+from slm_toolkit.report.html import PLOTLY_FILE
 
 BROWSERS = (
     *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
     *("microsoft-edge", "brave-browser", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"),
 )
-_SECONDS = 120
-_PAGE = """<!doctype html><meta charset="utf-8"><body>
-<script type="application/json" id="figures">{figures}</script>
-<script>{plotly}</script><script>
-(async () => {{
-  const images = {{}};
-  for (const [name, {{ data, layout }}] of Object.entries(JSON.parse(figures.textContent)))
-    for (const [format, scale] of [["svg", 1], ["png", 3]])
-      images[`${{name}}.${{format}}`] = await Plotly.toImage(
-        {{ data, layout: {{ ...layout, autosize: false, width: {width}, template: {template} }} }},
-        {{ format, scale, width: {width}, height: layout.height }});
-  const found = document.createElement("pre");
-  found.id = "images";
-  found.textContent = JSON.stringify(images);
-  document.body.append(found);
-}})();
-</script>"""
 _WIDTH_PIXELS = 720
+_SCALE = {"png": 3, "svg": 1}
+_SECONDS = 120
+"for one picture, on a busy machine"
 _FOR_PAPER = {
     "layout": {
         "font": {"family": "Helvetica, Arial, sans-serif", "size": 13, "color": "#111"},
@@ -49,45 +30,43 @@ def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CHROME_PATH", ""), *BROWSERS))), None)
 
 
-def browser_command(browser: str, *words: str) -> list[str]:
-    """Without a window and without asking anybody; root, as in containers, has no sandbox."""
-    alone = ["--headless", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
-    alone += ["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else []
-    return [browser, *alone, *words]
-
-
 def write_images(panels: list[Panel], folder: Path) -> list[Path]:
-    """A PNG (2160 pixels wide) and an SVG of each figure. Raises ValueError where no browser is found."""
+    """A PNG (2160 pixels wide) and an SVG of each figure.
+
+    Raises ValueError where kaleido or a browser is missing, or where the browser does not draw.
+    """
     browser = find_browser()
     if browser is None:
         raise ValueError(
             "no Chrome or Chromium to draw PNG and SVG with\nhint: `apt-get install chromium`, or "
             "CHROME_PATH=/path/to/chrome; without one, --html writes a page whose charts save themselves"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    page = _PAGE.format(
-        figures=figures_json([panel for panel in panels if panel.figures]),
-        plotly=plotly_script(),
-        width=_WIDTH_PIXELS,
-        template=json.dumps(_FOR_PAPER),
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "figures.html"
-        path.write_text(page, encoding="utf-8")
-        words = (f"--user-data-dir={scratch}/profile", "--virtual-time-budget=60000", "--dump-dom")
-        command = browser_command(browser, *words, path.as_uri())
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    found = re.search(r'<pre id="images">(.*?)</pre>', done.stdout, re.S)
-    if found is None:
+    try:
+        import kaleido
+    except ModuleNotFoundError:
         raise ValueError(
-            f"{browser} drew nothing: exit code {done.returncode}: {done.stderr[-400:].strip()}\n"
-            "hint: CHROME_PATH names another"
-        )
-    return [_write(folder / name, image) for name, image in json.loads(found[1]).items()]
+            "--figures needs kaleido\nhint: pip install 'slm-toolkit[figures]'; without it, --html writes "
+            "a page whose charts save themselves"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {
+        folder / f"{figure.name}.{kind}": _picture(figure, kind)
+        for panel in panels
+        for figure in panel.figures
+        for kind in _SCALE
+    }
+    options = {"plotlyjs": PLOTLY_FILE.as_uri(), "mathjax": False, "path": browser, "timeout": _SECONDS}
+    problems = kaleido.write_fig_from_object_sync(
+        [{"path": path, **picture} for path, picture in wanted.items()], kopts=options
+    )
+    if problems:
+        raise ValueError(f"{browser} did not draw: {problems[0]!r}\nhint: CHROME_PATH names another")
+    return list(wanted)
 
 
-def _write(path: Path, data_url: str) -> Path:
-    """`data:image/png;base64,...` or `data:image/svg+xml,%3Csvg...`"""
-    head, _, content = data_url.partition(",")
-    path.write_bytes(base64.b64decode(content) if head.endswith("base64") else unquote_to_bytes(content))
-    return path
+def _picture(figure: Figure, kind: str) -> dict[str, Any]:
+    layout = {**figure.layout, "autosize": False, "width": _WIDTH_PIXELS, "template": _FOR_PAPER}
+    return {
+        "fig": {"data": figure.data, "layout": layout},
+        "opts": {"format": kind, "scale": _SCALE[kind], "width": _WIDTH_PIXELS},
+    }
