@@ -7,6 +7,8 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
+import orjson
+
 from slm_toolkit import __version__
 from slm_toolkit.compare_verb import add_compare_verb
 from slm_toolkit.doctor import add_doctor_verb
@@ -151,7 +153,7 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        str(asked),
+        orjson.dumps(asked),  # text, for settings of several types have no order; a tenth of str's time
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),

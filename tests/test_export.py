@@ -142,3 +142,34 @@ def test_a_table_of_many_rows_looks_like_one_of_few(tmp_path: Path) -> None:
             console.print(table.comparison_table(rows, width=250), crop=False)
         printed.append(capture.get())
     assert printed[0] == printed[1]
+
+
+def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slm_toolkit.report import table
+
+    monkeypatch.setattr(table, "MANY_ROWS", 1)
+    assert "mine" in report(capsys, runs).out  # a pipe has all
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stdout for a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = report(capsys, runs).out
+    assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe, --csv and --markdown" in shown
+    assert "mine" not in shown
+
+
+def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slm_toolkit.report import ranking
+
+    monkeypatch.setattr(ranking, "num_asked_otherwise", lambda row, other: pytest.fail("held against all"))
+    probed = {"compute_dtype": "bfloat16"}
+    made = [
+        made_record(strategy="ddp", numerics=probed),
+        made_record(strategy="ds_zero1", engine="deepspeed"),
+    ]
+    other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
+    rows = ranked([row_of([(Path("r"), record)]) for record in (*made, other)], strict=False)
+    assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
+    assert [row.numerics_reference for row in rows] == [None, None, "ddp"]

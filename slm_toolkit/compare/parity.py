@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import isfinite
 
@@ -90,7 +91,7 @@ def compare_with(
     if not losses:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     numerics = record.asked["config"]["numerics"]
-    allowed = [LOSS_TOLERANCE[numerics] * max(1.0, step / PARITY_STEPS) for step in range(1, len(losses) + 1)]
+    allowed = _allowed(numerics, len(losses))
     limit = 1 + GRAD_NORM_TOLERANCE[numerics]
     if control is not None:
         gaps = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
@@ -113,6 +114,11 @@ def compare_with(
         loss_tolerance=allowed[worst],
         grad_norm_limit=limit,
     )
+
+
+@cache
+def _allowed(numerics: str, num_steps: int) -> list[float]:
+    return [LOSS_TOLERANCE[numerics] * max(1.0, step / PARITY_STEPS) for step in range(1, num_steps + 1)]
 
 
 def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float]:
