@@ -27,7 +27,7 @@ from slm_toolkit.report.cells import (
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.widths import fix_width
 
-_STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
 _SETTINGS = (  # shown as a column where rows differ in them, else once above the table
     ("model", "model"),
     ("evidence", "evidence"),
