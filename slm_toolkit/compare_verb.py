@@ -261,13 +261,14 @@ def _usd_per_hour(
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     """What would be launched, to paste: by the strategies' own files, since none is written now."""
-    from slm_toolkit.compare.local import as_typed, kept_record, launch_command
+    from slm_toolkit.compare.ended import as_typed
+    from slm_toolkit.compare.local import kept_record, launch_command
 
     to_do = [run for run in runs if args.force or kept_record(run) is None]
     commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
-    print(json.dumps(commands, indent=2) if args.json else "\n".join(commands))
+    print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0
 
 

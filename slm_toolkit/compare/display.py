@@ -113,7 +113,7 @@ class Display:
                 line += f"  ({outlook})"
             if record.reason:
                 line += f"  {escape(record.reason)}"
-            self.console.print(line, highlight=False)
+            self.console.print(line, highlight=False, soft_wrap=True)
             log = run.folder / LOG_FILE
             if record.status in ("failed", "timeout") and (quoted := last_lines(log, _QUOTED_LINES)):
                 text = "\n".join(f"    {line[:200]}" for line in (f"the end of {log}:", *quoted))
