@@ -1,6 +1,7 @@
 """A full disk, a taken port, a kernel short of RAM, a run that would not fit: each has a name in its row."""
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -21,6 +22,12 @@ from slm_toolkit.hardware import Machine
 from slm_toolkit.record import read_record
 
 GIB = 2**30
+TOO_EARLY = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "accelerate.commands.launch"]:
+    import accelerate.utils.launch
+    accelerate.utils.launch.is_port_in_use = lambda port=None: False
+"""
 
 
 @pytest.fixture
@@ -39,9 +46,9 @@ def code_of(*words: str) -> int:
     return ended.value.code
 
 
-@pytest.fixture(params=[16, 4])
+@pytest.fixture(params=[8, 4])
 def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The folder of a single-process run on a disk of 16 KiB (no record fits) or 4 KiB (nor does a log)."""
+    """The folder of a single-process run on a disk of 8 KiB (YAML and log fit) or 4 KiB (the YAML does)."""
     words = ("--dry_run", "--strategy", "single", "--model", "slm-1m", "--max_steps", "3")
     (line,) = slm("compare", *words, "--output_dir", str(tmp_path)).out.splitlines()
     command = shlex.split(line)
@@ -72,6 +79,9 @@ def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """accelerate itself leaves a port that it sees taken: here it looks too early to see it."""
+    (tmp_path / "sitecustomize.py").write_text(TOO_EARLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()

@@ -67,8 +67,9 @@ def crash(log_text: str) -> str | None:
     return signal.Signals(int(found[1])).name if found else None
 
 
-def port_taken(log_text: str) -> bool:
-    return _PORT_TAKEN.search(log_text) is not None
+def port_taken(reason: str) -> bool:
+    """Whether a run ended for its port; torch warns of such things where it goes on without."""
+    return _PORT_TAKEN.search(reason) is not None
 
 
 def disk_full(folder: Path, log_text: str) -> str | None:

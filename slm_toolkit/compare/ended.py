@@ -79,10 +79,10 @@ def _reason(folder: Path, ended: Ended) -> str:
         return full
     if (killed := killed_process(log_text, ended.exit_code)) is not None:
         return f"{killed} was killed by signal 9: {ended.killed_by}"
-    if port_taken(log_text):
+    reason = reason_in_log(log)
+    if port_taken(reason):
         port = re.search(r"--main_process_port (\d+)", shlex.join(ended.command))[1]
         return f"port {port} was taken by another program (EADDRINUSE)"
-    reason = reason_in_log(log)
     if reason.startswith("last line") and (name := crash(log_text)):
         return f"a rank crashed ({name}): see {log}"
     return reason
