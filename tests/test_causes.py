@@ -81,7 +81,7 @@ def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
 ) -> None:
     """accelerate itself leaves a port that it sees taken: here it looks too early to see it."""
     (tmp_path / "sitecustomize.py").write_text(TOO_EARLY)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()

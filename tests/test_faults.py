@@ -1,6 +1,7 @@
 """An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -54,7 +55,8 @@ def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     """DDP struck on rank 1 in its third step, then FSDP untouched."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(FAULTY)
-    env = {"PYTHONPATH": str(folder / "site"), "TEST_FAULT": kind}
+    paths = [str(folder / "site"), *filter(None, [ENV.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "TEST_FAULT": kind}
     arguments = ("--model", "slm-1m", "--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard")
     finished = slm("compare", "--json", *arguments, "--output_dir", str(folder / "runs"), *more, env=env)
     rows = {row["strategy"]: row for row in json.loads(finished.out)}
