@@ -191,7 +191,7 @@ def _run(
     """Do what is not done yet, then print the table of all."""
     from slm_toolkit.compare.display import Display
     from slm_toolkit.compare.largest_batch import Search, find_largest_batch
-    from slm_toolkit.compare.local import execute, forget, kept_record
+    from slm_toolkit.compare.local import clear, execute, forget, kept_record
     from slm_toolkit.compare.predicted import skipped_record
     from slm_toolkit.compare.slots import run_in_slots
 
@@ -202,6 +202,8 @@ def _run(
             forget(run)
         record = kept_record(run)
         kept = record is not None
+        if kept:
+            clear(run.folder)  # a kill between the record and the end leaves some
         if record is None and args.skip_oom:
             record = skipped_record(run)
         if record is None:

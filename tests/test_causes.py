@@ -6,11 +6,12 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import H100, slm
+from conftest import H100, run, slm
 
 from slm_toolkit import compare_verb
 from slm_toolkit.cli import main
@@ -146,6 +147,25 @@ def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
     assert "likely by the kernel" in who_killed(silent, silent, least_available_bytes=GIB // 4)
     assert "or by hand" in who_killed(silent, silent, least_available_bytes=8 * GIB)
     assert 0 < look_at_host_ram().available_bytes <= look_at_host_ram().total_bytes
+
+
+def test_a_run_that_the_kernel_kills_for_ram_says_so(tmp_path: Path) -> None:
+    cgroup = Path("/sys/fs/cgroup/memory") / f"slm-test-{os.getpid()}"  # version 1
+    try:
+        cgroup.mkdir()
+        (cgroup / "memory.limit_in_bytes").write_text("450M")  # a rank of slm-10m takes more, and a launcher
+    except OSError:
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        enter = f"echo $$ > {cgroup}/cgroup.procs"
+        words = ("compare", "--json", "--strategy", "ddp", "--max_steps", "3", "--output_dir", str(tmp_path))
+        command = f"{enter} && exec {shlex.join([str(Path(sys.executable).with_name('slm')), *words])}"
+        (row,) = json.loads(run("sh", "-c", command).out)
+    finally:
+        cgroup.rmdir()
+    assert row["status"] == "failed"
+    killed = " was killed by signal 9: by the kernel, for want of host RAM, as its count of oom_kill says"
+    assert f"{killed} (its cgroup may use 0.4 GiB)" in row["reason"]
 
 
 def test_a_killed_process_is_told_from_one_that_ended() -> None:

@@ -13,6 +13,8 @@ from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from slm_toolkit.compare.causes import DISK_FULL, LOG_FILE, port_taken
 from slm_toolkit.compare.ended import Ended, own_record, record_of
 from slm_toolkit.compare.grid import PlannedRun
@@ -78,7 +80,8 @@ def execute(
         tries += 1
         if tries > retries:
             return record
-        (run.folder / LOG_FILE).replace(run.folder / f"log-try{tries}.txt")
+        if (log := run.folder / LOG_FILE).is_file():  # a full disk leaves none
+            log.replace(run.folder / f"log-try{tries}.txt")
 
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
@@ -110,19 +113,26 @@ def forget(run: PlannedRun) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
 
 
+def clear(folder: Path, *names: str) -> None:
+    """Remove `names`, and what runs write only for the while, half-written files too."""
+    for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*", STACK_FILES):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
 def _execute_once(
     run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
 ) -> RunRecord:
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     try:
-        _clear(run.folder, RECORD_FILE, LOG_FILE)
+        clear(run.folder, RECORD_FILE, LOG_FILE)
         command = launch_command(
             run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=free_port()
         )
         ended = _launch(
             run, slot, command, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress
         )
-        _clear(run.folder)
+        clear(run.folder)
         if (record := own_record(run, ended)) is not None:
             return record
         record = record_of(run, ended)
@@ -140,7 +150,7 @@ def _execute_once(
     except OSError as error:  # then this comparison's table alone has it
         if error.errno not in DISK_FULL:
             raise
-        _clear(run.folder)
+        clear(run.folder)
     return record
 
 
@@ -162,7 +172,7 @@ def _launch(
         try:
             while keeper.poll() is None and not stop.is_set():
                 on_progress(_progress_of(folder))
-                least_available_bytes = min(least_available_bytes, look_at_host_ram().available_bytes)
+                least_available_bytes = min(least_available_bytes, psutil.virtual_memory().available)
                 if time.monotonic() - started > timeout_seconds:
                     timed_out, hung = True, explain(look_at_ranks(folder))
                     break
@@ -185,13 +195,6 @@ def _launch(
 
 def _killed_by(before: HostRam, least_available_bytes: int) -> str:
     return who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes)
-
-
-def _clear(folder: Path, *names: str) -> None:
-    """Remove `names`, and what runs write only for the while, half-written files too."""
-    for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*", STACK_FILES):
-        for path in folder.glob(pattern):
-            path.unlink()
 
 
 def _environment(run: PlannedRun, slot: Slot) -> dict[str, str]:
