@@ -16,7 +16,7 @@ from conftest import H100, run, slm
 from slm_toolkit import compare_verb
 from slm_toolkit.cli import main
 from slm_toolkit.compare import local
-from slm_toolkit.compare.causes import killed_process, last_lines
+from slm_toolkit.compare.causes import killed_process, telling_lines
 from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
 from slm_toolkit.compare.stacks import RankStack, explain
 from slm_toolkit.hardware import Machine
@@ -176,12 +176,13 @@ def test_a_killed_process_is_told_from_one_that_ended() -> None:
     assert killed_process("", 1) is None
 
 
-def test_the_launchers_summary_is_no_last_line(tmp_path: Path) -> None:
+def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    said = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"
-    log.write_text(f"step 1\nTraceback\nRuntimeError: x\n\n{said}\nmore\n")
-    assert last_lines(log, 2) == ["Traceback", "RuntimeError: x"]
-    assert last_lines(tmp_path / "none.txt", 2) == []
+    summary = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"
+    log.write_text(f'step 1\n  raise Bad("x y")\nBad: x y\n\nclosed by peer\n{summary}\nmore\n')
+    assert telling_lines(log, 2, reason="x y") == ['  raise Bad("x y")', "Bad: x y"]
+    assert telling_lines(log, 2, reason="stopped") == ["Bad: x y", "closed by peer"]
+    assert telling_lines(tmp_path / "none.txt", 2, reason=None) == []
 
 
 def test_who_hung_is_who_does_not_wait_and_does_not_move() -> None:

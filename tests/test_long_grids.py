@@ -1,5 +1,6 @@
 """Grids that are killed and resumed, that share a machine, and what is said of them meanwhile."""
 
+import io
 import json
 import random
 import shlex
@@ -12,8 +13,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from conftest import ENV, H100, ROOT, left_over, slm
+from conftest import ENV, H100, ROOT, left_over, made_record, slm
+from rich.console import Console
 
+from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.output_lock import locked
 from slm_toolkit.compare.slots import Slot, run_in_slots, slots_of
@@ -211,6 +214,21 @@ def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
     # of a strategy that nobody has done: the mean of all, 70 / 3
     (zero,) = planned("ds_zero2")
     assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
+
+
+def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
+    first, second, third = runs = planned("single", seed=[0, 1, 2])
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    display = Display(runs, console, usd_per_hour=1.0)
+    record = made_record(seconds_total=120.0)
+    display.begin(first)
+    display.end(first, record, kept=False)
+    display.begin(second)
+    display.progress(second, {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": 1234.0})
+    overall, running = display.bars.tasks
+    assert (overall.completed, overall.total) == (1, 3)
+    assert overall.fields["says"] == "about 4 min left, $0.00 so far"  # 120 s each for the two others
+    assert (running.completed, running.fields["says"]) == (2, "loss 5.500  1,234 tokens/s")
 
 
 def test_time_is_told_in_words() -> None:

@@ -33,11 +33,13 @@ def reason_in_log(log: Path) -> str:
     return f"see {log}" if not lines else f"last line of {log}: {lines[-1][:200]}"
 
 
-def last_lines(log: Path, number: int) -> list[str]:
-    """Of what a run wrote, without the launcher's summary of which processes failed."""
+def telling_lines(log: Path, number: int, *, reason: str | None) -> list[str]:
+    """Of a log the lines up to the one that says `reason`, else the last before the launcher's summary."""
     lines = [line.rstrip() for line in read_log(log).splitlines() if line.strip()]
     launcher = next((i for i, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
-    return (lines[:launcher] or lines)[-number:]
+    lines = lines[:launcher] or lines
+    said = [i for i, line in enumerate(lines) if reason and reason in line]
+    return lines[: said[-1] + 1 if said else None][-number:]
 
 
 _LAUNCHER = re.compile(r"[EW]\d{4} [\d:.]+ \d+ .*torch/distributed/elastic/")

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from slm_toolkit.compare.causes import LOG_FILE, last_lines
+from slm_toolkit.compare.causes import LOG_FILE, telling_lines
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.time_left import as_words, seconds_left
 from slm_toolkit.config import RunConfig
@@ -115,8 +115,9 @@ class Display:
                 line += f"  {escape(record.reason)}"
             self.console.print(line, highlight=False, soft_wrap=True)
             log = run.folder / LOG_FILE
-            if record.status in ("failed", "timeout") and (quoted := last_lines(log, _QUOTED_LINES)):
-                text = "\n".join(f"    {line[:200]}" for line in (f"the end of {log}:", *quoted))
+            quoted = telling_lines(log, _QUOTED_LINES, reason=record.reason)
+            if record.status in ("failed", "timeout") and quoted:
+                text = "\n".join(f"    {line[:200]}" for line in (f"{log}:", *quoted))
                 self.console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
 
     def _outlook(self) -> str:
