@@ -2,9 +2,14 @@
 
 import argparse
 import dataclasses
+import json
 import signal
+import sys
+import threading
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -12,11 +17,17 @@ from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.export_output import check_exports
 from slm_toolkit.flags import add_flags
+from slm_toolkit.hardware import Machine, this_machine
 from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
+from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, shipped_strategies
+
+if TYPE_CHECKING:
+    from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.slots import Slot
 
 
 def add_compare_verb(verbs: Any) -> None:
@@ -65,6 +76,28 @@ def add_compare_verb(verbs: Any) -> None:
     parser.add_argument(
         "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
     )
+    parser.add_argument(
+        "--gpus_per_run",
+        type=count,
+        metavar="K",
+        help="run several side by side, each on K GPUs of its own (default: one at a time, on all)",
+    )
+    parser.add_argument(
+        "--runs_at_once",
+        type=count,
+        metavar="N",
+        help="without a GPU: run N side by side on shares of the cores, which slow each other down",
+    )
+    parser.add_argument(
+        "--skip_oom",
+        action="store_true",
+        help="launch no run that will not fit this GPU by the estimate: its row says so, and by how much",
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="launch nothing: print the commands of the runs to do, one per line (with --json as a list)",
+    )
     parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     add_probe_flags(parser)
     add_output_flags(parser)
@@ -73,11 +106,7 @@ def add_compare_verb(verbs: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.grid import PlannedRun, plan_runs
-    from slm_toolkit.compare.largest_batch import Search, find_largest_batch, flags_of_trials
-    from slm_toolkit.compare.local import execute, forget, kept_record
-    from slm_toolkit.hardware import this_machine
+    from slm_toolkit.compare.output_lock import locked
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
         if hasattr(signal, name):
@@ -85,73 +114,166 @@ def _compare(args: argparse.Namespace) -> int:
     if args.probe_network:
         return print_probe(args)
     console = Console(stderr=True)
+    with ExitStack() as until_the_end:
+        with user_errors():
+            if args.memory and not (args.trace_memory or args.rehearse):
+                raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+            check_exports(args)
+            baseline = read_baseline(args.baseline)
+            with console.status("looking at this machine"):
+                machine = this_machine()
+            runs, slots = _plan(args, machine)
+            _check_what_needs_torch(runs, console)
+            if not args.dry_run:
+                folder = Path(runs[0].config.output_dir)
+                num_left_over = until_the_end.enter_context(locked(folder))
+        if args.dry_run:
+            return _print_commands(runs, args)
+        if num_left_over:
+            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+        return _run(runs, slots, machine, args, console=console, baseline=baseline)
+
+
+def _plan(args: argparse.Namespace, machine: Machine) -> tuple[list["PlannedRun"], list["Slot"]]:
+    """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
+    from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.largest_batch import flags_of_trials
+    from slm_toolkit.compare.predicted import check_skippable
+    from slm_toolkit.compare.slots import slots_of
+
     names = {f.name for f in dataclasses.fields(RunConfig)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
-    with user_errors():
-        strategies = [find_strategy(name) for name in args.strategy]
-        if args.memory and not (args.trace_memory or args.rehearse):
-            raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
-        check_exports(args)
-        baseline = read_baseline(args.baseline)
-        with console.status("looking at this machine"):
-            machine = this_machine()
-        if args.probe_seconds is not None:
-            raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
-        if args.max_batch is not None and not args.largest_batch:
-            raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
-        if args.largest_batch:
-            given = flags_of_trials(
-                given,
-                strategies,
-                max_batch=args.max_batch,
-                has_gpu=machine.num_gpus > 0,
-                parity=args.parity is not None,
-                repeats=args.repeats,
-            )
-        runs = plan_runs(
+    strategies = [find_strategy(name) for name in args.strategy]
+    if args.probe_seconds is not None:
+        raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
+    if args.max_batch is not None and not args.largest_batch:
+        raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
+    if args.largest_batch and args.dry_run:
+        raise ValueError("--dry_run with --largest_batch, where each run hangs on the last\nhint: give one")
+    slots = slots_of(
+        machine,
+        gpus_per_run=args.gpus_per_run,
+        runs_at_once=args.runs_at_once,
+        num_processes=args.num_processes,
+    )
+    if args.largest_batch:
+        given = flags_of_trials(
             given,
             strategies,
-            num_processes=args.num_processes,
-            machine=machine,
+            max_batch=args.max_batch,
+            has_gpu=machine.num_gpus > 0,
+            parity=args.parity is not None,
             repeats=args.repeats,
-            parity_steps=args.parity,
         )
-        _check_what_needs_torch(runs, console)
+    of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
+    runs = plan_runs(
+        given,
+        strategies,
+        num_processes=args.num_processes or (None if of_rehearsal else args.gpus_per_run),
+        machine=machine,
+        repeats=args.repeats,
+        parity_steps=args.parity,
+    )
+    if args.skip_oom:
+        check_skippable(runs, searching=args.largest_batch)
+    return runs, slots
 
-    records: list[tuple[Path, RunRecord]] = []
-    searches: dict[str, Search] = {}
 
-    def execute_or_keep(run: PlannedRun) -> RunRecord:
+def _run(
+    runs: list["PlannedRun"],
+    slots: list["Slot"],
+    machine: Machine,
+    args: argparse.Namespace,
+    *,
+    console: Console,
+    baseline: list[tuple[Path, RunRecord]],
+) -> int:
+    """Do what is not done yet, then print the table of all."""
+    from slm_toolkit.compare.display import Display
+    from slm_toolkit.compare.largest_batch import Search, find_largest_batch
+    from slm_toolkit.compare.local import clear, execute, forget, kept_record
+    from slm_toolkit.compare.predicted import skipped_record
+    from slm_toolkit.compare.slots import run_in_slots
+
+    stop = threading.Event()
+
+    def execute_or_keep(run: "PlannedRun", slot: "Slot") -> RunRecord:
         if args.force:
             forget(run)
         record = kept_record(run)
         kept = record is not None
+        if kept:
+            clear(run.folder)  # a kill between the record and the end leaves some
+        if record is None and args.skip_oom:
+            record = skipped_record(run)
         if record is None:
             display.begin(run)
             record = execute(
-                run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
+                run,
+                slot,
+                timeout_seconds=args.timeout,
+                retries=args.retry,
+                stop=stop,
+                on_progress=partial(display.progress, run),
             )
         display.end(run, record, kept=kept)
         return record
 
+    def work(run: "PlannedRun", slot: "Slot") -> tuple["PlannedRun", RunRecord, Search | None]:
+        if not args.largest_batch:
+            return run, execute_or_keep(run, slot), None
+        found, shown, record = find_largest_batch(
+            run, partial(execute_or_keep, slot=slot), most=args.max_batch
+        )
+        return shown, record, found
+
+    done: dict[int, tuple[PlannedRun, RunRecord, Search | None]] = {}
+    held_usd = _usd_per_hour(runs, machine, num_slots=len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour)
+    display = Display(
+        runs, console, searching=args.largest_batch, num_slots=len(slots), usd_per_hour=held_usd
+    )
+    interrupted = False
     try:
-        with Display(runs, console, searching=args.largest_batch) as display:
-            for run in runs:
-                if args.largest_batch:
-                    found, run, record = find_largest_batch(run, execute_or_keep, most=args.max_batch)
-                    searches[str(run.folder / RECORD_FILE)] = found
-                else:
-                    record = execute_or_keep(run)
-                records.append((run.folder / RECORD_FILE, record))
+        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
+            for index, result in results:
+                done[index] = result
     except KeyboardInterrupt:
-        console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
+        interrupted = True
+        again = "the same command, without --force," if args.force else "the same command"
+        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
+    shown = [done[index] for index in sorted(done)]
+    records = [(run.folder / RECORD_FILE, record) for run, record, _ in shown]
+    searches = {str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None}
+    if interrupted:
         if records:
             print_records(records, args, baseline=baseline, searches=searches)
         return 130
     console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
     return print_records(records, args, baseline=baseline, searches=searches)
+
+
+def _usd_per_hour(
+    runs: list["PlannedRun"], machine: Machine, *, num_slots: int, usd_per_gpu_hour: float | None
+) -> float | None:
+    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes."""
+    price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
+    return None if price is None else price.usd_per_gpu_hour * num_paid
+
+
+def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
+    """What would be launched, to paste: by the strategies' own files, since none is written now."""
+    from slm_toolkit.compare.ended import as_typed
+    from slm_toolkit.compare.local import kept_record, launch_command
+
+    to_do = [run for run in runs if args.force or kept_record(run) is None]
+    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
+    if len(to_do) < len(runs):
+        print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
+    print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
+    return 0
 
 
 def _check_what_needs_torch(runs: list, console: Console) -> None:

@@ -27,6 +27,10 @@ STATUSES = ("ok", "oom", "failed", "timeout")
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
+STACK_FILES = "stack-rank*-*.txt"
+"where a run's ranks write, by rank and process, what they are doing when `slm compare` asks"
+RUN_DIR_VARIABLE = "SLM_TOOLKIT_RUN_DIR"
+"in the environment of all processes that `slm compare` starts for a run"
 FP32_REFERENCE = "single-process fp32"
 "what the runs are called that `slm compare --parity` adds"
 PARITY_REFERENCE = "parity-reference"
@@ -42,7 +46,7 @@ class RunRecord:
     identity: str
     "hash of everything asked, versions and GPU"
     status: str
-    "ok, oom, failed or timeout"
+    "ok, oom, failed, timeout, or skipped: never launched, since the estimate did not fit"
     strategy: str
     asked: dict[str, Any]
     "the RunConfig's identity, the strategy's files and the number of processes"
@@ -112,6 +116,8 @@ class RunRecord:
     deepspeed_estimate: dict[str, int] | None = None
     "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
+    predicted_peak_bytes: int | None = None
+    "on a GPU, by the estimate for which the run was skipped; None where it was launched"
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -123,6 +129,13 @@ class RunRecord:
     def is_rehearsal(self) -> bool:
         """Whether one process played rank 0: then losses mean nothing, and nothing was sent."""
         return self.asked["config"].get("rehearse") is not None
+
+    @property
+    def evidence(self) -> str:
+        """Where its figures come from."""
+        if self.status == "skipped":
+            return "estimated"
+        return "rehearsed" if self.is_rehearsal else "measured"
 
     @property
     def is_parity_reference(self) -> bool:

@@ -36,12 +36,14 @@ from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.schedule import set_learning_rate
+from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 
 
 def main(argv: list[str] | None = None) -> None:
     started = psutil.Process().create_time()
+    answer_signals()
     parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
     add_flags(parser, grid=False)
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)

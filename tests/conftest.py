@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slm_toolkit.config import RunConfig
@@ -49,6 +50,12 @@ def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeou
 def slm(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Finished:
     """Run the `slm` command of this environment."""
     return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env)
+
+
+def left_over(folder: Path) -> list[psutil.Process]:
+    """Processes that have `folder` in their command line: those of its runs, launchers and ranks."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if str(folder) in " ".join(process.info["cmdline"] or [])]
 
 
 def own_strategy(folder: Path, text: str, deepspeed: object = None, *, name: str = "mine") -> str:

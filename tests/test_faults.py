@@ -1,14 +1,14 @@
 """An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from conftest import ENV, ROOT, Comparison, compare, slm
+from conftest import ENV, ROOT, Comparison, compare, left_over, slm
 
 FAULTY = """
 import os
@@ -24,6 +24,9 @@ if os.environ.get("RANK") == "1" and os.environ.get("ACCELERATE_USE_FSDP") != "t
             raise RuntimeError("the sky is falling")
         if kind == "kill":
             os.kill(os.getpid(), 9)
+        if kind == "hang":
+            import time
+            time.sleep(1e6)
 
     class Patch(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
@@ -52,7 +55,8 @@ def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     """DDP struck on rank 1 in its third step, then FSDP untouched."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(FAULTY)
-    env = {"PYTHONPATH": str(folder / "site"), "TEST_FAULT": kind}
+    paths = [str(folder / "site"), *filter(None, [ENV.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "TEST_FAULT": kind}
     arguments = ("--model", "slm-1m", "--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard")
     finished = slm("compare", "--json", *arguments, "--output_dir", str(folder / "runs"), *more, env=env)
     rows = {row["strategy"]: row for row in json.loads(finished.out)}
@@ -64,7 +68,7 @@ def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     [
         ("oom", "oom", "CUDA out of memory. Tried to allocate 2.00 GiB", 0),
         ("crash", "failed", "the sky is falling", 1),
-        ("kill", "failed", "a rank was killed (signal 9)", 1),
+        ("kill", "failed", "rank 1 was killed by signal 9: likely ", 1),
     ],
 )
 def test_a_fault_on_one_rank_is_a_row_and_the_next_run_goes_on(
@@ -75,6 +79,12 @@ def test_a_fault_on_one_rank_is_a_row_and_the_next_run_goes_on(
     assert (ddp["status"], fsdp["status"], comparison.finished.code) == (status, "ok", code)
     assert reason in ddp["reason"]
     assert ddp["tokens_per_second"] is None
+    quoted = [line for line in comparison.finished.err.splitlines() if line.startswith("    ")]
+    if kind == "crash":  # its log stays, and is quoted where the row is told
+        assert quoted[0].endswith("log.txt:")
+        assert any("the sky is falling" in line for line in quoted)
+    elif kind == "oom":
+        assert quoted == []
 
     if kind == "kill":
         return
@@ -87,6 +97,17 @@ def test_a_fault_on_one_rank_is_a_row_and_the_next_run_goes_on(
         assert forced.rows["ddp"]["status"] == "ok"
 
 
+def test_a_rank_that_hangs_is_named_with_its_line_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    comparison = faulty_comparison("hang", tmp_path, "--timeout", "45")
+    ddp, fsdp = comparison.rows["ddp"], comparison.rows["fsdp_full_shard"]
+    assert (ddp["status"], fsdp["status"], comparison.finished.code) == ("timeout", "ok", 1)
+    line = FAULTY.splitlines().index("            time.sleep(1e6)") + 1
+    assert ddp["reason"].startswith("stopped after 45 s, ")
+    assert f"rank 1 hung in site/sitecustomize.py:{line} in strike, while rank 0 in " in ddp["reason"]
+    assert ddp["reason"].endswith(" waited")
+    assert left_over(tmp_path) == []
+
+
 def test_a_run_over_its_time_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
     comparison = compare(
         *("--strategy", "ddp", "--max_steps", "100000", "--timeout", "5", "--retry", "1"), folder=tmp_path
@@ -94,8 +115,7 @@ def test_a_run_over_its_time_is_a_row_and_leaves_no_process(tmp_path: Path) -> N
     row = comparison.rows["ddp"]
     assert (row["status"], comparison.finished.code) == ("timeout", 1)
     assert "stopped after 5 s" in row["reason"]
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
-    assert left == []
+    assert left_over(tmp_path) == []
 
 
 def test_a_grid_has_a_row_for_each_combination(tmp_path: Path) -> None:
@@ -146,5 +166,4 @@ def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tm
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "stopped after 0 of 1 runs" in err
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
-    assert left == []
+    assert left_over(tmp_path) == []

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
-from slm_toolkit.config import REHEARSED_RANKS_PER_NODE
-from slm_toolkit.hardware import find_gpu
-from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, estimate, largest_batch
-from slm_toolkit.predict.host_memory import placement_of
+from slm_toolkit.compare.predicted import estimator_of
+from slm_toolkit.predict.as_launched import config_as_launched
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
 from slm_toolkit.record import RunRecord
 from slm_toolkit.strategy import Strategy
 
@@ -77,30 +74,12 @@ def find_largest_batch(
 
 def estimated_batch(run: PlannedRun) -> int | None:
     """The largest batch that fits on this machine's GPU, says the estimate; None where it can't say."""
-    gpu = find_gpu(run.gpu)
-    if gpu is None or gpu.memory_bytes is None:
+    estimate_of = estimator_of(run)
+    if estimate_of is None:
         return None
-    try:
-        placement = placement_of(run.strategy)
-    except ValueError:  # ZeRO-0, tensor parallelism, ...: the search needs no estimate
-        return None
-    num_gpus = run.asked["num_processes"]
-
-    def estimate_of(config: Any) -> Any:
-        return estimate(
-            run.spec,
-            strategy_as_launched(run.strategy),
-            placement,
-            config,
-            num_gpus=num_gpus,
-            gpus_per_node=min(num_gpus, REHEARSED_RANKS_PER_NODE) if run.config.rehearse else num_gpus,
-            gpu=gpu,
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=ESTIMATOR_VERSION,
-        )
-
-    launched = config_as_launched(run.config, run.strategy)
-    return largest_batch(estimate_of, launched).per_device_train_batch_size
+    return largest_batch(
+        estimate_of, config_as_launched(run.config, run.strategy)
+    ).per_device_train_batch_size
 
 
 def flags_of_trials(

@@ -1,30 +1,37 @@
-"""Run planned runs on this machine, one process tree after the other, each ending as a record."""
+"""Run planned runs on this machine, each as a process tree of its own that ends as a record."""
 
 import json
 import os
-import re
-import shlex
+import random
 import shutil
-import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
+from slm_toolkit.compare.causes import DISK_FULL, LOG_FILE, port_taken
+from slm_toolkit.compare.ended import Ended, own_record, record_of
 from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
+from slm_toolkit.compare.keeper import end_kept, start_kept
+from slm_toolkit.compare.slots import Slot
+from slm_toolkit.compare.stacks import explain, look_at_ranks
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
-from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, RunRecord, model_facts, read_record, write_record
+from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord, read_record, write_record
 from slm_toolkit.strategy import write_resolved
 
-LOG_FILE = "log.txt"
 Progress = Callable[[dict[str, float] | None], None]
 "called several times a second with what the run last wrote about itself, None before the first step"
+_PORT_TRIES = 3
+_PORTS = range(20_000, 32_768)
+"below those that Linux gives to outgoing connections, which could take a port before it is listened to"
 
 
 def kept_record(run: PlannedRun) -> RunRecord | None:
@@ -47,110 +54,155 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 
 
-def execute(run: PlannedRun, *, timeout_seconds: float, retries: int, on_progress: Progress) -> RunRecord:
-    """Launch one run, again up to `retries` times while it fails or times out; returns its record."""
-    record = _execute_once(run, timeout_seconds=timeout_seconds, on_progress=on_progress)
-    while record.status in ("failed", "timeout") and retries > 0:
-        retries -= 1
-        record = _execute_once(run, timeout_seconds=timeout_seconds, on_progress=on_progress)
-    return record
+def execute(
+    run: PlannedRun,
+    slot: Slot,
+    *,
+    timeout_seconds: float,
+    retries: int,
+    stop: threading.Event,
+    on_progress: Progress,
+) -> RunRecord:
+    """Launch one run, again up to `retries` times while it fails or times out; returns its record.
+
+    A port that another program took meanwhile is not the run's fault: it gets two more. With `stop` set the
+    run is ended, without a record: raises CancelledError.
+    """
+    port_tries = tries = 0
+    while True:
+        record = _execute_once(run, slot, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress)
+        if record.status not in ("failed", "timeout"):
+            return record
+        if record.status == "failed" and port_taken(record.reason or ""):
+            port_tries += 1
+            if port_tries < _PORT_TRIES:
+                continue
+        tries += 1
+        if tries > retries:
+            return record
+        if (log := run.folder / LOG_FILE).is_file():  # a full disk leaves none
+            log.replace(run.folder / f"log-try{tries}.txt")
 
 
-def launch_command(run: PlannedRun, yaml_path: Path) -> list[str]:
+def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
     """The command line of a run; the record shows it as `accelerate launch ...`."""
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
-        *("--main_process_port", str(free_port())),
+        *("--main_process_port", str(port)),
         *("-m", "slm_toolkit.train", *flags_of(run.config)),
     ]
 
 
-def _execute_once(run: PlannedRun, *, timeout_seconds: float, on_progress: Progress) -> RunRecord:
-    folder = run.folder
-    for name in (RECORD_FILE, LOG_FILE, PROGRESS_FILE):
-        (folder / name).unlink(missing_ok=True)
-    command = launch_command(run, write_resolved(run.strategy, folder / "launch", run.num_processes))
+def free_port() -> int:
+    """One that nobody listens to now; two comparisons seldom draw the same."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def forget(run: PlannedRun) -> None:
+    """Remove an earlier run's folder, checkpoints and all; the record first, lest half a folder counts."""
+    (run.folder / RECORD_FILE).unlink(missing_ok=True)
+    shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def clear(folder: Path, *names: str) -> None:
+    """Remove `names`, and what runs write only for the while, half-written files too."""
+    for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*", STACK_FILES):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def _execute_once(
+    run: PlannedRun, slot: Slot, *, timeout_seconds: float, stop: threading.Event, on_progress: Progress
+) -> RunRecord:
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    timed_out = False
-    tree: dict[int, psutil.Process] = {}
-    with (folder / LOG_FILE).open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_environment(run),
+    try:
+        clear(run.folder, RECORD_FILE, LOG_FILE)
+        command = launch_command(
+            run, write_resolved(run.strategy, run.folder / "launch", run.num_processes), port=free_port()
         )
-        try:
-            while process.poll() is None:
-                on_progress(_progress_of(folder))
-                tree |= tree_of(process.pid)
-                if time.monotonic() - started > timeout_seconds:
-                    timed_out = True
-                    break
-                time.sleep(0.2)
-        finally:
-            end_processes(list((tree | tree_of(process.pid)).values()))
-            process.wait()
-    last = _progress_of(folder)
-    (folder / PROGRESS_FILE).unlink(missing_ok=True)
-    log_text = (folder / LOG_FILE).read_text(errors="replace")
-    killed = "exitcode  : -9" in log_text
-    if (folder / RECORD_FILE).is_file():
-        record = read_record(folder / RECORD_FILE)
-        # What the others saw of a rank's end, a closed connection, is not the cause; their own crash is.
-        broken_off = killed and record.status == "failed" and "peer" in (record.reason or "")
-        ended_well = record.status == "ok" and process.returncode == 0 and not timed_out
-        told_why = record.status == "failed" and not broken_off and not timed_out
-        if record.status == "oom" or ended_well or told_why:
+        ended = _launch(
+            run, slot, command, timeout_seconds=timeout_seconds, stop=stop, on_progress=on_progress
+        )
+        clear(run.folder)
+        if (record := own_record(run, ended)) is not None:
             return record
-    status, reason = "failed", reason_in_log(folder / LOG_FILE)
-    if timed_out:
-        where = f"at step {last['step']} of {last['num_steps']}" if last else "before its first step"
-        status, reason = "timeout", f"stopped after {timeout_seconds:g} s, {where}"
-    elif killed:
-        reason = "a rank was killed (signal 9), most often by the kernel for want of host memory"
-    elif reason.startswith("last line") and (number := re.search(r"exitcode  : -(\d+)", log_text)):
-        reason = f"a rank crashed ({signal.Signals(int(number[1])).name}): see {folder / LOG_FILE}"
-    record = RunRecord(
-        run_name=run.run_name,
-        identity=run.identity,
-        status=status,
-        strategy=run.strategy.name,
-        asked=run.asked,
-        model=model_facts(run.spec),
-        versions=run.versions,
-        started_at=started_at,
-        reason=reason,
-        command=shlex.join(["accelerate", "launch", *command[3:]]),
-        seconds_total=time.monotonic() - started,
-        gpu=run.gpu,
-    )
-    write_record(record, folder)
+        record = record_of(run, ended)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        where = error.filename or run.folder
+        record = record_of(
+            run,
+            Ended([], started_at, time.monotonic() - started, 1, None, None, None, ""),
+            reason=f"no room on the disk: {error.strerror}: {where}",
+        )
+    try:
+        write_record(record, run.folder)
+    except OSError as error:  # then this comparison's table alone has it
+        if error.errno not in DISK_FULL:
+            raise
+        clear(run.folder)
     return record
 
 
-def reason_in_log(log: Path) -> str:
-    """The line of a log that says best why a run ended: ours, else the last exception's, else the last."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    for pattern in (r"error: (.*)", r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b: .*)"):
-        found = [
-            match[1]
-            for line in lines
-            if (match := re.match(pattern, line)) and "ChildFailedError" not in line
-        ]
-        if found:
-            return found[-1]
-    return f"see {log}" if not lines else f"last line of {log}: {lines[-1][:200]}"
+def _launch(
+    run: PlannedRun,
+    slot: Slot,
+    command: list[str],
+    *,
+    timeout_seconds: float,
+    stop: threading.Event,
+    on_progress: Progress,
+) -> Ended:
+    """Start `command` and see it to its end, or end it."""
+    folder, before = run.folder, look_at_host_ram()
+    least_available_bytes, timed_out, hung = before.available_bytes, False, None
+    started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    with (folder / LOG_FILE).open("wb") as log:
+        keeper = start_kept(command, folder, log, _environment(run, slot))
+        try:
+            while keeper.poll() is None and not stop.is_set():
+                on_progress(_progress_of(folder))
+                least_available_bytes = min(least_available_bytes, psutil.virtual_memory().available)
+                if time.monotonic() - started > timeout_seconds:
+                    timed_out, hung = True, explain(look_at_ranks(folder))
+                    break
+                time.sleep(0.2)
+        finally:
+            end_kept(keeper, folder)
+    if stop.is_set():
+        raise CancelledError
+    return Ended(
+        command=command,
+        started_at=started_at,
+        seconds_total=time.monotonic() - started,
+        exit_code=keeper.returncode,
+        progress=_progress_of(folder),
+        stopped_after_seconds=timeout_seconds if timed_out else None,
+        hung=hung,
+        killed_by=_killed_by(before, least_available_bytes),
+    )
 
 
-def _environment(run: PlannedRun) -> dict[str, str]:
-    """As a user's shell, with CPU threads shared out among CPU processes."""
+def _killed_by(before: HostRam, least_available_bytes: int) -> str:
+    return who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes)
+
+
+def _environment(run: PlannedRun, slot: Slot) -> dict[str, str]:
+    """As a user's shell, with CPU threads shared out among CPU processes, on the slot's GPUs alone."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // run.num_processes)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // (run.num_processes * slot.num_slots))))
+    if slot.visible_devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.visible_devices)
     return env
 
 
@@ -159,34 +211,3 @@ def _progress_of(folder: Path) -> dict[str, float] | None:
         return json.loads((folder / PROGRESS_FILE).read_text())
     except (OSError, json.JSONDecodeError):  # not there yet
         return None
-
-
-def tree_of(pid: int) -> dict[int, psutil.Process]:
-    """A process and all below it, by number; empty once it has ended."""
-    try:
-        root = psutil.Process(pid)
-        return {process.pid: process for process in (root, *root.children(recursive=True))}
-    except psutil.NoSuchProcess:
-        return {}
-
-
-def end_processes(processes: list[psutil.Process]) -> None:
-    """End what still runs: gently, then by force. Ranks outlive a killed launcher, and hold memory."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            try:
-                process.send_signal(signal_number)
-            except psutil.NoSuchProcess:
-                continue
-        _, processes = psutil.wait_procs(processes, timeout=5)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def forget(run: PlannedRun) -> None:
-    """Remove an earlier run's folder, checkpoints and all."""
-    shutil.rmtree(run.folder, ignore_errors=True)

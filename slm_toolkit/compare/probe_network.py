@@ -1,15 +1,14 @@
 """Launch `slm_toolkit.run.network_probe` on this machine, as runs are launched."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
-from slm_toolkit.compare.local import LOG_FILE, end_processes, free_port, reason_in_log, tree_of
+from slm_toolkit.compare.causes import LOG_FILE, reason_in_log
+from slm_toolkit.compare.keeper import end_kept, start_kept
+from slm_toolkit.compare.local import free_port
 from slm_toolkit.hardware import Machine
 from slm_toolkit.network import COLLECTIVES
 from slm_toolkit.strategy import find_strategy, write_resolved
@@ -59,27 +58,17 @@ def probe_network(
     ]
     log_path = folder / LOG_FILE
     started = time.monotonic()
-    tree: dict[int, psutil.Process] = {}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        keeper = start_kept(command, folder, log, {**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
-            while process.poll() is None:
+            while keeper.poll() is None:
                 on_progress(_last_measured(log_path))
-                tree |= tree_of(process.pid)
                 if time.monotonic() - started > timeout_seconds:
                     return f"stopped after {timeout_seconds:g} s: see {log_path}"
                 time.sleep(0.2)
         finally:
-            end_processes(list((tree | tree_of(process.pid)).values()))
-            process.wait()
-    return None if process.returncode == 0 and output.is_file() else reason_in_log(log_path)
+            end_kept(keeper, folder)
+    return None if keeper.returncode == 0 and output.is_file() else reason_in_log(log_path)
 
 
 def _last_measured(log: Path) -> str:

@@ -27,7 +27,7 @@ class Row:
     status: str
     reason: str | None
     evidence: str
-    "measured: this comes from a run; rehearsed: from one process that played rank 0 of `world_size`"
+    "measured: this comes from a run; rehearsed: from one process that played rank 0; estimated: skipped"
     engine: str | None
     zero_stage: int | None
     reshard_after_forward: bool | None
@@ -164,7 +164,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         strategy=shown.strategy,
         status=status,
         reason=reason,
-        evidence="rehearsed" if rehearsed else "measured",
+        evidence=shown.evidence,
         engine=shown.engine,
         zero_stage=shown.zero_stage,
         reshard_after_forward=shown.reshard_after_forward,
@@ -199,7 +199,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         tokens_per_step=shown.tokens_per_step,
         tokens_counted=shown.tokens_counted,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
-        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else None,
+        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else shown.predicted_peak_bytes,
         estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
         peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),

@@ -14,7 +14,7 @@ from slm_toolkit.report.widths import fix_width
 
 MANY_ROWS = 200
 """above which rich, half a millisecond a row, does not lay the table out; a terminal is shown no more"""
-_STATUS_STYLE = {"ok": "green", "oom": "yellow", "failed": "red", "timeout": "red"}
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
 _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "loss_kernel": ("hf", "loss {}"),
     "norm_kernel": ("hf", "norm {}"),

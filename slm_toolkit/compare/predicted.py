@@ -1,0 +1,84 @@
+"""What the estimate says of a planned run on this machine's GPUs, and the record of one it lets us skip."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.hardware import find_gpu
+from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.host_memory import placement_of
+from slm_toolkit.record import RunRecord, model_facts, write_record
+
+
+def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:
+    """What estimates `run` with other settings on its GPU; None where nothing can be said of it."""
+    gpu = find_gpu(run.gpu)
+    if gpu is None or gpu.memory_bytes is None:
+        return None
+    try:
+        placement = placement_of(run.strategy)
+    except ValueError:  # ZeRO-0, tensor parallelism, ...
+        return None
+    num_gpus = run.asked["num_processes"]
+
+    def estimate_of(config: RunConfig) -> Estimate:
+        return estimate(
+            run.spec,
+            strategy_as_launched(run.strategy),
+            placement,
+            config,
+            num_gpus=num_gpus,
+            gpus_per_node=min(num_gpus, REHEARSED_RANKS_PER_NODE) if run.config.rehearse else num_gpus,
+            gpu=gpu,
+            deepspeed_needs=deepspeed_needs,
+            deepspeed_version=ESTIMATOR_VERSION,
+        )
+
+    return estimate_of
+
+
+def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
+    """Raises ValueError where --skip_oom has nothing to go by."""
+    gpu = runs[0].gpu
+    known = find_gpu(gpu)
+    if searching:
+        raise ValueError("--skip_oom with --largest_batch, which starts from the estimate\nhint: give one")
+    if gpu is None:
+        raise ValueError(
+            "--skip_oom without a GPU, where runs take what RAM there is\n"
+            "hint: `slm estimate --gpu NAME` says which runs fit where"
+        )
+    if known is None or known.memory_bytes is None:
+        raise ValueError(f"--skip_oom: no estimate knows the memory of {gpu}\nhint: leave it out")
+
+
+def skipped_record(run: PlannedRun) -> RunRecord | None:
+    """Written in the place of a launch that would not fit; None where it may fit, or nobody can say.
+
+    A strategy that nobody has launched names no engine: all that was not observed stays unknown.
+    """
+    estimate_of = estimator_of(run)
+    found = estimate_of(config_as_launched(run.config, run.strategy)) if estimate_of else None
+    if found is None or found.fits is not False:
+        return None
+    usable_bytes = found.headroom_bytes + found.peak_allocated_bytes
+    record = RunRecord(
+        run_name=run.run_name,
+        identity=run.identity,
+        status="skipped",
+        strategy=run.strategy.name,
+        asked=run.asked,
+        model=model_facts(run.spec),
+        versions=run.versions,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        reason=f"not launched: out of memory, predicted: {found.peak_allocated_bytes / 2**30:.2f} GiB "
+        f"at the peak, of {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
+        seconds_total=0.0,
+        gpu=run.gpu,
+        predicted_peak_bytes=found.peak_allocated_bytes,
+    )
+    write_record(record, run.folder)
+    return record
