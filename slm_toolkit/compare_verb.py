@@ -15,6 +15,7 @@ from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
 from slm_toolkit.record import RECORD_FILE, RunRecord
+from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, shipped_strategies
 
 
@@ -66,21 +67,26 @@ def add_compare_verb(verbs: Any) -> None:
     )
     parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     add_probe_flags(parser)
+    add_slurm_flags(parser)
     add_output_flags(parser)
     add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
     parser.set_defaults(verb=_compare, parser=parser)
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
     from slm_toolkit.compare.grid import PlannedRun, plan_runs
     from slm_toolkit.compare.largest_batch import Search, find_largest_batch, flags_of_trials
-    from slm_toolkit.compare.local import execute, forget, kept_record
+    from slm_toolkit.compare.slurm import SlurmJobs
+    from slm_toolkit.compare.slurm_script import strategy_on_nodes
     from slm_toolkit.hardware import this_machine
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
-        if hasattr(signal, name):
+        if hasattr(signal, name) and (name, args.launcher) != ("SIGHUP", "slurm"):  # jobs outlive a login
             signal.signal(getattr(signal, name), signal.default_int_handler)
+    with user_errors():
+        nodes = nodes_asked(args)
     if args.probe_network:
         return print_probe(args)
     console = Console(stderr=True)
@@ -93,8 +99,11 @@ def _compare(args: argparse.Namespace) -> int:
         if args.memory and not (args.trace_memory or args.rehearse):
             raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
         baseline = read_baseline(args.baseline)
-        with console.status("looking at this machine"):
-            machine = this_machine()
+        if nodes is None:
+            with console.status("looking at this machine"):
+                machine = this_machine()
+        else:
+            machine, strategies = nodes.machine, [strategy_on_nodes(found, nodes) for found in strategies]
         if args.probe_seconds is not None:
             raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
         if args.max_batch is not None and not args.largest_batch:
@@ -117,24 +126,34 @@ def _compare(args: argparse.Namespace) -> int:
             parity_steps=args.parity,
         )
         _check_what_needs_torch(runs, console)
+        launcher: Any = local
+        if nodes is not None:
+            launcher = SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+            if args.slurm_only_write:
+                todo = [run for run in runs if args.force or launcher.kept_record(run) is None]
+                return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
 
     records: list[tuple[Path, RunRecord]] = []
     searches: dict[str, Search] = {}
 
     def execute_or_keep(run: PlannedRun) -> RunRecord:
         if args.force:
-            forget(run)
-        record = kept_record(run)
+            launcher.forget(run)
+        record = launcher.kept_record(run)
         kept = record is not None
         if record is None:
             display.begin(run)
-            record = execute(
-                run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
-            )
+            with user_errors():
+                record = launcher.execute(
+                    run, timeout_seconds=args.timeout, retries=args.retry, on_progress=display.progress
+                )
         display.end(run, record, kept=kept)
         return record
 
     try:
+        if nodes is not None:
+            with user_errors():
+                launcher.begin([] if args.largest_batch else runs, force=args.force)
         with Display(runs, console, searching=args.largest_batch) as display:
             for run in runs:
                 if args.largest_batch:
@@ -144,6 +163,9 @@ def _compare(args: argparse.Namespace) -> int:
                     record = execute_or_keep(run)
                 records.append((run.folder / RECORD_FILE, record))
     except KeyboardInterrupt:
+        if nodes is not None:
+            with user_errors():
+                launcher.cancel()
         console.print(f"stopped after {len(records)} of {len(runs)} runs; the same command goes on from here")
         if records:
             print_records(records, args, baseline=baseline, searches=searches)
