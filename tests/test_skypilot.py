@@ -1,4 +1,4 @@
-"""The SkyPilot task that `slm recommend --write` leaves beside launch.sh: it parses, and what it runs runs."""
+"""The SkyPilot task that `slm recommend --write` leaves beside launch.sh: it parses and runs."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""`slm compare --launcher slurm` against a real Slurm of two nodes, both of them this machine."""
+"""`slm compare --launcher slurm` against a real Slurm, whose two nodes are network namespaces here."""
 
 import json
 import os
@@ -18,12 +18,10 @@ from conftest import ENV, ROOT, Finished, run, slm
 from slm_toolkit.compare.local import free_port
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
-HOST = socket.gethostname()  # the first node's name: Slurm resolves it, and so must accelerate
 CONFIGURATION = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={this_host}({address})
+SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
@@ -45,46 +43,90 @@ AccountingStorageType=accounting_storage/none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=2
-NodeName=DEFAULT CPUs=2 RealMemory=4000
-NodeName={host},zz-second NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]},{ports[2]}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs=2 RealMemory=4000\n"
+NUMBER = os.getpid() % 250  # of this session's network
+NODES = (f"slm{NUMBER}-a", f"slm{NUMBER}-b")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[dict[str, str]]:
+def network() -> Iterator[list[str]]:
+    """A bridge and two network namespaces; the addresses of this machine and of the two."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("only root makes network namespaces, with iproute2's ip: apt-get install iproute2")
+    bridge, addresses = f"slm{NUMBER}", [f"10.77.{NUMBER}.{number}" for number in (254, 1, 2)]
+    ip = [
+        f"link add {bridge} type bridge",
+        f"addr add {addresses[0]}/24 dev {bridge}",
+        f"link set {bridge} up",
+    ]
+    for node, address in zip(NODES, addresses[1:], strict=True):
+        ip += [
+            f"netns add {node}",
+            f"link add {bridge}{node[-2:]} type veth peer name eth0 netns {node}",
+            f"link set {bridge}{node[-2:]} master {bridge} up",
+            *(f"-n {node} addr add {address}/24 dev eth0", f"-n {node} link set eth0 up"),
+            f"-n {node} link set lo up",
+        ]
+    try:
+        for words in ip:
+            if (done := run("ip", *words.split())).code != 0:
+                pytest.skip(f"no network namespaces here: ip {words}: {done.err}")
+        yield addresses
+    finally:
+        for node in NODES:
+            run("ip", "netns", "del", node)
+        run("ip", "link", "del", bridge)
+
+
+@pytest.fixture(scope="module")
+def cluster(network: list[str]) -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands reach a Slurm started for this module."""
     path = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has daemons, which not everybody's PATH has
-    munged, slurmctld, slurmd = (shutil.which(name, path=path) for name in DAEMONS)
+    munged, slurmctld, slurmd = (shutil.which(name, path=path) for name in ("munged", "slurmctld", "slurmd"))
     if not (munged and slurmctld and slurmd and shutil.which("sbatch")):
         pytest.skip("no Slurm here: apt-get install slurm-wlm munge")
-    if os.geteuid() != 0:
-        pytest.skip("only root starts Slurm's daemons")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: munge's socket has 108 characters at most
-    for name in ("munge", "state", f"spool-{HOST}", "spool-zz-second"):
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has 108 characters at most
+    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir(mode=0o700)
     key, configuration = folder / "munge" / "key", folder / "slurm.conf"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    configuration.write_text(
-        CONFIGURATION.format(folder=folder, host=HOST, ports=[free_port() for _ in range(3)])
-    )
+    places = {"folder": folder, "this_host": socket.gethostname(), "address": network[0], "port": free_port()}
+    nodes = [
+        NODE.format(name=name, address=address, port=free_port())
+        for name, address in zip(NODES, network[1:], strict=True)
+    ]
+    *before, partition = CONFIGURATION.format(**places).splitlines(keepends=True)
+    configuration.write_text("".join([*before, *nodes, partition]))
     env = {"SLURM_CONF": str(configuration)}
     munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     started = [
         run(munged, "--force", *(f"--{option}={folder}/munge/{name}" for option, name in munge.items())),
         run(slurmctld, "-f", str(configuration), env=env),
-        *(run(slurmd, "-N", name, "-f", str(configuration), env=env) for name in (HOST, "zz-second")),
     ]
+    hosts = folder / "hosts"
+    pairs = zip(network, (socket.gethostname(), *NODES), strict=True)
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in pairs))
+    for name in NODES:  # a host with a name, names of others and a network of its own
+        daemon = (
+            f"hostname {name} && mount --bind {hosts} /etc/hosts && exec nsenter --net=/run/netns/{name} "
+        )
+        daemon += f"{slurmd} -N {name} -f {configuration}"
+        started.append(run("unshare", "--mount", "--uts", "sh", "-c", daemon, env=env))
     try:
-        assert [done.code for done in started] == [0] * 4, started
+        assert [done.code for done in started] == [0] * 4, [
+            *started,
+            *(log.read_text() for log in folder.glob("*.log")),
+        ]
         wait_for(lambda: both_idle(env))
         yield env
     finally:
         run("scancel", "--user=root", env=env)
-        for path in (*folder.glob("*.pid"), folder / "munge" / "pid"):
-            if path.exists():
-                os.kill(int(path.read_text()), signal.SIGTERM)
+        for file in (*folder.glob("*.pid"), folder / "munge" / "pid"):
+            if file.exists():
+                os.kill(int(file.read_text()), signal.SIGTERM)
         time.sleep(1)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -153,8 +195,8 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
         assert record["asked"]["accelerate_config"]["num_machines"] == 2
         assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=0.01)  # the tolerance of aligned
     assert on_two["ds_zero2"]["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-4)
-    shown = slurm("squeue", "--states=all", "-h", "-o", "%D %N", env=cluster).splitlines()
-    assert sum(line == f"2 {HOST},zz-second" for line in shown) == 2
+    shown = slurm("squeue", "--states=all", "-h", "-o", "%N", env=cluster).splitlines()
+    assert shown.count(",".join(NODES)) == 2
 
 
 def test_a_job_that_fails_is_a_row_with_its_log_and_is_tried_again(
@@ -172,7 +214,7 @@ def test_a_node_that_goes_down_is_the_reason_of_a_row(cluster: dict[str, str], t
     asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
     process = start(tmp_path, *asked, env=cluster)
     wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
-    slurm("scontrol", "update", "nodename=zz-second", "state=down", "reason=test", env=cluster)
+    slurm("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test", env=cluster)
     out, err = process.communicate(timeout=60)
     wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
     (row,) = json.loads(out)

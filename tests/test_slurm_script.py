@@ -78,6 +78,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         (("--num_nodes", "3"), "2 processes on 3 nodes"),
         (("--num_nodes", "2", "--rehearse", "8"), "a rehearsal is one process"),
         (("--slurm_template", "nowhere.sh"), "can't read nowhere.sh"),
+        (("--slurm_options=--gres=gpu:8",), "--slurm_options says gres: add --gpus_per_node"),
         (("--slurm_options='",), "No closing quotation"),
     ],
 )

@@ -50,6 +50,8 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
         for word, name in _named(words)
         if name in _OURS and word.startswith("-")
     ]
+    if not gpus_per_node and (asked := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
+        problems.append(f"--slurm_options says {min(asked)}: add --gpus_per_node, for as many ranks")
     if words and not words[0].startswith("-"):
         problems.append(f"--slurm_options begins with {words[0]!r}, which is no option of sbatch")
     found = re.findall(r"\{\{(.*?)\}\}", text)
@@ -107,9 +109,10 @@ _OURS = {
     **dict.fromkeys(("array", "a", "wrap", "wait", "W", "test-only"), "a job per run"),
 }
 "sbatch's options that would contradict ours, and who says them"
+_ASKS_FOR_GPUS = {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}
 _CHOOSES_HARDWARE = (
     *("partition", "p", "constraint", "C", "nodelist", "w", "clusters", "M", "reservation"),
-    *("gres", "gpus", "G", "gpus-per-node", "gpus-per-task"),
+    *_ASKS_FOR_GPUS,
 )
 "runs with other such options are other runs; a longer --time changes nothing that was measured"
 _CORES_PER_GPU = 4
@@ -125,7 +128,7 @@ def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float)
     if not given & {"cpus-per-task", "c"}:
         cores = _CORES_PER_GPU if nodes.gpus_per_node else 1
         ours.append(f"--cpus-per-task={processes_per_node * cores}")
-    if nodes.gpus_per_node and not given & {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}:
+    if nodes.gpus_per_node and not given & _ASKS_FOR_GPUS:
         ours.append(f"--gpus-per-node={processes_per_node}")
     return shlex.join([*ours, *nodes.options])
 
