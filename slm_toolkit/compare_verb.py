@@ -23,11 +23,14 @@ from slm_toolkit.output import print_records, read_baseline
 from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
 from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
+from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, shipped_strategies
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
     from slm_toolkit.compare.slots import Slot
+    from slm_toolkit.compare.slurm import SlurmJobs
+    from slm_toolkit.compare.slurm_script import SlurmNodes
 
 
 def add_compare_verb(verbs: Any) -> None:
@@ -100,6 +103,7 @@ def add_compare_verb(verbs: Any) -> None:
     )
     parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
     add_probe_flags(parser)
+    add_slurm_flags(parser)
     add_output_flags(parser)
     add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
     parser.set_defaults(verb=_compare, parser=parser)
@@ -107,10 +111,13 @@ def add_compare_verb(verbs: Any) -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.output_lock import locked
+    from slm_toolkit.compare.slurm import SlurmJobs
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
-        if hasattr(signal, name):
+        if hasattr(signal, name) and (name, args.launcher) != ("SIGHUP", "slurm"):  # jobs outlive a login
             signal.signal(getattr(signal, name), signal.default_int_handler)
+    with user_errors():
+        nodes = nodes_asked(args)
     if args.probe_network:
         return print_probe(args)
     console = Console(stderr=True)
@@ -120,10 +127,17 @@ def _compare(args: argparse.Namespace) -> int:
                 raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
             check_exports(args)
             baseline = read_baseline(args.baseline)
-            with console.status("looking at this machine"):
-                machine = this_machine()
-            runs, slots = _plan(args, machine)
+            if nodes is None:
+                with console.status("looking at this machine"):
+                    machine = this_machine()
+            else:
+                machine = nodes.machine
+            runs, slots = _plan(args, machine, nodes)
             _check_what_needs_torch(runs, console)
+            jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+            if args.slurm_only_write:
+                todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
+                return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
             if not args.dry_run:
                 folder = Path(runs[0].config.output_dir)
                 num_left_over = until_the_end.enter_context(locked(folder))
@@ -131,15 +145,18 @@ def _compare(args: argparse.Namespace) -> int:
             return _print_commands(runs, args)
         if num_left_over:
             console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
-        return _run(runs, slots, machine, args, console=console, baseline=baseline)
+        return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
 
 
-def _plan(args: argparse.Namespace, machine: Machine) -> tuple[list["PlannedRun"], list["Slot"]]:
+def _plan(
+    args: argparse.Namespace, machine: Machine, nodes: "SlurmNodes | None"
+) -> tuple[list["PlannedRun"], list["Slot"]]:
     """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
     from slm_toolkit.compare.grid import plan_runs
     from slm_toolkit.compare.largest_batch import flags_of_trials
     from slm_toolkit.compare.predicted import check_skippable
-    from slm_toolkit.compare.slots import slots_of
+    from slm_toolkit.compare.slots import Slot, slots_of
+    from slm_toolkit.compare.slurm_script import strategy_on_nodes
 
     names = {f.name for f in dataclasses.fields(RunConfig)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -152,12 +169,16 @@ def _plan(args: argparse.Namespace, machine: Machine) -> tuple[list["PlannedRun"
         raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
     if args.largest_batch and args.dry_run:
         raise ValueError("--dry_run with --largest_batch, where each run hangs on the last\nhint: give one")
-    slots = slots_of(
-        machine,
-        gpus_per_run=args.gpus_per_run,
-        runs_at_once=args.runs_at_once,
-        num_processes=args.num_processes,
-    )
+    if nodes is None:
+        slots = slots_of(
+            machine,
+            gpus_per_run=args.gpus_per_run,
+            runs_at_once=args.runs_at_once,
+            num_processes=args.num_processes,
+        )
+    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
+        slots = [Slot()]
+        strategies = [strategy_on_nodes(strategy, nodes) for strategy in strategies]
     if args.largest_batch:
         given = flags_of_trials(
             given,
@@ -187,37 +208,40 @@ def _run(
     machine: Machine,
     args: argparse.Namespace,
     *,
+    jobs: "SlurmJobs | None",
     console: Console,
     baseline: list[tuple[Path, RunRecord]],
 ) -> int:
     """Do what is not done yet, then print the table of all."""
+    from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
     from slm_toolkit.compare.largest_batch import Search, find_largest_batch
-    from slm_toolkit.compare.local import clear, execute, forget, kept_record
     from slm_toolkit.compare.predicted import skipped_record
     from slm_toolkit.compare.slots import run_in_slots
 
     stop = threading.Event()
+    launcher: Any = local if jobs is None else jobs
 
     def execute_or_keep(run: "PlannedRun", slot: "Slot") -> RunRecord:
         if args.force:
-            forget(run)
-        record = kept_record(run)
+            launcher.forget(run)
+        record = launcher.kept_record(run)
         kept = record is not None
         if kept:
-            clear(run.folder)  # a kill between the record and the end leaves some
+            local.clear(run.folder)  # a kill between the record and the end leaves some
         if record is None and args.skip_oom:
             record = skipped_record(run)
         if record is None:
             display.begin(run)
-            record = execute(
-                run,
-                slot,
-                timeout_seconds=args.timeout,
-                retries=args.retry,
-                stop=stop,
-                on_progress=partial(display.progress, run),
-            )
+            with user_errors():
+                record = launcher.execute(
+                    run,
+                    slot,
+                    timeout_seconds=args.timeout,
+                    retries=args.retry,
+                    stop=stop,
+                    on_progress=partial(display.progress, run),
+                )
         display.end(run, record, kept=kept)
         return record
 
@@ -236,11 +260,17 @@ def _run(
     )
     interrupted = False
     try:
+        if jobs is not None:
+            with user_errors():
+                jobs.begin([] if args.largest_batch else runs, force=args.force)
         with display, closing(run_in_slots(runs, work, slots, stop)) as results:
             for index, result in results:
                 done[index] = result
     except KeyboardInterrupt:
         interrupted = True
+        if jobs is not None:
+            with user_errors():
+                jobs.cancel()
         again = "the same command, without --force," if args.force else "the same command"
         console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
     shown = [done[index] for index in sorted(done)]

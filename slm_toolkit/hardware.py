@@ -49,7 +49,7 @@ class Machine:
 
     num_gpus: int
     gpu: str | None
-    "the driver's name of the first; None without"
+    "the driver's name of the first, or the options by which Slurm is to choose one; None without"
 
 
 @cache

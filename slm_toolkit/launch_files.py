@@ -5,13 +5,12 @@ import os
 import shlex
 from pathlib import Path
 
-import yaml
-
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.flags import flags_of
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.predict.plans import Plan
-from slm_toolkit.strategy import config_dir, write_resolved
+from slm_toolkit.skypilot import SKYPILOT_FILE, skypilot_task
+from slm_toolkit.strategy import config_dir, num_machines, on_nodes, write_resolved
 
 SCRIPT = "launch.sh"
 
@@ -25,7 +24,7 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
     several = ""
     if num_nodes > 1:
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
-    if num_nodes > 1 or _asks_for_machines(plan):
+    if num_nodes > 1 or num_machines(plan.strategy) > 1:
         words += ["--num_machines", str(num_nodes)]
     script = ["-m", "slm_toolkit.train", *_flags(plan), "--max_steps", str(num_steps or plan.num_steps)]
     dataset = "" if num_steps or plan.config.dataset != SYNTHETIC else f" --dataset {_DATASET}"
@@ -48,20 +47,18 @@ def yaml_name(plan: Plan) -> str:
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
-    """The YAML, the JSON it names and a script. Raises ValueError for a model that is not trained here, and
-    where files would be overwritten or can't be written."""
+    """The YAML, the JSON it names, a script and, for a GPU that it knows, a SkyPilot task.
+
+    Raises ValueError for a model that is not trained here, and where files would be overwritten or can't be
+    written.
+    """
     check_trainable(plan.spec)
     check_folder(folder)
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node
-    yaml_path = write_resolved(plan.strategy, folder, row.num_gpus)
-    config = yaml.safe_load(yaml_path.read_text())
-    for key in ("machine_rank", "main_process_ip", "main_process_port"):  # the command says them
-        config.pop(key, None)
-    config["num_machines"] = num_nodes
-    if num_nodes > 1 and plan.strategy.engine == "deepspeed":
-        config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"  # started on each node by you
-    yaml_path.write_text(yaml.safe_dump(config, sort_keys=False))
+    yaml_path = write_resolved(on_nodes(plan.strategy, num_nodes), folder, row.num_gpus)
+    # the JSON by its name, so that the folder works wherever it is copied to
+    yaml_path.write_text(yaml_path.read_text().replace(f"{yaml_path.parent}/", ""))
     lines = [
         "#!/bin/sh",
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
@@ -73,7 +70,11 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     script = folder / SCRIPT
     script.write_text("\n".join(lines) + "\n")
     script.chmod(0o755)
-    return [yaml_path, script]
+    task = skypilot_task(plan, launch_command(plan, yaml_path.name), folder)
+    if task is None:
+        return [yaml_path, script]
+    (folder / SKYPILOT_FILE).write_text(task)
+    return [yaml_path, script, folder / SKYPILOT_FILE]
 
 
 def check_folder(folder: Path) -> None:
@@ -90,17 +91,14 @@ _DATASET = '"${DATASET:?a hub id, file or folder}"'
 _STEPS_OF_A_CHECK = 33
 
 
-def _asks_for_machines(plan: Plan) -> bool:
-    return (plan.strategy.accelerate_config or {}).get("num_machines", 1) != 1
-
-
 def _flags(plan: Plan) -> list[str]:
-    """Without those that the trainer fills in by itself on a GPU; a model's own folder by its whole path."""
+    """Without those that the trainer fills in by itself on a GPU; one's own files by their whole path."""
     asked, usual = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
     filled = ("max_grad_norm", "save_final_model")
     changes = {name: None for name in filled if getattr(asked, name) == getattr(usual, name)}
-    if Path(asked.model).exists():
-        changes["model"] = str(Path(asked.model).resolve())
+    for name in ("model", "dataset"):
+        if Path(own := getattr(asked, name)).exists() and own != SYNTHETIC:
+            changes[name] = str(Path(own).resolve())
     return flags_of(dataclasses.replace(asked, **changes))
 
 

@@ -56,8 +56,12 @@ def _recommend(args: argparse.Namespace) -> int:
         ranked = best_plans(found, objective=args.objective, **limits)
         if ranked and args.write is not None:
             from slm_toolkit.launch_files import write_launch
+            from slm_toolkit.skypilot import SKYPILOT_FILE
 
-            notes += [f"written: {path}" for path in write_launch(ranked[0], args.write)]
+            written = write_launch(ranked[0], args.write)
+            notes += [f"written: {path}" for path in written]
+            if args.write / SKYPILOT_FILE not in written:
+                notes.append(f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU")
     notes += [f"left out: {reason}" for reason in left_out[:_MOST_LEFT_OUT]]
     if len(left_out) > _MOST_LEFT_OUT:
         notes.append(f"left out: {len(left_out) - _MOST_LEFT_OUT} more")

@@ -95,7 +95,10 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     add_software_flag(parser)
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows shown (default: 10)")
     parser.add_argument(
-        "--write", type=Path, metavar="DIR", help="write the first row's YAML and launch script there"
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="write the first row's YAML, launch script and SkyPilot task there",
     )
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_price_flags(parser)

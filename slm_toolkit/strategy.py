@@ -155,6 +155,27 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     return yaml_path
 
 
+def num_machines(strategy: Strategy) -> int:
+    """Nodes that the strategy's YAML asks for."""
+    return (strategy.accelerate_config or {}).get("num_machines") or 1
+
+
+def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
+    """The same strategy on so many nodes, on each of which somebody starts `accelerate launch`.
+
+    Which node is which, and the first one's address, are for that command to say.
+    """
+    of_command = ("machine_rank", "main_process_ip", "main_process_port")
+    config = {key: value for key, value in strategy.accelerate_config.items() if key not in of_command}
+    config["num_machines"] = num_nodes
+    if num_nodes > 1 and strategy.engine == "deepspeed":  # its own launcher would start the others by pdsh
+        config["deepspeed_config"] = {
+            **config["deepspeed_config"],
+            "deepspeed_multinode_launcher": "standard",
+        }
+    return dataclasses.replace(strategy, accelerate_config=config)
+
+
 def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
     """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
 

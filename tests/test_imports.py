@@ -35,6 +35,7 @@ HEAVY = (
         "slm_toolkit.estimate",
         "slm_toolkit.report.estimate_table",
         "slm_toolkit.compare.local",
+        "slm_toolkit.compare.slurm",
         "slm_toolkit.compare.largest_batch",
         "slm_toolkit.compare.keeper",
         "slm_toolkit.compare.display",
@@ -67,6 +68,9 @@ def test_arrows_between_rooms_point_one_way() -> None:
     for module, forbidden in (
         ("slm_toolkit.compare.local", "run"),
         ("slm_toolkit.compare.local", "report"),
+        ("slm_toolkit.compare.slurm", "run"),
+        ("slm_toolkit.compare.slurm", "report"),
+        ("slm_toolkit.compare.slurm", "train"),
         ("slm_toolkit.compare.largest_batch", "run"),
         ("slm_toolkit.compare.display", "run"),
         ("slm_toolkit.compare.display", "report"),

@@ -35,7 +35,7 @@ def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:
     config = yaml.safe_load(Path(flags["--config_file"]).read_text())
     assert (config["num_processes"], config["num_machines"]) == (16, 2)
     assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
-    assert Path(config["deepspeed_config"]["deepspeed_config_file"]).is_file()
+    assert (tmp_path / "plan" / config["deepspeed_config"]["deepspeed_config_file"]).is_file()
     again = slm("recommend", *asked, "--write", str(tmp_path / "plan"))
     assert again.code == 2
     assert "launch.sh exists\nhint: " in again.err
@@ -44,7 +44,7 @@ def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "num_gpus"), [("single", 1), ("fsdp_shard_grad_op", 2)])
 def test_the_script_written_trains_on_a_dataset(strategy: str, num_gpus: int, tmp_path: Path) -> None:
     """On this machine's CPU, a step of short sequences; all else is what stands in the script."""
-    _, script = write_launch(plans_of(strategy, num_gpus=num_gpus)[0], tmp_path / "plan")
+    _, script, _ = write_launch(plans_of(strategy, num_gpus=num_gpus)[0], tmp_path / "plan")
     text = re.sub(r"--max_steps \d+", "--max_steps 1", script.read_text()).replace("1024", "32")
     script.write_text(text.replace("accelerate launch", "accelerate launch --main_process_port 0"))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -75,7 +75,7 @@ def test_nodes_of_an_own_file_are_those_of_the_plan(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 2\nmachine_rank: 1\n"
     (plan,) = plans_of(own_strategy(tmp_path, text, name="nodes"), num_gpus=8)
     assert "--num_machines 1 " in launch_command(plan, yaml_name(plan))
-    written, _ = write_launch(plan, tmp_path / "plan")
+    written, *_ = write_launch(plan, tmp_path / "plan")
     config = yaml.safe_load(written.read_text())
     assert (config["num_machines"], config["num_processes"]) == (1, 8)
     assert "machine_rank" not in config

@@ -171,7 +171,7 @@ def _launch(
         keeper = start_kept(command, folder, log, _environment(run, slot))
         try:
             while keeper.poll() is None and not stop.is_set():
-                on_progress(_progress_of(folder))
+                on_progress(progress_of(folder))
                 least_available_bytes = min(least_available_bytes, psutil.virtual_memory().available)
                 if time.monotonic() - started > timeout_seconds:
                     timed_out, hung = True, explain(look_at_ranks(folder))
@@ -186,7 +186,7 @@ def _launch(
         started_at=started_at,
         seconds_total=time.monotonic() - started,
         exit_code=keeper.returncode,
-        progress=_progress_of(folder),
+        progress=progress_of(folder),
         stopped_after_seconds=timeout_seconds if timed_out else None,
         hung=hung,
         killed_by=_killed_by(before, least_available_bytes),
@@ -206,7 +206,7 @@ def _environment(run: PlannedRun, slot: Slot) -> dict[str, str]:
     return env
 
 
-def _progress_of(folder: Path) -> dict[str, float] | None:
+def progress_of(folder: Path) -> dict[str, float] | None:
     try:
         return json.loads((folder / PROGRESS_FILE).read_text())
     except (OSError, json.JSONDecodeError):  # not there yet

@@ -1,0 +1,241 @@
+"""Run planned runs as Slurm jobs: submitted ahead, found again, waited for, each ending as a record."""
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import CancelledError
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from slm_toolkit.compare import local
+from slm_toolkit.compare.causes import LOG_FILE, reason_in_log
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.local import Progress
+from slm_toolkit.compare.slots import Slot
+from slm_toolkit.compare.slurm_queue import UNKNOWN, Job, accounted, command, queue
+from slm_toolkit.compare.slurm_script import SlurmNodes, script_path, write_script
+from slm_toolkit.record import (
+    PROGRESS_FILE,
+    RECORD_FILE,
+    RunRecord,
+    identity_of,
+    model_facts,
+    read_record,
+    write_record,
+)
+
+
+class SlurmJobs:
+    """The jobs of one comparison. Nothing about them is kept on disk: the queue shows each one's script."""
+
+    def __init__(self, nodes: SlurmNodes, console: Console, *, timeout_seconds: float) -> None:
+        self.nodes, self.console, self.timeout_seconds = nodes, console, timeout_seconds
+        self.waiting: list[PlannedRun] = []
+        "that Slurm does not have yet"
+        self.jobs: dict[str, Job] = {}
+        "ours, by script"
+        self.said, self.refusal = "", ""
+        self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
+
+    def begin(self, runs: list[PlannedRun], *, force: bool) -> None:
+        """Find the jobs of an earlier comparison that still run or wait, and submit what is not done.
+
+        Raises ValueError where Slurm does not answer or takes none of them.
+        """
+        mine = {str(script_path(run)) for run in runs}
+        found = {
+            script: job
+            for script, job in queue().items()
+            if script in mine and job.is_live and job.state != "COMPLETING"  # what it was is decided already
+        }
+        for run in runs:
+            job = found.get(str(script_path(run)))
+            if force:
+                self._forget(run, job)
+            elif job is not None:
+                self.jobs[str(script_path(run))] = job
+            if (force or job is None) and self.kept_record(run) is None:
+                self.waiting.append(run)
+        if found and not force:
+            self._say(f"found {_ids(found.values())} of an earlier comparison")
+        self._submit_waiting()
+
+    def kept_record(self, run: PlannedRun) -> RunRecord | None:
+        """As `local.kept_record`; the record says the nodes' GPU, unknown when the run was planned."""
+        path = run.folder / RECORD_FILE
+        if str(script_path(run)) in self.jobs or not path.is_file():
+            return None
+        try:
+            gpu = read_record(path).gpu
+        except ValueError:  # of another version, or damaged: run again
+            return None
+        return local.kept_record(dataclasses.replace(run, identity=identity_of(run.asked, run.versions, gpu)))
+
+    def forget(self, run: PlannedRun) -> None:
+        """Cancel an earlier comparison's job and remove its folder, unless this comparison began it anew."""
+        if str(script_path(run)) not in self.jobs and run not in self.waiting:
+            self._forget(run, queue().get(str(script_path(run))))
+
+    def execute(
+        self,
+        run: PlannedRun,
+        slot: Slot,
+        *,
+        timeout_seconds: float,
+        retries: int,
+        stop: threading.Event,
+        on_progress: Progress,
+    ) -> RunRecord:
+        """Wait for a run's job, submitted here if not yet, again up to `retries` times; returns its record.
+
+        Slurm knows where (`slot` is all of this machine) and when to end it: `timeout_seconds` is in the
+        job's script. With `stop` set the job is left to `cancel`: raises CancelledError.
+        """
+        record = self._execute_once(run, stop, on_progress)
+        while record.status in ("failed", "timeout") and retries > 0:
+            retries -= 1
+            record = self._execute_once(run, stop, on_progress)
+        return record
+
+    def cancel(self) -> None:
+        """Ask scancel to end what is left of this comparison's jobs."""
+        mine = {*self.jobs, *(str(script_path(run)) for run in self.waiting)}  # one may be on its way
+        live = [job for script, job in queue().items() if script in mine and job.is_live]
+        if live:
+            command("scancel", *(str(job.job_id) for job in live))
+            self._say(f"cancelled {_ids(live)}")
+
+    def _execute_once(self, run: PlannedRun, stop: threading.Event, on_progress: Progress) -> RunRecord:
+        script = str(script_path(run))
+        if script not in self.jobs and run not in self.waiting:  # a trial of a search, or another try
+            self.begin([run], force=False)
+        while run in self.waiting or self.jobs[script].is_live:
+            on_progress(local.progress_of(run.folder))
+            if stop.wait(0.2):
+                raise CancelledError
+            if time.monotonic() > self.next_look:
+                self._look()
+        return _record_of(run, self.jobs.pop(script))
+
+    def _look(self) -> None:
+        """See what became of all jobs, say so, and submit what Slurm had refused before."""
+        try:
+            shown = queue()
+        except ValueError:  # slurmctld restarts and is overloaded at times; its jobs go on
+            shown = None
+        if shown is not None:
+            for script, job in self.jobs.items():
+                if job.is_live:
+                    self.jobs[script] = shown.get(script) or accounted(job)
+            self._submit_waiting()
+        says = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if shown is not None else _SILENT
+        slower = min(self.pause_seconds * 1.5, _LONGEST_PAUSE_SECONDS)
+        self.pause_seconds = slower if says == self.said else _FIRST_PAUSE_SECONDS
+        self.next_look = time.monotonic() + self.pause_seconds
+        if says != self.said:
+            self.said = says
+            self._say(says)
+
+    def _submit_waiting(self) -> None:
+        """As many as Slurm takes. Raises ValueError where it refuses one though none of ours is left."""
+        submitted = []
+        while self.waiting:
+            run = self.waiting[0]
+            script = write_script(run, self.nodes, timeout_seconds=self.timeout_seconds)
+            for name in (RECORD_FILE, LOG_FILE, PROGRESS_FILE):
+                (run.folder / name).unlink(missing_ok=True)
+            try:
+                answer = command("sbatch", "--parsable", str(script))
+            except ValueError as error:  # most often a limit on jobs per user: some must end first
+                if not any(job.is_live for job in self.jobs.values()):
+                    raise
+                if str(error) != self.refusal:
+                    self.refusal = str(error)
+                    self._say(f"{len(self.waiting)} runs wait: {self.refusal}")
+                break
+            job = Job(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
+            self.jobs[str(script)] = job
+            submitted.append(job)
+            self.waiting.pop(0)
+        if submitted:
+            self._say(f"submitted {_ids(submitted)}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _forget(self, run: PlannedRun, job: Job | None) -> None:
+        if job is not None and job.is_live:
+            command("scancel", str(job.job_id))
+        local.forget(run)
+
+
+_ENDED_BY_ITSELF = ("COMPLETED", "FAILED", UNKNOWN)
+"then the run's own record says best how"
+_MEANING = {
+    "COMPLETED": "it left no record; is its folder on a file system that all nodes share?",
+    "FAILED": "its script failed",
+    "TIMEOUT": "its time limit ended it",
+    "DEADLINE": "its deadline ended it",
+    "OUT_OF_MEMORY": 'it wanted more host memory than it had; --slurm_options="--mem=..." asks for more',
+    "NODE_FAIL": "a node failed",
+    "BOOT_FAIL": "a node did not start",
+    "PREEMPTED": "another job took its place",
+    "CANCELLED": "somebody cancelled it",
+    UNKNOWN: "Slurm no longer knows how it ended",
+}
+_SILENT = "slurm: no answer from squeue, asking on"
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
+"between two looks at the queue, which all users of the cluster share"
+_SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which a folder's new files must be seen
+
+
+def _record_of(run: PlannedRun, job: Job) -> RunRecord:
+    """What the run wrote about itself, or what Slurm says about its end."""
+    path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
+    last = local.progress_of(run.folder)
+    (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
+    patience = time.monotonic() + (_SHARED_FOLDER_SECONDS if job.state == "COMPLETED" else 0)
+    while not path.is_file() and time.monotonic() < patience:
+        time.sleep(0.5)
+    record = read_record(path) if path.is_file() else None
+    if record is not None and job.state in _ENDED_BY_ITSELF:
+        if record.status != "ok" or job.state != "FAILED":
+            return record
+    elif record is not None and record.status == "oom":
+        return record
+    meaning = _MEANING.get(job.state, job.reason)
+    where = f" at step {last['step']} of {last['num_steps']}" if last else ""
+    quoted = f"; {reason_in_log(log)}" if log.is_file() and log.stat().st_size else ""
+    record = RunRecord(
+        run_name=run.run_name,
+        identity=run.identity,
+        status="timeout" if job.state == "TIMEOUT" else "failed",
+        strategy=run.strategy.name,
+        asked=run.asked,
+        model=model_facts(run.spec),
+        versions=run.versions,
+        started_at=datetime.fromtimestamp(time.time() - job.seconds, UTC).isoformat(timespec="seconds"),
+        reason=f"Slurm job {job.job_id} {job.state}: {meaning}{where}{quoted}",
+        command=f"sbatch {script_path(run)}",
+        seconds_total=job.seconds,
+    )
+    write_record(record, run.folder)
+    return record
+
+
+def _counts(jobs: Iterable[Job], *, num_waiting: int) -> str:
+    """One line on all jobs, with why the first one waits."""
+    jobs = list(jobs)
+    numbers = Counter(job.state for job in jobs)
+    reasons = [job.reason for job in jobs if job.state == "PENDING" and job.reason != "None"]
+    words = [f"{number} {state.lower()}" for state, number in sorted(numbers.items())]
+    words += [f"{num_waiting} not submitted yet"] * bool(num_waiting)
+    return "slurm: " + ", ".join(words) + (f" ({reasons[0]})" if reasons else "")
+
+
+def _ids(jobs: Iterable[Job]) -> str:
+    numbers = [str(job.job_id) for job in jobs]
+    return f"Slurm job {numbers[0]}" if len(numbers) == 1 else f"Slurm jobs {', '.join(numbers)}"

@@ -1,0 +1,263 @@
+"""`slm compare --launcher slurm` against a real Slurm, whose two nodes are network namespaces here."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT, Finished, run, slm
+
+from slm_toolkit.compare.local import free_port
+from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={this_host}({address})
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=2
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs=2 RealMemory=4000\n"
+NUMBER = os.getpid() % 250  # of this session's network
+NODES = (f"slm{NUMBER}-a", f"slm{NUMBER}-b")
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[list[str]]:
+    """A bridge and two network namespaces; the addresses of this machine and of the two."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("only root makes network namespaces, with iproute2's ip: apt-get install iproute2")
+    bridge, addresses = f"slm{NUMBER}", [f"10.77.{NUMBER}.{number}" for number in (254, 1, 2)]
+    ip = [
+        f"link add {bridge} type bridge",
+        f"addr add {addresses[0]}/24 dev {bridge}",
+        f"link set {bridge} up",
+    ]
+    for node, address in zip(NODES, addresses[1:], strict=True):
+        ip += [
+            f"netns add {node}",
+            f"link add {bridge}{node[-2:]} type veth peer name eth0 netns {node}",
+            f"link set {bridge}{node[-2:]} master {bridge} up",
+            *(f"-n {node} addr add {address}/24 dev eth0", f"-n {node} link set eth0 up"),
+            f"-n {node} link set lo up",
+        ]
+    try:
+        for words in ip:
+            if (done := run("ip", *words.split())).code != 0:
+                pytest.skip(f"no network namespaces here: ip {words}: {done.err}")
+        yield addresses
+    finally:
+        for node in NODES:
+            run("ip", "netns", "del", node)
+        run("ip", "link", "del", bridge)
+
+
+@pytest.fixture(scope="module")
+def cluster(network: list[str]) -> Iterator[dict[str, str]]:
+    """The environment in which Slurm's commands reach a Slurm started for this module."""
+    path = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has daemons, which not everybody's PATH has
+    munged, slurmctld, slurmd = (shutil.which(name, path=path) for name in ("munged", "slurmctld", "slurmd"))
+    if not (munged and slurmctld and slurmd and shutil.which("sbatch")):
+        pytest.skip("no Slurm here: apt-get install slurm-wlm munge")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has 108 characters at most
+    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir(mode=0o700)
+    key, configuration = folder / "munge" / "key", folder / "slurm.conf"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    places = {"folder": folder, "this_host": socket.gethostname(), "address": network[0], "port": free_port()}
+    nodes = [
+        NODE.format(name=name, address=address, port=free_port())
+        for name, address in zip(NODES, network[1:], strict=True)
+    ]
+    *before, partition = CONFIGURATION.format(**places).splitlines(keepends=True)
+    configuration.write_text("".join([*before, *nodes, partition]))
+    env = {"SLURM_CONF": str(configuration)}
+    munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    started = [
+        run(munged, "--force", *(f"--{option}={folder}/munge/{name}" for option, name in munge.items())),
+        run(slurmctld, "-f", str(configuration), env=env),
+    ]
+    hosts = folder / "hosts"
+    pairs = zip(network, (socket.gethostname(), *NODES), strict=True)
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in pairs))
+    for name in NODES:  # a host with a name, names of others and a network of its own
+        daemon = (
+            f"hostname {name} && mount --bind {hosts} /etc/hosts && exec nsenter --net=/run/netns/{name} "
+        )
+        daemon += f"{slurmd} -N {name} -f {configuration}"
+        started.append(run("unshare", "--mount", "--uts", "sh", "-c", daemon, env=env))
+    try:
+        assert [done.code for done in started] == [0] * 4, [
+            *started,
+            *(log.read_text() for log in folder.glob("*.log")),
+        ]
+        wait_for(lambda: both_idle(env))
+        yield env
+    finally:
+        run("scancel", "--user=root", env=env)
+        for file in (*folder.glob("*.pid"), folder / "munge" / "pid"):
+            if file.exists():
+                os.kill(int(file.read_text()), signal.SIGTERM)
+        time.sleep(1)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def slurm(*words: str, env: dict[str, str]) -> str:
+    done = run(*words, env=env)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def both_idle(env: dict[str, str]) -> bool:
+    return slurm("sinfo", "-h", "-N", "-o", "%T", env=env).split() == ["idle", "idle"]
+
+
+def wait_for(truth: object, *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not truth():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def on_slurm(folder: Path, *words: str, env: dict[str, str]) -> tuple[Finished, dict[str, dict]]:
+    """A comparison's end and its rows by strategy."""
+    done = slm(*comparison(folder, *words), env=env)
+    assert done.out, done.err
+    return done, {row["strategy"]: row for row in json.loads(done.out)}
+
+
+def comparison(folder: Path, *words: str) -> tuple[str, ...]:
+    asked = ("compare", "--json", "--launcher", "slurm", "--model", "slm-1m", "--max_steps", "4")
+    return (*asked, "--output_dir", str(folder / "my runs"), *words)
+
+
+def template(folder: Path, does: str) -> tuple[str, str]:
+    """The flag for our own script with another end."""
+    text = SLURM_TEMPLATE.read_text()
+    path = folder / "own.sh"
+    path.write_text(text[: text.index("srun --kill")] + f"{does} # {text[text.index('--config_file') :]}")
+    path.write_text(path.read_text().replace("\\\n", " "))
+    return ("--slurm_template", str(path))
+
+
+def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    words = ("--strategy", "ddp", "ds_zero2", "--max_steps", "5")
+    done, rows = on_slurm(tmp_path, *words, env=cluster)
+    assert done.code == 0, done.err
+    assert "submitted Slurm jobs " in done.err
+    assert [(row["status"], row["engine"], row["world_size"]) for row in rows.values()] == [
+        ("ok", "ddp", 2),
+        ("ok", "deepspeed", 2),
+    ]
+
+    again, kept = on_slurm(tmp_path, *words, env=cluster)  # nothing is done twice
+    assert again.err.count("kept from ") == 2
+    assert "submitted" not in again.err
+    assert kept["ddp"]["losses"] == rows["ddp"]["losses"]
+
+    words = ("--strategy", "fsdp_full_shard", "ds_zero2", "--max_steps", "5", "--num_nodes", "2")
+    done, on_two = on_slurm(tmp_path, *words, env=cluster)
+    assert done.code == 0, done.err
+    for row in on_two.values():
+        record = json.loads(Path(row["record"]).read_text())
+        assert (row["status"], row["world_size"], len(record["step_seconds"])) == ("ok", 2, 2)
+        assert record["asked"]["accelerate_config"]["num_machines"] == 2
+        assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=0.01)  # the tolerance of aligned
+    assert on_two["ds_zero2"]["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-4)
+    shown = slurm("squeue", "--states=all", "-h", "-o", "%N", env=cluster).splitlines()
+    assert shown.count(",".join(NODES)) == 2
+
+
+def test_a_job_that_fails_is_a_row_with_its_log_and_is_tried_again(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    failing = template(tmp_path, "echo 'ValueError: no such sky' && exit 3")
+    done, rows = on_slurm(tmp_path, "--strategy", "ddp", *failing, "--retry", "1", env=cluster)
+    assert done.code == 1
+    assert rows["ddp"]["status"] == "failed"
+    assert "FAILED: its script failed; ValueError: no such sky" in rows["ddp"]["reason"]
+    assert done.err.count("submitted Slurm job ") == 2
+
+
+def test_a_node_that_goes_down_is_the_reason_of_a_row(cluster: dict[str, str], tmp_path: Path) -> None:
+    asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
+    process = start(tmp_path, *asked, env=cluster)
+    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
+    slurm("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test", env=cluster)
+    out, err = process.communicate(timeout=60)
+    wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
+    (row,) = json.loads(out)
+    assert (process.returncode, row["status"]) == (1, "failed"), err
+    assert "NODE_FAIL: a node failed" in row["reason"]
+
+
+def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_c(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    asked = ("--strategy", "ddp", *template(tmp_path, "sleep 60"))
+    process = start(tmp_path, *asked, env=cluster)
+    wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
+    process.kill()
+    process.communicate()
+    (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
+    process = start(tmp_path, *asked, env=cluster)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"found Slurm job {job} of an earlier comparison" in err
+    assert "submitted" not in err
+    assert f"cancelled Slurm job {job}" in err
+    wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
+
+
+def test_an_option_that_slurm_refuses_is_said_in_its_words(cluster: dict[str, str], tmp_path: Path) -> None:
+    done = slm(*comparison(tmp_path, "--strategy", "ddp", "--slurm_options=--partition=nope"), env=cluster)
+    assert done.code == 2
+    assert "invalid partition specified: nope" in done.err
+
+
+@pytest.mark.slow
+def test_a_job_over_its_time_is_a_timeout(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Slurm's shortest limit is a minute, and it looks every half minute."""
+    long = template(tmp_path, "sleep 300")
+    done, rows = on_slurm(tmp_path, "--strategy", "ddp", "--timeout", "5", *long, env=cluster)
+    assert (done.code, rows["ddp"]["status"]) == (1, "timeout")
+    assert "TIMEOUT: its time limit ended it" in rows["ddp"]["reason"]
+
+
+def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
+    command = [str(Path(sys.executable).with_name("slm")), *comparison(folder, *words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env={**ENV, **env}, stdout=pipe, stderr=pipe, text=True)

@@ -1,0 +1,95 @@
+"""The scripts of `slm compare --launcher slurm`, written without any Slurm at hand."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Finished, slm
+
+from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
+
+
+def written(folder: Path, *words: str) -> Finished:
+    asked = ("compare", "--launcher", "slurm", "--slurm_only_write", "--model", "slm-1m")
+    return slm(*asked, "--output_dir", str(folder / "my runs"), *words)
+
+
+def scripts_of(done: Finished) -> list[Path]:
+    """Of the `sbatch FILE` lines."""
+    assert done.code == 0, done.err
+    return [Path(line.removeprefix("sbatch ").strip("'")) for line in done.out.splitlines()]
+
+
+def test_the_script_asks_for_what_the_flags_say(tmp_path: Path) -> None:
+    words = ("--strategy", "ds_zero3", "single", "--num_nodes", "2", "--gpus_per_node", "8")
+    options = "--partition=gpu --time=2:00:00"
+    zero3, single = scripts_of(written(tmp_path, *words, f"--slurm_options={options}"))
+    text = zero3.read_text()
+    assert subprocess.run(["bash", "-n", str(zero3)]).returncode == 0
+    assert "{{" not in text
+    assert "#SBATCH --nodes=2\n" in text
+    assert f"#SBATCH --cpus-per-task=32 --gpus-per-node=8 {options}\n" in text  # 4 cores x 8 ranks of a node
+    assert "--num_machines 2 --num_processes 16 " in text
+    words = shlex.split(text.partition("--config_file ")[2].replace("\\\n", " "))
+    config = yaml.safe_load(Path(words[0]).read_text())
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert "machine_rank" not in config  # the script says it
+    assert "#SBATCH --nodes=1\n" in single.read_text()  # one process needs no second node
+    assert "--gpus-per-node=1 " in single.read_text()
+
+
+def test_the_time_limit_is_the_timeout_and_cpu_ranks_have_a_core_each(tmp_path: Path) -> None:
+    (script,) = scripts_of(written(tmp_path, "--strategy", "ddp", "--timeout", "90"))
+    assert "#SBATCH --time=2 --cpus-per-task=2\n" in script.read_text()  # whole minutes
+
+
+def test_other_nodes_and_hardware_are_other_runs_but_another_time_limit_is_not(tmp_path: Path) -> None:
+    def folder(*words: str) -> str:
+        return scripts_of(written(tmp_path, "--strategy", "ddp", *words))[0].parent.name
+
+    plain = folder()
+    assert folder("--slurm_options=--time=5 --account=me") == plain
+    assert len({plain, folder("--num_nodes", "2"), folder("--slurm_options=-p fast")}) == 3
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    own = tmp_path / "own.sh"
+    own.write_text(SLURM_TEMPLATE.read_text().replace("{{options}}", "{{optoins}}"))
+    done = written(tmp_path, "--slurm_template", str(own), "--slurm_options=--nodes=3 -J mine")
+    assert done.code == 2
+    for problem in (
+        "--slurm_options says --nodes=3, which is for `slm compare` to say: --num_nodes",
+        "--slurm_options says -J, which is for `slm compare` to say",
+        "own.sh: unknown {{optoins}}",
+        "own.sh has no {{options}}",
+        "hint: ",
+    ):
+        assert problem in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--num_nodes", "2", "--launcher", "local"), "--num_nodes without --launcher slurm"),
+        (("--num_nodes", "3"), "2 processes on 3 nodes"),
+        (("--num_nodes", "2", "--rehearse", "8"), "a rehearsal is one process"),
+        (("--slurm_template", "nowhere.sh"), "can't read nowhere.sh"),
+        (("--slurm_options=--gres=gpu:8",), "--slurm_options says gres: add --gpus_per_node"),
+        (("--slurm_options='",), "No closing quotation"),
+    ],
+)
+def test_what_can_not_be_asked_is_refused(words: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    done = written(tmp_path, *words)
+    assert done.code == 2
+    assert problem in done.err
+
+
+def test_without_slurm_its_absence_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    asked = ("compare", "--launcher", "slurm", "--model", "slm-1m", "--output_dir", str(tmp_path))
+    done = slm(*asked, env={"PATH": "/nowhere"})
+    assert done.code == 2
+    assert re.search(r"error: no squeue here\nhint: .*login node", done.err)
