@@ -11,7 +11,7 @@ function template() {
   const card = getComputedStyle(document.querySelector("section")).backgroundColor;
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
   return { data: { bar: [{ error_x: { color: text } }] }, layout: {
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
+    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
     font: { color: text, family: "system-ui, sans-serif", size: 13 }, xaxis: axis, yaxis: axis,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hoverlabel: { align: "left", bgcolor: card, bordercolor: line, font: { color: text } },
   } };
