@@ -22,7 +22,7 @@ function draw(widthPixels) {
   for (const chart of document.querySelectorAll(".chart")) {
     const { name, data, layout } = structuredClone(figures[chart.dataset.figure]);
     const isNarrow = chart.clientWidth < 500 && layout.showlegend; // a legend of one column: room for its lines
-    const height = layout.height + (isNarrow ? 20 * data.filter((trace) => trace.showlegend !== false).length : 0);
+    const height = layout.height + (isNarrow ? 24 * data.filter((trace) => trace.showlegend !== false).length : 0);
     const size = widthPixels ? { width: widthPixels, autosize: false, height } : { autosize: true, height };
     const keep = { filename: name, format: "svg" };
     Plotly.react(chart, data, { ...layout, ...size, template: style }, { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d"], toImageButtonOptions: keep });
