@@ -90,7 +90,7 @@ def places_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dic
     """Names stand above what they name, which leaves a phone all its width for the figures."""
     return {
         "height": 44 * len(bars) + (110 if legend else 80),
-        "margin": {"l": 12, "r": 16, "t": 30, "b": 50},
+        "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
         "showlegend": legend,
         "legend": above_plot(),
         "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "fixedrange": True},
@@ -118,12 +118,12 @@ def curves_layout(*, x_title: str, y_title: str, num_keys: int) -> dict[str, Any
     """Two numeric axes and a legend above, where it is short enough to be read."""
     return {
         "height": 460,
-        "margin": {"l": 64, "r": 16, "t": 30, "b": 50},
+        "margin": {"l": 64, "r": 36, "t": 30, "b": 50},
         "showlegend": 1 < num_keys <= MOST_KEYS,
         "legend": above_plot(),
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_title}},
-        "yaxis": {"title": {"text": y_title}},
+        "yaxis": {"title": {"text": y_title, "standoff": 12}},
     }
 
 
@@ -136,4 +136,5 @@ def above_plot() -> dict[str, Any]:
         "y": 1,
         "yanchor": "bottom",
         "traceorder": "normal",
+        "maxheight": 0.9,  # of the figure; plotly would make a legend beyond half of it scroll
     }

@@ -164,7 +164,7 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
     layout = curves_layout(x_title="ranks", y_title="tokens/s, all ranks", num_keys=len(data) + 1)
     sizes = sorted({row.world_size for found in several for _, row in found})
     layout["xaxis"] |= {"type": "log", "tickvals": sizes, "ticktext": list(map(str, sizes))}
-    layout["yaxis"] |= {"type": "log"}
+    layout["yaxis"] |= {"type": "log", "dtick": "D2"}
     return Panel(name, title, (Figure(name, title, [linear, *data], layout),), ("both axes logarithmic",))
 
 

@@ -37,6 +37,8 @@ _CHANGES_NO_MEMORY = {  # flags in which a rehearsal and the run that it stands 
 }
 _LIMIT_IN_SIGHT = 0.1
 "of a GPU's memory: where the longest bar is shorter, the limit would make all bars stubs"
+_MOST_PHASES_NAMED = 12
+"below the timeline; names of shorter phases would lie on each other"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     for number, labels in enumerate(groups.values()):
         found = _stacks({label: rows[label] for label in labels}, estimates)
         if found:
-            bars.append(Bar(str(number), f"<b>{escaped(labels[0])}</b>", is_heading=True))
+            bars.append(Bar(f"{number} heading", f"<b>{escaped(labels[0])}</b>", is_heading=True))
         for stack in found:
             key = f"{number} {stack.evidence}"
             bars.append(Bar(key, f"{stack.evidence} {size_text(sum(stack.parts.values()))}"))
@@ -215,7 +217,7 @@ def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
         {
             **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": _TITLES[part], "x": at},
             "y": [_rounded_gib(moment.parts.get(part, 0)) for moment in moments],
-            "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hv"},
+            "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hvh"},
             "fillcolor": _COLOURS[part],
             "text": places,
             "hovertemplate": "%{text}<br>%{fullData.name}: %{y} GiB<extra></extra>",
@@ -224,10 +226,13 @@ def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
         if any(moment.parts.get(part, 0) > 0 for moment in moments)
     ]
     layout = curves_layout(x_title="", y_title="GiB alive", num_keys=2)
-    starts = [
-        next(iter(group))[0] for _, group in groupby(enumerate(moments), key=lambda item: item[1].phase)
-    ]
-    layout["xaxis"] |= {"tickvals": starts, "ticktext": [moments[start].phase for start in starts]}
+    phases = [list(group) for _, group in groupby(at, key=lambda index: moments[index].phase)]
+    wide = [phase for phase in phases if len(phase) * _MOST_PHASES_NAMED >= len(at)]
+    layout["xaxis"] |= {
+        "tickvals": [phase[0] for phase in wide],
+        "ticktext": [moments[phase[0]].phase for phase in wide],
+        "tickangle": 0,
+    }
     peak = next(index for index, moment in enumerate(moments) if moment.is_peak)
     layout["annotations"] = [
         {"x": peak, "y": moments[peak].num_bytes / 2**30, "text": f"peak {size_text(picture.num_bytes)}"}

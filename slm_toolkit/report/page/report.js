@@ -11,7 +11,7 @@ function template() {
   const card = getComputedStyle(document.querySelector("section")).backgroundColor;
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
   return { data: { bar: [{ error_x: { color: text } }] }, layout: {
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
+    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
     font: { color: text, family: "system-ui, sans-serif", size: 13 }, xaxis: axis, yaxis: axis,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hoverlabel: { align: "left", bgcolor: card, bordercolor: line, font: { color: text } },
   } };
@@ -22,7 +22,7 @@ function draw(widthPixels) {
   for (const chart of document.querySelectorAll(".chart")) {
     const { name, data, layout } = structuredClone(figures[chart.dataset.figure]);
     const isNarrow = chart.clientWidth < 500 && layout.showlegend; // a legend of one column: room for its lines
-    const height = layout.height + (isNarrow ? 20 * data.filter((trace) => trace.showlegend !== false).length : 0);
+    const height = layout.height + (isNarrow ? 24 * data.filter((trace) => trace.showlegend !== false).length : 0);
     const size = widthPixels ? { width: widthPixels, autosize: false, height } : { autosize: true, height };
     const keep = { filename: name, format: "svg" };
     Plotly.react(chart, data, { ...layout, ...size, template: style }, { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d"], toImageButtonOptions: keep });
