@@ -232,11 +232,10 @@ def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_
     process.communicate()
     (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
     process = start(tmp_path, *asked, env=cluster)
-    time.sleep(3)
+    assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"found Slurm job {job} of an earlier comparison" in err
     assert "submitted" not in err
     assert f"cancelled Slurm job {job}" in err
     wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
