@@ -124,6 +124,9 @@ def cluster(network: list[str]) -> Iterator[dict[str, str]]:
         yield env
     finally:
         run("scancel", "--user=root", env=env)
+        deadline = time.monotonic() + 30  # a failed test's ranks must end while somebody can end them
+        while run("squeue", "--noheader", env=env).out and time.monotonic() < deadline:
+            time.sleep(0.2)
         for file in (*folder.glob("*.pid"), folder / "munge" / "pid"):
             if file.exists():
                 os.kill(int(file.read_text()), signal.SIGTERM)
