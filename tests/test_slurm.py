@@ -124,6 +124,9 @@ def cluster(network: list[str]) -> Iterator[dict[str, str]]:
         yield env
     finally:
         run("scancel", "--user=root", env=env)
+        deadline = time.monotonic() + 30  # a failed test's ranks must end while somebody can end them
+        while run("squeue", "--noheader", env=env).out and time.monotonic() < deadline:
+            time.sleep(0.2)
         for file in (*folder.glob("*.pid"), folder / "munge" / "pid"):
             if file.exists():
                 os.kill(int(file.read_text()), signal.SIGTERM)
@@ -232,11 +235,10 @@ def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_
     process.communicate()
     (job,) = slurm("squeue", "-h", "-o", "%i", env=cluster).split()
     process = start(tmp_path, *asked, env=cluster)
-    time.sleep(3)
+    assert process.stderr.readline() == f"found Slurm job {job} of an earlier comparison\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"found Slurm job {job} of an earlier comparison" in err
     assert "submitted" not in err
     assert f"cancelled Slurm job {job}" in err
     wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
