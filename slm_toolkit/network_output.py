@@ -57,9 +57,7 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
             )
         with console.status("looking at this machine"):
             num_processes = num_ranks_to_probe(args.num_processes, this_machine())
-        until_the_end.enter_context(
-            locked(output.parent.resolve())
-        )  # a comparison would end it
+        until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would end it
     console.print(
         f"measuring collectives among {num_processes} processes, up to {probe_seconds:g} s", highlight=False
     )
