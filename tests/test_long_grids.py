@@ -105,7 +105,7 @@ def test_what_a_killed_comparison_left_running_is_ended_before_the_next(tmp_path
     command = [sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: 0); time.sleep(99)"]
     env = {**ENV, RUN_DIR_VARIABLE: str(tmp_path / "runs" / "a")}
     orphan = subprocess.Popen(command, env=env)
-    elsewhere = subprocess.Popen(command, env={**ENV, RUN_DIR_VARIABLE: str(tmp_path / "others" / "a")})
+    elsewhere = subprocess.Popen(command, env={**ENV, RUN_DIR_VARIABLE: str(tmp_path / "runs" / "b" / "a")})
     try:
         deadline = time.monotonic() + 5
         while True:  # until it runs python, not the copy of this process that it began as

@@ -13,14 +13,15 @@ _LONGEST_SECONDS = 30
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """All other processes of the run in `folder`, or of the runs below it."""
+    """All other processes of the run in `folder`, or of the runs right below it: not of folders further down,
+    where another comparison may be at work."""
     found = []
     for process in psutil.process_iter():
         try:
             run_dir = process.environ().get(RUN_DIR_VARIABLE)
         except (psutil.Error, OSError):  # another user's, or it ended meanwhile
             continue
-        if run_dir and process.pid != os.getpid() and Path(run_dir).is_relative_to(folder):
+        if run_dir and process.pid != os.getpid() and folder in (Path(run_dir), Path(run_dir).parent):
             found.append(process)
     return found
 
