@@ -15,6 +15,7 @@ _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/"
 )
 "files whose innermost frames wait for other ranks: collectives, those of a backward, the GPU's own"
+_STALE_LOCK = "; if nobody compiles, a killed run left a file `lock` in ~/.cache/torch_extensions: remove it"
 _HEADING = "Stack (most recent call first):"
 
 
@@ -70,7 +71,10 @@ def explain(stacks: list[RankStack]) -> str | None:
     if stuck and waiting and not any(stack.has_moved for stack in stacks):
         hung = " and ".join(f"rank {stack.rank} hung in {stack.place}" for stack in stuck)
         return f"{hung}, while {_places(waiting)} waited"
-    return f"last seen {_places(stacks)}" if stacks else None
+    if not stacks:
+        return None
+    held = any("torch/utils/file_baton.py" in frame for stack in stacks for frame in stack.frames[:1])
+    return f"last seen {_places(stacks)}" + (_STALE_LOCK if held else "")
 
 
 def _places(stacks: list[RankStack]) -> str:
