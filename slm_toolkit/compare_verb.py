@@ -1,4 +1,4 @@
-"""`slm compare`: its flags, the launches of its grid one after another, and the table of their records."""
+"""`slm compare`: its flags, the launches of its grid, one after another or side by side, and their table."""
 
 import argparse
 import dataclasses

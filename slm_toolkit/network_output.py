@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +35,12 @@ def add_probe_flags(parser: argparse.ArgumentParser) -> None:
 
 def print_probe(args: argparse.Namespace) -> int:
     """Measure, then the table, or with --json the file's content, to stdout; returns the exit code."""
+    with ExitStack() as until_the_end:
+        return _print_probe(args, until_the_end)
+
+
+def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
+    from slm_toolkit.compare.output_lock import locked
     from slm_toolkit.compare.probe_network import num_ranks_to_probe, probe_network
     from slm_toolkit.hardware import this_machine
     from slm_toolkit.report.network_table import network_table
@@ -50,6 +57,7 @@ def print_probe(args: argparse.Namespace) -> int:
             )
         with console.status("looking at this machine"):
             num_processes = num_ranks_to_probe(args.num_processes, this_machine())
+        until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would end it
     console.print(
         f"measuring collectives among {num_processes} processes, up to {probe_seconds:g} s", highlight=False
     )

@@ -13,22 +13,28 @@ _LONGEST_SECONDS = 30
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """All other processes of the run in `folder`, or of the runs below it."""
+    """All other processes of the run in `folder`, or of the runs right below it: not of folders further down,
+    where another comparison may be at work."""
     found = []
     for process in psutil.process_iter():
         try:
             run_dir = process.environ().get(RUN_DIR_VARIABLE)
         except (psutil.Error, OSError):  # another user's, or it ended meanwhile
             continue
-        if run_dir and process.pid != os.getpid() and Path(run_dir).is_relative_to(folder):
+        if run_dir and process.pid != os.getpid() and folder in (Path(run_dir), Path(run_dir).parent):
             found.append(process)
     return found
 
 
 def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Process]:
-    """End them, by force where five seconds of asking were not enough; returns those that can't be ended."""
+    """End them, by force where five seconds of asking were not enough; returns those that can't be ended.
+
+    Locks of torch's compilations that they held go with them: all later DeepSpeed runs would wait for those.
+    """
     started = time.monotonic()
+    locks: set[Path] = set()
     while (left := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
+        locks |= {lock for process in left for lock in _locks_held_by(process)}
         for process in left:
             try:
                 process.terminate() if gently else process.kill()
@@ -36,4 +42,14 @@ def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Proces
                 continue
         psutil.wait_procs(left, timeout=_GENTLE_SECONDS)
         gently = False  # and look again: one may have started another meanwhile
+    for lock in locks:
+        lock.unlink(missing_ok=True)
     return left
+
+
+def _locks_held_by(process: psutil.Process) -> list[Path]:
+    """Files that torch.utils.file_baton holds open while an extension is built or loaded."""
+    try:
+        return [Path(file.path) for file in process.open_files() if Path(file.path).name == "lock"]
+    except (psutil.Error, OSError):
+        return []

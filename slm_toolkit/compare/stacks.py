@@ -15,6 +15,7 @@ _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/"
 )
 "files whose innermost frames wait for other ranks: collectives, those of a backward, the GPU's own"
+_STALE_LOCK = "; if nobody compiles, a killed run left a file `lock` in ~/.cache/torch_extensions: remove it"
 _HEADING = "Stack (most recent call first):"
 
 
@@ -64,17 +65,16 @@ def look_at_ranks(folder: Path) -> list[RankStack]:
 
 
 def explain(stacks: list[RankStack]) -> str | None:
-    """Who hung where, and who waited; None where all went on, or nobody can tell."""
-    if not stacks or any(stack.has_moved for stack in stacks):
-        return None
+    """Who hung where while others waited; where that can't be told from a slow step, who was where."""
     stuck = [stack for stack in stacks if not stack.is_waiting]
     waiting = [stack for stack in stacks if stack.is_waiting]
-    if not stuck:
-        return "all ranks wait for each other: " + _places(waiting)
-    if len(stacks) == 1:
-        return f"it hung in {stuck[0].place}"
-    others = f", while {_places(waiting)} waited" if waiting else ""
-    return " and ".join(f"rank {stack.rank} hung in {stack.place}" for stack in stuck) + others
+    if stuck and waiting and not any(stack.has_moved for stack in stacks):
+        hung = " and ".join(f"rank {stack.rank} hung in {stack.place}" for stack in stuck)
+        return f"{hung}, while {_places(waiting)} waited"
+    if not stacks:
+        return None
+    held = any("torch/utils/file_baton.py" in frame for stack in stacks for frame in stack.frames[:1])
+    return f"last seen {_places(stacks)}" + (_STALE_LOCK if held else "")
 
 
 def _places(stacks: list[RankStack]) -> str:
