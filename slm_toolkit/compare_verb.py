@@ -1,4 +1,4 @@
-"""`slm compare`: its flags, the launches of its grid, one after another or side by side, and their table."""
+"""`slm compare`: launches of a grid, one after another, side by side or as Slurm jobs, and their table."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from slm_toolkit.compare_flags import add_grid_flags
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.export_output import check_exports
@@ -20,11 +21,11 @@ from slm_toolkit.flags import add_flags
 from slm_toolkit.hardware import Machine, this_machine
 from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_records, read_baseline
-from slm_toolkit.output_flags import add_output_flags, count, positive_number, whole_number
+from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
-from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, shipped_strategies
+from slm_toolkit.strategy import find_strategy
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
@@ -41,67 +42,7 @@ def add_compare_verb(verbs: Any) -> None:
         description="Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
         "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated.",
     )
-    parser.add_argument(
-        "--strategy",
-        nargs="+",
-        default=list(STUDIED_STRATEGIES),
-        metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
-    )
-    parser.add_argument(
-        "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"
-    )
-    parser.add_argument(
-        "--timeout", type=positive_number, default=3600, metavar="SECONDS", help="per run (default: 3600)"
-    )
-    parser.add_argument(
-        "--retry", type=whole_number, default=0, metavar="N", help="try a failed run again up to N times"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=count,
-        default=1,
-        metavar="N",
-        help="launch each run N times; with 3 or more, intervals are those of the launches (default: 1)",
-    )
-    parser.add_argument(
-        "--parity",
-        type=count,
-        metavar="K",
-        help="do K steps, of the same weights and batches in one process too (in fp32, and in the numerics "
-        "asked), and compare losses and gradient norms: exit code 1 where they differ",
-    )
-    parser.add_argument(
-        "--largest_batch",
-        action="store_true",
-        help="find the largest --per_device_train_batch_size that runs, by short runs from the estimate on",
-    )
-    parser.add_argument(
-        "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
-    )
-    parser.add_argument(
-        "--gpus_per_run",
-        type=count,
-        metavar="K",
-        help="run several side by side, each on K GPUs of its own (default: one at a time, on all)",
-    )
-    parser.add_argument(
-        "--runs_at_once",
-        type=count,
-        metavar="N",
-        help="without a GPU: run N side by side on shares of the cores, which slow each other down",
-    )
-    parser.add_argument(
-        "--skip_oom",
-        action="store_true",
-        help="launch no run that will not fit this GPU by the estimate: its row says so, and by how much",
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="launch nothing: print the commands of the runs to do, one per line (with --json as a list)",
-    )
-    parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
+    add_grid_flags(parser)
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
