@@ -130,10 +130,13 @@ def _plan(
             repeats=args.repeats,
         )
     of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
+    num_processes = args.num_processes
+    if num_processes is None and not of_rehearsal:
+        num_processes = args.gpus_per_run
     runs = plan_runs(
         given,
         strategies,
-        num_processes=args.num_processes or (None if of_rehearsal else args.gpus_per_run),
+        num_processes=num_processes,
         machine=machine,
         repeats=args.repeats,
         parity_steps=args.parity,

@@ -61,7 +61,9 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
             raise ValueError(f"--{next(iter(given))} without --launcher slurm\nhint: add --launcher slurm")
         return None
     num_nodes, gpus_per_node = given.get("num_nodes", 1), given.get("gpus_per_node", 0)
-    num_processes = args.num_processes or num_nodes * gpus_per_node or 2
+    num_processes = args.num_processes
+    if num_processes is None:
+        num_processes = num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
         problems.append(f"{num_processes} processes on {num_nodes} nodes: give --num_processes a multiple")
