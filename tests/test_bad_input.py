@@ -117,7 +117,7 @@ def test_train_says_what_is_wrong_once_accelerate_has_started(
     [
         (None, "no such folder"),
         ("{", "can't read record"),
-        ("{}", "no record of version 1"),
+        ("{}", "lacks asked, identity, model"),
         ("[]", "no record"),
     ],
 )
