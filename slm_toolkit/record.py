@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 renames or drops a field gets a step in `_in_this_version`"""
 SCHEMA_FILE = Path(__file__).parent / "data" / "record.schema.json"
 "made by record_schema.py"
-STATUSES = ("ok", "oom", "failed", "timeout")
+STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"

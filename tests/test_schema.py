@@ -42,7 +42,7 @@ def test_the_schema_says_what_a_reader_needs() -> None:
     assert properties["peak_rss_bytes"]["type"] == ["array", "null"]
     assert properties["peak_rss_bytes"]["items"] == {"type": "integer"}
     assert properties["grad_norms"]["description"] == "before clipping; of each step"
-    assert properties["status"]["enum"] == ["ok", "oom", "failed", "timeout"]
+    assert properties["status"]["enum"] == ["ok", "oom", "failed", "timeout", "skipped"]
     assert "run_name" in SCHEMA["required"]
     assert "losses" not in SCHEMA["required"]
 
