@@ -19,7 +19,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from slm_toolkit.record import RunRecord, find_records
+from slm_toolkit.record import RunRecord
+from slm_toolkit.record_files import find_records
 from slm_toolkit.report.baseline import changes
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.report.stats import throughput

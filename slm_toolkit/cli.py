@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import sys
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 import orjson
@@ -17,12 +19,13 @@ from slm_toolkit.estimate import add_estimate_verb
 from slm_toolkit.export_output import check_exports, exports_asked, on_stdout
 from slm_toolkit.flags import Parser, with_underscores
 from slm_toolkit.garbage import no_garbage_collection
-from slm_toolkit.output import print_errors, print_records, read_baseline
+from slm_toolkit.output import print_errors, print_records, read_baseline, rows_of
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.paper_output import add_paper_flags, print_paper
-from slm_toolkit.picture_output import PICTURES, add_picture_flags, make_pictures
+from slm_toolkit.picture_output import PICTURES, add_picture_flags, print_plots, write_pictures
 from slm_toolkit.recommend import add_recommend_verb
-from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, RunRecord, find_records
+from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, RunRecord
+from slm_toolkit.record_files import find_records
 from slm_toolkit.strategy import STUDIED_STRATEGIES, copy_configs, find_strategy, shipped_strategies
 from slm_toolkit.tracker_output import add_report_to, check_report_to
 
@@ -44,6 +47,8 @@ one training run:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `slm`. Exit codes: 0 all rows ok or oom, 1 a row failed or broke parity, 2 bad input."""
+    if sys.stdout is None:  # `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
     args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))
     if unknown:
         known = [f"--{name}" for name in vars(args) if name not in ("parser", "verb")]
@@ -130,9 +135,16 @@ def _report(args: argparse.Namespace) -> int:
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
     records.sort(key=_order)
-    code = print_errors(records, args) if args.errors else print_records(records, args, baseline=baseline)
-    make_pictures(records, args, left_out=[f"left out: {problem}" for problem in problems])
-    return max(code, 1 if problems else 0)
+    broken = 1 if problems else 0
+    if args.errors:
+        return max(print_errors(records, args), broken)
+    rows = rows_of(records, args)
+    if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
+        write_pictures(rows, records, args, left_out=[f"left out: {problem}" for problem in problems])
+    code = print_records(rows, records, args, baseline=baseline)
+    if args.plot:
+        print_plots(rows)
+    return max(code, broken)
 
 
 def _print_schema(args: argparse.Namespace) -> int:
@@ -153,11 +165,17 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        orjson.dumps(asked),  # text, for settings of several types have no order; a tenth of str's time
+        _sortable(orjson.dumps(asked)),  # text, for settings of several types have no order
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
     )
+
+
+@cache
+def _sortable(asked: bytes) -> bytes:
+    """JSON with its whole numbers equally long, so that it sorts as they do."""
+    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)
 
 
 def _configs(args: argparse.Namespace) -> int:

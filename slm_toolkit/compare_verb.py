@@ -6,7 +6,9 @@ import json
 import signal
 import sys
 import threading
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +18,15 @@ from rich.console import Console
 from slm_toolkit.compare_flags import add_grid_flags
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
-from slm_toolkit.export_output import check_exports
+from slm_toolkit.export_output import check_exports, exports_asked
 from slm_toolkit.flags import add_flags
 from slm_toolkit.hardware import Machine, this_machine
 from slm_toolkit.network_output import add_probe_flags, print_probe
-from slm_toolkit.output import print_records, read_baseline
+from slm_toolkit.output import print_records, read_baseline, rows_of
 from slm_toolkit.output_flags import add_output_flags
 from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
+from slm_toolkit.record_files import write_record
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
 from slm_toolkit.strategy import find_strategy
 
@@ -55,8 +58,11 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.slurm import SlurmJobs
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
-        if hasattr(signal, name) and (name, args.launcher) != ("SIGHUP", "slurm"):  # jobs outlive a login
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+        number = getattr(signal, name, None)
+        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs outlive a login
+            continue
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            signal.signal(number, signal.default_int_handler)
     with user_errors():
         nodes = nodes_asked(args)
     if args.probe_network:
@@ -67,6 +73,8 @@ def _compare(args: argparse.Namespace) -> int:
             if args.memory and not (args.trace_memory or args.rehearse):
                 raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
             check_exports(args)
+            if args.dry_run and (files := exports_asked(args)):
+                raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
             baseline = read_baseline(args.baseline)
             if nodes is None:
                 with console.status("looking at this machine"):
@@ -168,13 +176,15 @@ def _run(
 
     def execute_or_keep(run: "PlannedRun", slot: "Slot") -> RunRecord:
         if args.force:
-            launcher.forget(run)
+            with user_errors():
+                launcher.forget(run)
         record = launcher.kept_record(run)
         kept = record is not None
         if kept:
             local.clear(run.folder)  # a kill between the record and the end leaves some
-        if record is None and args.skip_oom:
-            record = skipped_record(run)
+        if record is None and args.skip_oom and (record := skipped_record(run)) is not None:
+            with suppress(OSError):  # on a full disk it is a row all the same
+                write_record(record, run.folder)
         if record is None:
             display.begin(run)
             with user_errors():
@@ -198,9 +208,12 @@ def _run(
         return shown, record, found
 
     done: dict[int, tuple[PlannedRun, RunRecord, Search | None]] = {}
-    held_usd = _usd_per_hour(runs, machine, num_slots=len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour)
     display = Display(
-        runs, console, searching=args.largest_batch, num_slots=len(slots), usd_per_hour=held_usd
+        runs,
+        console,
+        searching=args.largest_batch,
+        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
+        usd_so_far=_usd_so_far(runs, machine, jobs, len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour),
     )
     interrupted = False
     try:
@@ -220,32 +233,48 @@ def _run(
     shown = [done[index] for index in sorted(done)]
     records = [(run.folder / RECORD_FILE, record) for run, record, _ in shown]
     searches = {str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None}
-    if interrupted:
-        if records:
-            print_records(records, args, baseline=baseline, searches=searches)
+    if not interrupted:
+        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+    elif not records:
         return 130
-    console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
-    return print_records(records, args, baseline=baseline, searches=searches)
+    code = print_records(rows_of(records, args, searches=searches), records, args, baseline=baseline)
+    return 130 if interrupted else code
 
 
-def _usd_per_hour(
-    runs: list["PlannedRun"], machine: Machine, *, num_slots: int, usd_per_gpu_hour: float | None
-) -> float | None:
-    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes."""
+def _usd_so_far(
+    runs: list["PlannedRun"],
+    machine: Machine,
+    jobs: "SlurmJobs | None",
+    num_slots: int,
+    *,
+    usd_per_gpu_hour: float | None,
+) -> Callable[[], float] | None:
+    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
+    Under Slurm, of what jobs used."""
     price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    if price is None:
+        return None
+    if jobs is not None:
+        return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
     num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
-    return None if price is None else price.usd_per_gpu_hour * num_paid
+    started = time.monotonic()
+    return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     """What would be launched, to paste: by the strategies' own files, since none is written now."""
     from slm_toolkit.compare.ended import as_typed
     from slm_toolkit.compare.local import kept_record, launch_command
+    from slm_toolkit.compare.predicted import skipped_record
 
     to_do = [run for run in runs if args.force or kept_record(run) is None]
-    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
     if len(to_do) < len(runs):
         print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
+    if args.skip_oom:
+        would_fit = [run for run in to_do if skipped_record(run) is None]
+        print(f"{len(to_do) - len(would_fit)} of {len(runs)} runs would be skipped", file=sys.stderr)
+        to_do = would_fit
+    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0
 

@@ -15,9 +15,10 @@ from rich.text import Text
 from slm_toolkit.compare.largest_batch import Search
 from slm_toolkit.compare.parity import Parity, judge
 from slm_toolkit.config import RunConfig
-from slm_toolkit.export_output import write_exports
+from slm_toolkit.export_output import exports_asked, write_exports
 from slm_toolkit.memory_timeline import TIMELINE_FILE, read_segments
-from slm_toolkit.record import RECORD_FILE, RunRecord, find_records, finite
+from slm_toolkit.record import RECORD_FILE, RunRecord, finite
+from slm_toolkit.record_files import find_records
 from slm_toolkit.tracker_output import track_rows
 
 if TYPE_CHECKING:
@@ -55,15 +56,14 @@ def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
 
 
 def print_records(
+    rows: list["Row"],
     records: list[tuple[Path, RunRecord]],
     args: argparse.Namespace,
     *,
     baseline: list[tuple[Path, RunRecord]],
-    searches: dict[str, Search] | None = None,
 ) -> int:
-    """Rows to stdout; returns 1 where a row failed, broke parity or is worse than its baseline, else 0.
+    """Rows to stdout; returns 1 where one failed, broke parity or is worse than its baseline, else 0.
 
-    `searches`: by record, how the batch of it was found to be the largest.
     1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
     memory that was followed.
     """
@@ -75,7 +75,6 @@ def print_records(
     from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import MANY_ROWS, comparison_table
 
-    rows = [_with_search(row, searches or {}) for row in rows_of(records, args)]
     found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
     unchecked = _failed_references(records)
     if args.memory and all(row.memory_at_peak is None for row in rows):
@@ -85,7 +84,7 @@ def print_records(
     parity_due = getattr(args, "parity", None) and not _failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row ended ok, or none had a reference")
-    content = json_rows(rows)
+    content = json_rows(rows) if args.json or exports_asked(args) else []
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
         content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
@@ -98,7 +97,7 @@ def print_records(
         shown = rows[:MANY_ROWS] if console.is_terminal else rows
         console.print(comparison_table(shown, width=width), crop=False)
         if hidden := rows[len(shown) :]:
-            bad = sum(row.status not in ("ok", "oom") for row in hidden)
+            bad = sum(row.status in ("failed", "timeout") for row in hidden)
             said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
             console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
         for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
@@ -107,12 +106,9 @@ def print_records(
             console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
         for chart in _memory_charts(rows, width=width) if args.memory else []:
             console.print(chart, crop=False)
-        anatomies = {
-            label: Anatomy(**row.anatomy)
-            for label, row in zip(labels(rows), rows, strict=True)
-            if row.anatomy
-        }
-        if anatomies:
+        if any(row.anatomy for row in rows):
+            named = zip(labels(rows), rows, strict=True)
+            anatomies = {label: Anatomy(**row.anatomy) for label, row in named if row.anatomy}
             console.print(anatomy_table(anatomies, width=width), crop=False)
             console.print(
                 Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
@@ -149,8 +145,16 @@ def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace
     return 0 if entries else 1
 
 
-def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> list["Row"]:
-    """One row for each run, however often it was launched, with parity, marks and ranks."""
+def rows_of(
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    searches: dict[str, Search] | None = None,
+) -> list["Row"]:
+    """One row for each run, however often it was launched, with parity, marks and ranks.
+
+    `searches`: by record, how the batch of it was found to be the largest.
+    """
     from slm_toolkit.report.ranking import ranked
     from slm_toolkit.report.rows import row_of
 
@@ -164,7 +168,7 @@ def rows_of(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> 
         row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
         judged = [parities[index] for index in indices if parities[index] is not None]
         rows.append(_with_parity(row, judged))
-    return ranked(rows, strict=args.strict)
+    return [_with_search(row, searches or {}) for row in ranked(rows, strict=args.strict)]
 
 
 def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:

@@ -43,7 +43,7 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
 
 def print_paper(args: argparse.Namespace) -> int:
     """Figures, answers and best configurations to stdout; returns 1 where a given record can't be read."""
-    from slm_toolkit.record import find_records
+    from slm_toolkit.record_files import find_records
     from slm_toolkit.report.paper import comparisons, measured_cells
     from slm_toolkit.report.paper_answers import answers
     from slm_toolkit.report.paper_best import best_configurations

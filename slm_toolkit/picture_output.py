@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.output import labels, pictures_of, rows_of
+from slm_toolkit.output import labels, pictures_of
 from slm_toolkit.record import RunRecord
 
 if TYPE_CHECKING:
@@ -36,35 +36,38 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
 
 
-def make_pictures(
-    records: list[tuple[Path, RunRecord]], args: argparse.Namespace, *, left_out: list[str]
-) -> None:
-    """What the flags ask for; the files' names go to stderr. `left_out`: records that could not be read."""
-    from slm_toolkit.report.html import html_page
-    from slm_toolkit.report.images import write_images
+def print_plots(rows: list["Row"]) -> None:
     from slm_toolkit.report.plot import terminal_plots
 
-    if not any(getattr(args, name) for name in PICTURES):
-        return
-    rows = rows_of(records, args)
-    named = dict(zip(labels(rows), rows, strict=True))
-    if args.plot:
-        console = Console()
-        console.width = console.width if console.is_terminal else _PLOT_WIDTH
-        console.print(terminal_plots(named, width=console.width), crop=False)
-    if not (args.html or args.figures):
-        return
-    panels = panels_of(records, named)
+    console = Console()
+    console.width = console.width if console.is_terminal else _PLOT_WIDTH
+    plots = terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=console.width)
+    console.print(plots, crop=False)
+
+
+def write_pictures(
+    rows: list["Row"],
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    left_out: list[str],
+) -> None:
+    """The files that flags ask for; their names go to stderr. `left_out`: records that could not be read."""
+    from slm_toolkit.report.html import html_page
+    from slm_toolkit.report.images import write_images
+
+    panels = panels_of(records, dict(zip(labels(rows), rows, strict=True)))
     with user_errors():
-        if args.html:
-            if args.html.is_dir():
-                raise ValueError(f"--html {args.html} is a folder\nhint: name a file in it")
-            args.html.parent.mkdir(parents=True, exist_ok=True)
-            args.html.write_text(html_page(rows, panels, left_out=left_out), encoding="utf-8")
-            print(f"wrote {args.html}", file=sys.stderr)
-        if args.figures:
-            written = write_images(panels, args.figures)
-            print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
+        try:
+            if args.html:
+                args.html.parent.mkdir(parents=True, exist_ok=True)
+                args.html.write_text(html_page(rows, panels, left_out=left_out), encoding="utf-8")
+                print(f"wrote {args.html}", file=sys.stderr)
+            if args.figures:
+                written = write_images(panels, args.figures)
+                print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
+        except OSError as error:
+            raise ValueError(f"can't write: {error}\nhint: a place where you may, with room") from None
     for panel in panels:
         if panel.missing:
             print(f"left out: {panel.title}: {panel.missing}", file=sys.stderr)

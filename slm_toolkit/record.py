@@ -4,15 +4,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import orjson
 
 from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.models import ModelSpec
@@ -31,6 +29,8 @@ STACK_FILES = "stack-rank*-*.txt"
 "where a run's ranks write, by rank and process, what they are doing when `slm compare` asks"
 RUN_DIR_VARIABLE = "SLM_TOOLKIT_RUN_DIR"
 "in the environment of all processes that `slm compare` starts for a run"
+SLOW = 1.1
+"times the steady time: a step that takes longer may still be warming up"
 FP32_REFERENCE = "single-process fp32"
 "what the runs are called that `slm compare --parity` adds"
 PARITY_REFERENCE = "parity-reference"
@@ -38,7 +38,7 @@ PARITY_REFERENCE = "parity-reference"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
-@dataclass(frozen=True)
+@dataclass  # a frozen one takes thrice as long to make, and a report makes tens of thousands
 class RunRecord:
     """What was asked, what ran, what was observed. Rates, MFU and dollars are derived where shown."""
 
@@ -116,6 +116,8 @@ class RunRecord:
     deepspeed_estimate: dict[str, int] | None = None
     "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
+    reported_to: str | None = None
+    "the tracker that has its metrics"
     predicted_peak_bytes: int | None = None
     "on a GPU, by the estimate for which the run was skipped; None where it was launched"
     schema_version: int = SCHEMA_VERSION
@@ -124,6 +126,27 @@ class RunRecord:
     def slowest_rank_seconds(self) -> list[float]:
         """Of each step, the time of the rank that took longest."""
         return list(map(max, zip(*self.step_seconds, strict=True)))
+
+    @cached_property
+    def num_warmup_steps(self) -> int:
+        """First steps that don't count: as many as asked, else those that were slow or that compiled.
+
+        The steady time is the median of the second half. Warm-up ends before the first two steps in a row
+        that are within SLOW of it, after the last compilation of the first half, at the latest in the
+        middle. Steps that were probed never count.
+        """
+        if self.timing_warmup_steps is not None:
+            return self.timing_warmup_steps
+        slowest = self.slowest_rank_seconds
+        half = len(slowest) // 2
+        if half == 0:
+            return len(slowest)
+        limit = SLOW * median(slowest[half:])
+        compiled = [step for step, graphs in enumerate(self.num_graphs_compiled[:half]) if graphs]
+        start = max(self.num_probed_steps, compiled[-1] + 1 if compiled else 1)
+        while start < half and max(slowest[start : start + 2]) > limit:
+            start += 1
+        return start
 
     @property
     def is_rehearsal(self) -> bool:
@@ -234,75 +257,5 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write_record(record: RunRecord, folder: Path) -> Path:
-    """Write `folder`/record.json whole or not at all: beside, then renamed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RECORD_FILE
-    beside = folder / f".{RECORD_FILE}.{os.getpid()}"
-    beside.write_text(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
-    beside.replace(path)
-    return path
-
-
-def read_record(path: Path) -> RunRecord:
-    """Read one record, of this version or an older one. Raises ValueError for all else."""
-    try:
-        with open(path, "rb") as file:  # a third faster than Path.read_bytes
-            content = orjson.loads(file.read())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ValueError(
-            f"can't read record {path}: {error}\nhint: records are runs/*/{RECORD_FILE}"
-        ) from None
-    content = _in_this_version(content, path)
-    if not content.keys() >= _REQUIRED:
-        missing = _REQUIRED - content.keys()
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}\nhint: was it written by another tool?")
-    if not content.keys() <= _KNOWN:
-        content = {key: value for key, value in content.items() if key in _KNOWN}
-    return RunRecord(**content)
-
-
-def _in_this_version(content: Any, path: Path) -> dict[str, Any]:
-    """What an older version wrote, in today's words; fields that came later have their defaults."""
-    version = content.get("schema_version", 0) if isinstance(content, dict) else None
-    if type(version) is not int or version < 0:
-        raise ValueError(f"{path} is no record\nhint: records are runs/*/{RECORD_FILE}")
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} is a record of version {version}, newer than {SCHEMA_VERSION}, the newest known here\n"
-            "hint: install the slm_toolkit that wrote it, or a newer one"
-        )
-    content["schema_version"] = SCHEMA_VERSION
-    return content
-
-
-def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
-    """All records in folders (at any depth) and files, in order of name; and what is wrong with others."""
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
-        files += _record_files(path) if path.is_dir() else [path]
-    records, problems = [], []
-    for file in files:
-        try:
-            records.append((file, read_record(file)))
-        except ValueError as error:
-            problems.append(str(error))
-    return records, problems
-
-
-def _record_files(folder: Path) -> list[Path]:
-    """At any depth; `Path.rglob` takes five times as long."""
-    found = [
-        os.path.join(inside, RECORD_FILE) for inside, _, names in os.walk(folder) if RECORD_FILE in names
-    ]
-    return [Path(name) for name in sorted(found, key=lambda name: name.split(os.sep))]
-
-
-_KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))
-_REQUIRED = frozenset(
-    f.name for f in dataclasses.fields(RunRecord) if f.default is f.default_factory is dataclasses.MISSING
-)
 _OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
 _OF_CONFIG = frozenset(f.name for f in dataclasses.fields(RunConfig))

@@ -1,6 +1,7 @@
 """A plan as a SkyPilot task, which rents the GPUs where they are cheapest and launches on every node."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
         f"#   sky launch {SKYPILOT_FILE} --env DATASET=a-hub-id"
         if plan.config.dataset == SYNTHETIC
         else f"#   sky launch {SKYPILOT_FILE}",
-        f"name: {plan.strategy.name.replace('_', '-')}-{row.num_gpus}-gpus",
+        f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
         f"workdir: {json.dumps(str(folder.resolve()))}  # a copy is each node's working folder",
         f"num_nodes: {row.num_gpus // num_gpus}",
         "resources:",

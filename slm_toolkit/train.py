@@ -24,7 +24,8 @@ from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import Parser, add_flags, config_from_args, with_underscores
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
-from slm_toolkit.record import RunRecord, finite, write_record
+from slm_toolkit.record import RunRecord, finite
+from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless
 from slm_toolkit.run.checkpoint import save_checkpoint, save_model
 from slm_toolkit.run.engine import optimizer_step
@@ -157,6 +158,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         "grad_norms": [] if config.rehearse else [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
         "model_dir": str(saved) if saved else None,
+        "reported_to": None if config.report_to == "none" else config.report_to,
     }
 
 

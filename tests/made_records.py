@@ -8,7 +8,8 @@ from conftest import made_record
 
 from slm_toolkit.anatomy import Anatomy
 from slm_toolkit.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
-from slm_toolkit.record import RunRecord, write_record
+from slm_toolkit.record import RunRecord
+from slm_toolkit.record_files import write_record
 from slm_toolkit.report.images import find_browser
 
 ENGINES = {  # strategy: engine, ZeRO stage, reshard after forward, share of DDP's rate

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Comparison, made_record, slm
 
-from slm_toolkit.record import RunRecord, read_record, write_record
+from slm_toolkit.record import RunRecord
+from slm_toolkit.record_files import read_record, write_record
 from slm_toolkit.report.baseline import Change, changes
 from slm_toolkit.report.rows import row_of
 

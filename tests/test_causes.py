@@ -20,7 +20,7 @@ from slm_toolkit.compare.causes import killed_process, telling_lines
 from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
 from slm_toolkit.compare.stacks import RankStack, explain
 from slm_toolkit.hardware import Machine
-from slm_toolkit.record import read_record
+from slm_toolkit.record_files import read_record
 
 GIB = 2**30
 TOO_EARLY = """
@@ -124,6 +124,25 @@ def test_runs_that_do_not_fit_are_rows_and_not_launched(
     assert rows[0]["estimated_peak_bytes"] < rows[1]["estimated_peak_bytes"]
     table = slm("report", str(tmp_path)).out
     assert table.count("skipped") >= 2
+
+
+def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
+    same_handlers: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare_verb, "this_machine", lambda: Machine(1, H100))
+    words = ["--dry_run", "--skip_oom", "--model", "slm-2b", "--strategy", "ddp"]
+    words += ["--per_device_train_batch_size", "1", "64", "--output_dir", str(tmp_path / "runs")]
+    assert code_of("compare", *words) == 0
+    printed = capsys.readouterr()
+    assert "1 of 2 runs would be skipped" in printed.err
+    (line,) = printed.out.splitlines()
+    assert "--per_device_train_batch_size 1 " in line
+    assert not (tmp_path / "runs").exists()
+    assert code_of("compare", *words, "--csv", str(tmp_path / "rows.csv")) == 2
+    assert "error: --csv with --dry_run" in capsys.readouterr().err
 
 
 def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from conftest import ALIGNED, Comparison, compare, slm
 
 from slm_toolkit.anatomy import Anatomy, read_trace
 from slm_toolkit.compare.parity import compare_with
-from slm_toolkit.record import find_records
+from slm_toolkit.record_files import find_records
 from slm_toolkit.report.stats import throughput
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 

@@ -3,14 +3,15 @@
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Finished, made_record
+from conftest import Finished, made_record, run
 from pyarrow import parquet
 
 from slm_toolkit.cli import main
-from slm_toolkit.record import write_record
+from slm_toolkit.record_files import write_record
 from slm_toolkit.report.export import latex_text, markdown_text
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
@@ -91,6 +92,7 @@ def test_latex_has_booktabs_rules_and_escapes() -> None:
     text = latex_text(rows_with("a_b & 50% [x] #{~^\\}"))
     assert r"a\_b \& 50\% {[}x{]} \#\{\textasciitilde{}\textasciicircum{}\textbackslash{}\} & ok & 1=" in text
     assert r"16,384 & $\pm$5.0\%" in text
+    assert "a-{}-{}-b" in latex_text(rows_with("a---b"))
     assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
     assert "--" not in text.replace("-{}-", "")
     (tabular,) = [line for line in text.splitlines() if line.startswith(r"\begin{tabular}")]
@@ -99,6 +101,16 @@ def test_latex_has_booktabs_rules_and_escapes() -> None:
     assert len(lines) == 3  # titles and two rows
     assert {line.replace(r"\&", "").count("&") for line in lines} == {len(columns) - 1}
     assert columns.startswith("llrrr")
+
+
+def test_latex_compiles(tmp_path: Path) -> None:
+    if shutil.which("pdflatex") is None:
+        pytest.skip("no pdflatex: apt-get install texlive-latex-recommended")
+    rows = rows_with(NASTY + "---<|>`~")
+    before = r"\documentclass{article}\usepackage{booktabs}\usepackage[margin=1cm]{geometry}\begin{document}"
+    (tmp_path / "page.tex").write_text(f"{before}\n{latex_text(rows)}\n\\end{{document}}\n")
+    done = run("pdflatex", "-halt-on-error", "page.tex", cwd=tmp_path)
+    assert done.code == 0, done.out[-2000:]
 
 
 def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from made_records import made, needs_browser, write_records
 
 from slm_toolkit.memory_timeline import PARTS
 from slm_toolkit.picture_output import panels_of
-from slm_toolkit.record import find_records, write_record
+from slm_toolkit.record_files import find_records, write_record
 from slm_toolkit.report.html import html_page
 from slm_toolkit.report.rows import row_of
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from slm_toolkit.config import RunConfig
 from slm_toolkit.estimate import estimates
 from slm_toolkit.models import PRESETS
-from slm_toolkit.record import RunRecord, everything_asked, find_records, model_facts, write_record
+from slm_toolkit.record import RunRecord, everything_asked, model_facts
+from slm_toolkit.record_files import find_records, write_record
 from slm_toolkit.report.ledger import LedgerEntry, ledger_of, summaries
 from slm_toolkit.report.ledger_table import ledger_table
 from slm_toolkit.report.recorded_estimate import estimate_of

@@ -1,5 +1,6 @@
 """Grids that are killed and resumed, that share a machine, and what is said of them meanwhile."""
 
+import dataclasses
 import io
 import json
 import random
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ from rich.console import Console
 
 from slm_toolkit.compare.display import Display
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
+from slm_toolkit.compare.local import kept_record
 from slm_toolkit.compare.output_lock import locked
 from slm_toolkit.compare.slots import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.time_left import as_words, seconds_left
 from slm_toolkit.hardware import Machine
-from slm_toolkit.record import RUN_DIR_VARIABLE, RunRecord, find_records
+from slm_toolkit.record import RUN_DIR_VARIABLE, RunRecord
+from slm_toolkit.record_files import find_records, write_record
 from slm_toolkit.strategy import find_strategy
 
 TINY = ("--model", "slm-1m", "--max_steps", "3", "--seq_len", "32", "--runs_at_once", "2")
@@ -236,7 +240,7 @@ def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
 def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     first, second, third = runs = planned("single", seed=[0, 1, 2])
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    display = Display(runs, console, usd_per_hour=1.0)
+    display = Display(runs, console, usd_so_far=lambda: 0.25)
     record = made_record(seconds_total=120.0)
     display.begin(first)
     display.end(first, record, kept=False)
@@ -244,7 +248,7 @@ def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     display.progress(second, {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": 1234.0})
     overall, running = display.bars.tasks
     assert (overall.completed, overall.total) == (1, 3)
-    assert overall.fields["says"] == "about 4 min left, $0.00 so far"  # 120 s each for the two others
+    assert overall.fields["says"] == "about 4 min left, $0.25 so far"  # 120 s each for the two others
     assert (running.completed, running.fields["says"]) == (2, "loss 5.500  1,234 tokens/s")
 
 
@@ -283,3 +287,27 @@ def test_what_a_dry_run_prints_runs_and_is_not_printed_again(tmp_path: Path) -> 
     again = slm(*words, "--output_dir", str(tmp_path))
     assert (again.code, again.out.strip()) == (0, "")
     assert "1 of 1 runs are done and kept" in again.err
+
+
+def test_nohups_wish_is_heeded(tmp_path: Path) -> None:
+    """A login that ends sends SIGHUP; nohup is how one leaves a grid to the night."""
+    words = ["compare", *TINY, "--strategy", "single", "--output_dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [str(Path(sys.executable).with_name("slm")), *words],
+        **{"cwd": ROOT, "env": ENV, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN),
+    )
+    while not left_over(tmp_path):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 0
+    assert len(ok_records(tmp_path)) == 1
+
+
+def test_a_run_is_kept_where_its_tracker_has_it_and_repeated_for_another(tmp_path: Path) -> None:
+    (run,) = planned("single", report_to="tensorboard", output_dir=str(tmp_path))
+    record = dataclasses.replace(made_record(), identity=run.identity)
+    for tracker, kept in ((None, False), ("wandb", False), ("tensorboard", True)):
+        write_record(dataclasses.replace(record, reported_to=tracker), run.folder)
+        assert (kept_record(run) is not None) == kept

@@ -11,7 +11,8 @@ from rich.console import Console, RenderableType
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.paper import MODELS, Cell
-from slm_toolkit.record import RunRecord, model_facts, write_record
+from slm_toolkit.record import RunRecord, model_facts
+from slm_toolkit.record_files import write_record
 from slm_toolkit.report.paper import (
     Comparison,
     Measured,

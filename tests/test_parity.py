@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT, Comparison, compare, made_record, slm
 
 from slm_toolkit.compare.parity import compare_with, judge
-from slm_toolkit.record import read_record, write_record
+from slm_toolkit.record_files import read_record, write_record
 from slm_toolkit.strategy import STUDIED_STRATEGIES
 
 # Runs in every process of a launch, before anything is imported; strikes where there are two ranks.

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run, slm
+from conftest import H100, ROOT, made_record, run, slm
 from made_records import made, needs_browser
 
-from slm_toolkit.record import find_records
-from slm_toolkit.report.figures import pareto_front
-from slm_toolkit.report.rows import row_of
+from slm_toolkit.record_files import find_records
+from slm_toolkit.report.figures import MOST_POINTS, loss_panel, pareto_front, scaling_panel
+from slm_toolkit.report.memory_figures import parts_panel
+from slm_toolkit.report.rows import Row, row_of
 
 
 def test_the_front_holds_what_none_beats_in_both() -> None:
@@ -79,3 +80,56 @@ def test_plot_with_what_has_stdout_for_itself_is_refused(flags: list[str]) -> No
     done = slm("report", "results/cpu", "--plot", *flags)
     assert done.code == 2
     assert f"--plot with {flags[0]}" in done.err
+
+
+def test_a_resumed_curve_begins_where_it_was_resumed_and_its_last_step_is_drawn() -> None:
+    record = made_record(first_step=100, losses=[float(step) for step in range(650)])
+    (figure,) = loss_panel({"resumed": row_of([(Path("made"), record)])}).figures
+    (curve,) = figure.data
+    assert len(curve["x"]) <= MOST_POINTS
+    assert (curve["x"][-1], curve["y"][-1]) == (750, 649)
+    assert curve["x"][0] > 100
+
+
+def test_each_gpu_has_its_own_bars_of_memory() -> None:
+    rows = {
+        gpu: row_of([(Path(gpu), made_record(gpu=gpu, peak_allocated_bytes=[gib * 2**30] * 2))])
+        for gpu, gib in (("NVIDIA A100-SXM4-80GB", 3), (H100, 5))
+    }
+    (figure,) = parts_panel(rows, {}).figures
+    bars = [bar["text"] for bar in figure.layout["annotations"] if "measured" in bar["text"]]
+    assert bars == ["measured 3.00 GiB", "measured 5.00 GiB"]
+
+
+def test_runs_of_other_versions_are_lines_of_their_own() -> None:
+    def row(folder: str, ranks: int, seconds: float) -> Row:
+        record = made_record(world_size=ranks, step_seconds=[[seconds] * 33], tokens_per_step=ranks * 4096)
+        return row_of([(Path(folder, "record.json"), record)])
+
+    sizes_and_seconds = ((1, 0.5), (2, 0.5), (2, 0.25), (4, 0.5))
+    rows = {f"run {n}": row(str(n), *cell) for n, cell in enumerate(sizes_and_seconds)}
+    (figure,) = scaling_panel(rows).figures
+    linear, line = figure.data
+    assert (linear["x"], line["x"]) == ([1, 2, 4], [1, 2, 4])
+
+
+def test_a_page_is_written_though_nobody_reads_the_table(tmp_path: Path) -> None:
+    slm_command = Path(sys.executable).with_name("slm")
+    page = tmp_path / "page.html"
+    run("sh", "-c", f"{slm_command} report results/cpu --json --html {page} | true")
+    assert page.is_file()
+
+
+def test_a_page_that_can_not_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "page.html"):
+        done = slm("report", "results/cpu", "--html", str(place))
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("error: can't write: ")
+
+
+def test_files_are_written_without_any_stdout(tmp_path: Path) -> None:
+    slm_command = Path(sys.executable).with_name("slm")
+    done = run("sh", "-c", f"{slm_command} report results/cpu --html {tmp_path}/page.html >&-")
+    assert (done.code, (tmp_path / "page.html").is_file()) == (0, True)
+    assert "Traceback" not in done.err

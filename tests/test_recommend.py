@@ -13,7 +13,7 @@ from slm_toolkit.cli import main
 from slm_toolkit.predict.plan_ranking import best_plans, reason_of
 from slm_toolkit.predict.scaling_laws import LAWS
 from slm_toolkit.recommend_flags import _LAWS
-from slm_toolkit.record import write_record
+from slm_toolkit.record_files import write_record
 
 
 def recommended(*arguments: str, code: int | None = 0) -> list[dict]:

@@ -14,7 +14,8 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import Machine
 from slm_toolkit.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
 from slm_toolkit.models import PRESETS
-from slm_toolkit.record import RECORD_FILE, RunRecord, write_record
+from slm_toolkit.record import RECORD_FILE, RunRecord
+from slm_toolkit.record_files import write_record
 from slm_toolkit.report.memory import memory_chart, memory_picture
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of

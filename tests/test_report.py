@@ -1,18 +1,20 @@
 """Rates, MFU, dollars and the table, from records made by hand."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
-from conftest import made_record
+from conftest import ROOT, made_record, slm
 from rich.console import Console
 
 from slm_toolkit.hardware import find_gpu, gpus
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.record import RunRecord, find_records, read_record, write_record
+from slm_toolkit.record import RunRecord
+from slm_toolkit.record_files import find_records, read_record, write_record
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
-from slm_toolkit.report.table import comparison_table
+from slm_toolkit.report.table import comparison_table, heading
 
 
 def row_from(one: RunRecord, **options: float) -> Row:
@@ -146,3 +148,23 @@ def test_a_record_with_a_number_that_json_lacks_is_not_written_at_all(tmp_path: 
     with pytest.raises(ValueError, match="JSON compliant"):
         write_record(made_record(losses=[float("nan")]), tmp_path)
     assert not (tmp_path / "record.json").exists()
+
+
+def test_a_record_that_two_arguments_reach_was_launched_once() -> None:
+    once, twice = (find_records([ROOT / "results" / "cpu"] * count)[0] for count in (1, 2))
+    assert [path for path, _ in twice] == [path for path, _ in once]
+
+
+def test_batches_are_listed_by_size_not_by_their_first_digit(tmp_path: Path) -> None:
+    for number, batch in enumerate((16, 4, 128, 8)):
+        record = made_record()
+        record.asked["config"]["per_device_train_batch_size"] = batch
+        write_record(dataclasses.replace(record, identity=str(number)), tmp_path / str(number))
+    rows = json.loads(slm("report", str(tmp_path), "--json").out)
+    assert [row["per_device_train_batch_size"] for row in rows] == [4, 8, 16, 128]
+
+
+def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> None:
+    failed = row_of([(Path("a"), made_record(status="failed", gpu=None))])
+    text = heading([failed, row_of([(Path("b"), made_record())])]).plain
+    assert "2 x NVIDIA H100" in text

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from conftest import made_record, slm
 
-from slm_toolkit.record import RunRecord, write_record
+from slm_toolkit.record import RunRecord
+from slm_toolkit.record_files import write_record
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.report.trackers import TRACKERS, check_installed, track, tracked_run
 
@@ -149,3 +150,19 @@ def test_only_trackers_that_are_known_are_offered(runs: Path) -> None:
     done = slm("report", str(runs), "--report_to", "mlflow")
     assert done.code == 2
     assert "invalid choice: 'mlflow'" in done.err
+
+
+def test_a_comparison_ends_in_the_tracker_and_its_runs_are_not_trained_twice(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    words = ["compare", "--json", "--model", "slm-1m", "--max_steps", "3", "--seq_len", "32"]
+    words += ["--strategy", "single", "--report_to", "tensorboard", "--output_dir", str(tmp_path)]
+    first, again = slm(*words), slm(*words)
+    for done in (first, again):
+        assert done.code == 0, done.err
+        assert "1 runs in tensorboard: " in done.err
+        assert [row["strategy"] for row in json.loads(done.out)] == ["single"]
+    assert ("kept from" in first.err, "kept from" in again.err) == (False, True)
+    written = list(tmp_path.rglob("events.out.tfevents.*"))
+    of_training = [path for path in written if (tmp_path / "comparisons") not in path.parents]
+    assert of_training
+    assert len(written) > len(of_training)

@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT, made_record
 
 from slm_toolkit.cli import main
-from slm_toolkit.record import SCHEMA_FILE, SCHEMA_VERSION, find_records, read_record, write_record
+from slm_toolkit.record import RECORD_FILE, SCHEMA_FILE, SCHEMA_VERSION
+from slm_toolkit.record_files import find_records, read_record, write_record
 from slm_toolkit.record_schema import schema_text
 
 SHIPPED = sorted((ROOT / "results").rglob("record.json"))
@@ -109,3 +110,23 @@ def test_report_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
         main(["report", "results", "--schema", "--json"])
     assert ended.value.code == 2
     assert "--schema with json, records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("losses", None),
+        ("asked", None),
+        ("asked", {"files": {}}),
+        ("status", "fine"),
+        ("model", {"name": "slm-1m"}),
+        ("versions", []),
+    ],
+)
+def test_an_ill_typed_record_is_left_out_and_named(name: str, value: object, tmp_path: Path) -> None:
+    good = json.loads(write_record(made_record(), tmp_path / "good").read_text())
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / RECORD_FILE).write_text(json.dumps({**good, name: value}))
+    records, (problem,) = find_records([tmp_path])
+    assert [path.parent.name for path, _ in records] == ["good"]
+    assert f"bad/{RECORD_FILE} holds no proper {name}" in problem

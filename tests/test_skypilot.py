@@ -12,7 +12,7 @@ from conftest import ROOT, plans_of, record_under, slm
 
 from slm_toolkit.hardware import gpus
 from slm_toolkit.launch_files import write_launch
-from slm_toolkit.skypilot import SKYPILOT_FILE, SKYPILOT_NAMES
+from slm_toolkit.skypilot import SKYPILOT_FILE, SKYPILOT_NAMES, skypilot_task
 
 
 def task_of(folder: Path, strategy: str, *, num_gpus: int) -> dict:
@@ -74,3 +74,10 @@ def test_a_gpu_that_skypilot_does_not_know_gets_no_task_and_a_note(tmp_path: Pat
     assert done.code == 0, done.err
     assert f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU" in done.out + done.err
     assert not (tmp_path / "plan" / SKYPILOT_FILE).exists()
+
+
+def test_a_strategy_of_any_name_makes_a_name_that_yaml_and_clouds_take(tmp_path: Path) -> None:
+    (plan, *_) = plans_of("ddp", num_gpus=2)
+    named = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, name="My: [own]_one"))
+    task = skypilot_task(named, "true", tmp_path)
+    assert yaml.safe_load(task)["name"] == "my-own-one-2-gpus"

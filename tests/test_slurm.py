@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -262,4 +263,9 @@ def test_a_job_over_its_time_is_a_timeout(cluster: dict[str, str], tmp_path: Pat
 def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
     command = [str(Path(sys.executable).with_name("slm")), *comparison(folder, *words)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env={**ENV, **env}, stdout=pipe, stderr=pipe, text=True)
+    heeds_ctrl_c = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # tests in a shell's background do not
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**ENV, **env}, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds_ctrl_c
+    )

@@ -59,11 +59,15 @@ def test_other_nodes_and_hardware_are_other_runs_but_another_time_limit_is_not(t
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     own = tmp_path / "own.sh"
     own.write_text(SLURM_TEMPLATE.read_text().replace("{{options}}", "{{optoins}}"))
-    done = written(tmp_path, "--slurm_template", str(own), "--slurm_options=--nodes=3 -J mine")
+    done = written(
+        tmp_path, "--slurm_template", str(own), "--slurm_options=--nodes=3 -J mine --job-nam=x -M far"
+    )
     assert done.code == 2
     for problem in (
         "--slurm_options says --nodes=3, which is for `slm compare` to say: --num_nodes",
         "--slurm_options says -J, which is for `slm compare` to say",
+        "--slurm_options says --job-nam=x, which is for `slm compare` to say",  # sbatch takes it, too
+        "--slurm_options says -M, which is for `slm compare` to say: a login node of that cluster",
         "own.sh: unknown {{optoins}}",
         "own.sh has no {{options}}",
         "hint: ",

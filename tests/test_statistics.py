@@ -13,7 +13,6 @@ from slm_toolkit.report.rows import Row, row_of
 from slm_toolkit.report.stats import (
     LAUNCH_NOISE,
     interval_of_median,
-    num_warmup_steps,
     overlap,
     throughput,
 )
@@ -106,7 +105,7 @@ def test_a_run_shorter_than_its_warm_up_has_no_rate() -> None:
     ],
 )
 def test_warm_up_is_found(slowest: list[float], graphs: list[int], expected: int) -> None:
-    assert num_warmup_steps(with_steps(*slowest, num_graphs_compiled=graphs)) == expected
+    assert with_steps(*slowest, num_graphs_compiled=graphs).num_warmup_steps == expected
 
 
 @pytest.mark.parametrize(

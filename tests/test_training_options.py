@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from slm_toolkit.compare.parity import compare_with
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
-from slm_toolkit.record import find_records
+from slm_toolkit.record_files import find_records
 from slm_toolkit.run.model import build_model
 
 TIED = {

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import threading
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,8 +30,8 @@ _STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow"}
 class Display:
     """Shows each run of a comparison from its start to its end; runs side by side call it from threads.
 
-    With `searching`, `runs` are tried with several batches each, nobody knows how many. `usd_per_hour`: of
-    all that the comparison holds, None for an unknown price.
+    With `searching`, `runs` are tried with several batches each, nobody knows how many. `num_slots`: None
+    where nobody knows how many go on at once; `usd_so_far`: None for an unknown price.
     """
 
     def __init__(
@@ -39,12 +40,11 @@ class Display:
         console: Console,
         *,
         searching: bool = False,
-        num_slots: int = 1,
-        usd_per_hour: float | None = None,
+        num_slots: int | None = 1,
+        usd_so_far: Callable[[], float] | None = None,
     ) -> None:
         self.console, self.runs, self.searching = console, runs, searching
-        self.num_slots, self.usd_per_hour = num_slots, usd_per_hour
-        self.started = time.monotonic()
+        self.num_slots, self.usd_so_far = num_slots, usd_so_far
         self.num_ended = 0
         self.took: list[tuple[PlannedRun, float]] = []
         self.waiting = {run.run_name: run for run in runs}
@@ -125,11 +125,11 @@ class Display:
         now, words = time.monotonic(), []
         running = [(run, now - began) for run, began, _ in self.running.values()]
         waiting = list(self.waiting.values())
-        if not self.searching and (running or waiting):
+        if self.num_slots is not None and not self.searching and (running or waiting):
             left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
             words += [] if left is None else [f"about {as_words(left)} left"]
-        if self.usd_per_hour is not None:
-            words.append(f"${(now - self.started) / 3600 * self.usd_per_hour:,.2f} so far")
+        if self.usd_so_far is not None:
+            words.append(f"${self.usd_so_far():,.2f} so far")
         return ", ".join(words)
 
     def _label(self, run: PlannedRun) -> str:
@@ -138,4 +138,4 @@ class Display:
         words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in self.varying)]
         if run.run_name.startswith(PARITY_REFERENCE):
             words[0] = f"reference: one process in {run.config.numerics}"
-        return " ".join([*words, f"launch {repeat[1]}"] if repeat else words)
+        return escape(" ".join([*words, f"launch {repeat[1]}"] if repeat else words))

@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slm_toolkit.compare.causes import (
     LOG_FILE,
@@ -15,7 +16,8 @@ from slm_toolkit.compare.causes import (
     reason_in_log,
 )
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.record import RECORD_FILE, RunRecord, model_facts, read_record
+from slm_toolkit.record import RECORD_FILE, RunRecord, model_facts
+from slm_toolkit.record_files import read_record
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,27 @@ def own_record(run: PlannedRun, ended: Ended) -> RunRecord | None:
 
 def record_of(run: PlannedRun, ended: Ended, *, reason: str | None = None) -> RunRecord:
     """The record of a run that left none, or none that is true."""
-    return RunRecord(
-        run_name=run.run_name,
-        identity=run.identity,
+    return planned_record(
+        run,
         status="failed" if ended.stopped_after_seconds is None else "timeout",
-        strategy=run.strategy.name,
-        asked=run.asked,
-        model=model_facts(run.spec),
-        versions=run.versions,
         started_at=ended.started_at,
         reason=reason or _reason(run.folder, ended),
         command=as_typed(ended.command) if ended.command else None,
         seconds_total=ended.seconds_total,
         gpu=run.gpu,
+    )
+
+
+def planned_record(run: PlannedRun, **observed: Any) -> RunRecord:
+    """What was asked of a run that can't speak for itself, with what others `observed` of it."""
+    return RunRecord(
+        run_name=run.run_name,
+        identity=run.identity,
+        strategy=run.strategy.name,
+        asked=run.asked,
+        model=model_facts(run.spec),
+        versions=run.versions,
+        **observed,
     )
 
 

@@ -24,7 +24,8 @@ from slm_toolkit.compare.slots import Slot
 from slm_toolkit.compare.stacks import explain, look_at_ranks
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
-from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord, read_record, write_record
+from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
+from slm_toolkit.record_files import read_record, write_record
 from slm_toolkit.strategy import write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
@@ -49,7 +50,8 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     lacks_model = run.config.save_final_model and (
         record.model_dir is None or not Path(record.model_dir).is_dir()
     )
-    if record.status == "ok" and (lacks_model or run.config.report_to != "none"):
+    lacks_log = run.config.report_to not in ("none", record.reported_to)
+    if record.status == "ok" and (lacks_model or lacks_log):
         return None
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
 

@@ -87,27 +87,26 @@ def compare_with(
     beyond PARITY_STEPS; else the first PARITY_STEPS do. Norms: the first GRAD_NORM_STEPS.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
-    losses = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
-    if not losses:
+    gaps = _gaps(reference, record, num_steps)
+    if not gaps:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
     numerics = record.asked["config"]["numerics"]
-    allowed = _allowed(numerics, len(losses))
+    allowed = _allowed(numerics, len(gaps))
     limit = 1 + GRAD_NORM_TOLERANCE[numerics]
     if control is not None:
-        gaps = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
+        own = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
         allowed = [
-            max(pair) for pair in zip(allowed, (2 * gap for gap in accumulate(gaps, max)), strict=False)
+            max(pair) for pair in zip(allowed, (2 * gap for gap in accumulate(own, max)), strict=False)
         ]
         ratio = _grad_norm_ratio(reference, control)
         limit = max(limit, _at_least_1(ratio) ** 2) if ratio is not None and isfinite(ratio) else limit
     if loss_tolerance is not None:
-        allowed = [loss_tolerance] * len(losses)
-    gaps = _gaps(reference, record, num_steps)
+        allowed = [loss_tolerance] * len(gaps)
     parts = [gap / each for gap, each in zip(gaps, allowed, strict=False)]
     worst = parts.index(max(parts))
     return Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
-        num_steps=len(losses),
+        num_steps=len(gaps),
         loss_difference=gaps[worst],
         worst_step=worst + 1,
         grad_norm_ratio=_grad_norm_ratio(reference, record),
@@ -153,12 +152,13 @@ class _Known:
 
 def _known(records: list[RunRecord]) -> _Known:
     known = _Known(defaultdict(list), {}, {})
-    for record in sorted(filter(_usable, records), key=lambda record: not record.is_parity_reference):
+    usable = list(filter(_usable, records))
+    for record in sorted(usable, key=lambda record: not record.is_parity_reference):
         if _is_fp32_reference(record):
             known.fp32_references[_task_of(record)].append(record)
         if record.is_parity_reference:
             known.controls.setdefault((record.asked["config"]["numerics"], _task_of(record)), record)
-    for record in filter(_usable, records):
+    for record in usable:
         if record.engine in ("ddp", "single"):
             known.ddp_or_single.setdefault(_asked_of(record), record)
     return known

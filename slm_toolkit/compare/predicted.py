@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from slm_toolkit.compare.ended import planned_record
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware import find_gpu
@@ -10,7 +11,7 @@ from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_laun
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.host_memory import placement_of
-from slm_toolkit.record import RunRecord, model_facts, write_record
+from slm_toolkit.record import RunRecord
 
 
 def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:
@@ -56,7 +57,7 @@ def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
 
 
 def skipped_record(run: PlannedRun) -> RunRecord | None:
-    """Written in the place of a launch that would not fit; None where it may fit, or nobody can say.
+    """In the place of a launch that would not fit; None where it may fit, or nobody can say.
 
     A strategy that nobody has launched names no engine: all that was not observed stays unknown.
     """
@@ -65,14 +66,9 @@ def skipped_record(run: PlannedRun) -> RunRecord | None:
     if found is None or found.fits is not False:
         return None
     usable_bytes = found.headroom_bytes + found.peak_allocated_bytes
-    record = RunRecord(
-        run_name=run.run_name,
-        identity=run.identity,
+    return planned_record(
+        run,
         status="skipped",
-        strategy=run.strategy.name,
-        asked=run.asked,
-        model=model_facts(run.spec),
-        versions=run.versions,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=f"not launched: out of memory, predicted: {found.peak_allocated_bytes / 2**30:.2f} GiB "
         f"at the peak, of {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
@@ -80,5 +76,3 @@ def skipped_record(run: PlannedRun) -> RunRecord | None:
         gpu=run.gpu,
         predicted_peak_bytes=found.peak_allocated_bytes,
     )
-    write_record(record, run.folder)
-    return record

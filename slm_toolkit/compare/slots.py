@@ -77,9 +77,9 @@ def run_in_slots(
             free.put(slot)
 
     pool = ThreadPoolExecutor(max_workers=len(slots))
-    index_of = {pool.submit(in_a_slot, job): index for index, job in enumerate(jobs)}
-    left = set(index_of)
     try:
+        index_of = {pool.submit(in_a_slot, job): index for index, job in enumerate(jobs)}
+        left = set(index_of)
         while left:
             done, left = wait(left, return_when=FIRST_COMPLETED)
             for future in sorted(done, key=index_of.__getitem__):

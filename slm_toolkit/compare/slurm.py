@@ -12,20 +12,14 @@ from rich.console import Console
 
 from slm_toolkit.compare import local
 from slm_toolkit.compare.causes import LOG_FILE, reason_in_log
+from slm_toolkit.compare.ended import planned_record
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.local import Progress
 from slm_toolkit.compare.slots import Slot
 from slm_toolkit.compare.slurm_queue import UNKNOWN, Job, accounted, command, queue
 from slm_toolkit.compare.slurm_script import SlurmNodes, script_path, write_script
-from slm_toolkit.record import (
-    PROGRESS_FILE,
-    RECORD_FILE,
-    RunRecord,
-    identity_of,
-    model_facts,
-    read_record,
-    write_record,
-)
+from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, RunRecord, identity_of
+from slm_toolkit.record_files import read_record, write_record
 
 
 class SlurmJobs:
@@ -39,11 +33,21 @@ class SlurmJobs:
         "ours, by script"
         self.said, self.refusal = "", ""
         self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
+        self.has_accepted = False
+        "whether Slurm ever took or showed a job of ours: what it refuses later it may take later still"
+        self.num_processes: dict[str, int] = {}
+        "by script"
+        self.gpu_seconds: dict[int, float] = {}
+        "that each job has used; a CPU process counts as one"
+        self.unseen: set[str] = set()
+        "scripts whose live job nobody knew at the last look"
+        self.ended_at: dict[str, float] = {}
+        "when a job was first seen to have ended, by script"
 
     def begin(self, runs: list[PlannedRun], *, force: bool) -> None:
         """Find the jobs of an earlier comparison that still run or wait, and submit what is not done.
 
-        Raises ValueError where Slurm does not answer or takes none of them.
+        Raises ValueError where Slurm does not answer, or takes none of them and never took any.
         """
         mine = {str(script_path(run)) for run in runs}
         found = {
@@ -51,7 +55,9 @@ class SlurmJobs:
             for script, job in queue().items()
             if script in mine and job.is_live and job.state != "COMPLETING"  # what it was is decided already
         }
+        self.has_accepted |= bool(found)
         for run in runs:
+            self.num_processes[str(script_path(run))] = run.num_processes
             job = found.get(str(script_path(run)))
             if force:
                 self._forget(run, job)
@@ -111,14 +117,40 @@ class SlurmJobs:
     def _execute_once(self, run: PlannedRun, stop: threading.Event, on_progress: Progress) -> RunRecord:
         script = str(script_path(run))
         if script not in self.jobs and run not in self.waiting:  # a trial of a search, or another try
-            self.begin([run], force=False)
+            self._begin_patiently(run, stop)
         while run in self.waiting or self.jobs[script].is_live:
             on_progress(local.progress_of(run.folder))
-            if stop.wait(0.2):
-                raise CancelledError
+            _pause(stop, 0.2)
             if time.monotonic() > self.next_look:
                 self._look()
+        self._wait_for_record(run, stop)
+        self.ended_at.pop(script, None)
         return _record_of(run, self.jobs.pop(script))
+
+    def _begin_patiently(self, run: PlannedRun, stop: threading.Event) -> None:
+        """Again while a Slurm that has taken jobs does not answer."""
+        while True:
+            try:
+                return self.begin([run], force=False)
+            except ValueError:
+                if not self.has_accepted:
+                    raise
+                self._say_once(_SILENT)
+                _pause(stop, _FIRST_PAUSE_SECONDS)
+
+    def _wait_for_record(self, run: PlannedRun, stop: threading.Event) -> None:
+        """Until this host sees what another one wrote in a shared folder, or must have seen it."""
+        script = str(script_path(run))
+        if self.jobs[script].state not in _ENDED_BY_ITSELF:
+            return
+        while not (run.folder / RECORD_FILE).is_file():
+            if time.monotonic() > self.ended_at[script] + _SHARED_FOLDER_SECONDS:
+                return
+            self._say_once(
+                f"slurm: {_ids([self.jobs[script]])} ended; its record may take "
+                f"{_SHARED_FOLDER_SECONDS:.0f} s to show here"
+            )
+            _pause(stop, 0.5)
 
     def _look(self) -> None:
         """See what became of all jobs, say so, and submit what Slurm had refused before."""
@@ -129,18 +161,29 @@ class SlurmJobs:
         if shown is not None:
             for script, job in self.jobs.items():
                 if job.is_live:
-                    self.jobs[script] = shown.get(script) or accounted(job)
+                    self.jobs[script] = self._now(script, job, shown.get(script))
             self._submit_waiting()
         says = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if shown is not None else _SILENT
         slower = min(self.pause_seconds * 1.5, _LONGEST_PAUSE_SECONDS)
         self.pause_seconds = slower if says == self.said else _FIRST_PAUSE_SECONDS
         self.next_look = time.monotonic() + self.pause_seconds
-        if says != self.said:
-            self.said = says
-            self._say(says)
+        self._say_once(says)
+
+    def _now(self, script: str, job: Job, shown: Job | None) -> Job:
+        """A live job as Slurm knows it now; lost only where nobody knows it twice in a row."""
+        if shown is None or shown.job_id < job.job_id:  # an older one's: ours is not listed yet
+            shown = accounted(job)
+        if shown.state == UNKNOWN and script not in self.unseen:
+            self.unseen.add(script)
+            return job
+        self.unseen.discard(script)
+        self.gpu_seconds[shown.job_id] = shown.seconds * self.num_processes[script]
+        if not shown.is_live:
+            self.ended_at[script] = time.monotonic()
+        return shown
 
     def _submit_waiting(self) -> None:
-        """As many as Slurm takes. Raises ValueError where it refuses one though none of ours is left."""
+        """As many as Slurm takes. Raises ValueError where it refuses one and never took any."""
         submitted = []
         while self.waiting:
             run = self.waiting[0]
@@ -150,7 +193,7 @@ class SlurmJobs:
             try:
                 answer = command("sbatch", "--parsable", str(script))
             except ValueError as error:  # most often a limit on jobs per user: some must end first
-                if not any(job.is_live for job in self.jobs.values()):
+                if not self.has_accepted:
                     raise
                 if str(error) != self.refusal:
                     self.refusal = str(error)
@@ -158,10 +201,17 @@ class SlurmJobs:
                 break
             job = Job(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
             self.jobs[str(script)] = job
+            self.has_accepted = True
             submitted.append(job)
             self.waiting.pop(0)
         if submitted:
             self._say(f"submitted {_ids(submitted)}")
+
+    def _say_once(self, line: str) -> None:
+        """Not again while nothing else was said so."""
+        if line != self.said:
+            self.said = line
+            self._say(line)
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -192,14 +242,17 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
 _SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which a folder's new files must be seen
 
 
+def _pause(stop: threading.Event, seconds: float) -> None:
+    """Raises CancelledError where `stop` is set meanwhile."""
+    if stop.wait(seconds):
+        raise CancelledError
+
+
 def _record_of(run: PlannedRun, job: Job) -> RunRecord:
     """What the run wrote about itself, or what Slurm says about its end."""
     path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
     last = local.progress_of(run.folder)
     (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
-    patience = time.monotonic() + (_SHARED_FOLDER_SECONDS if job.state == "COMPLETED" else 0)
-    while not path.is_file() and time.monotonic() < patience:
-        time.sleep(0.5)
     record = read_record(path) if path.is_file() else None
     if record is not None and job.state in _ENDED_BY_ITSELF:
         if record.status != "ok" or job.state != "FAILED":
@@ -209,14 +262,9 @@ def _record_of(run: PlannedRun, job: Job) -> RunRecord:
     meaning = _MEANING.get(job.state, job.reason)
     where = f" at step {last['step']} of {last['num_steps']}" if last else ""
     quoted = f"; {reason_in_log(log)}" if log.is_file() and log.stat().st_size else ""
-    record = RunRecord(
-        run_name=run.run_name,
-        identity=run.identity,
+    record = planned_record(
+        run,
         status="timeout" if job.state == "TIMEOUT" else "failed",
-        strategy=run.strategy.name,
-        asked=run.asked,
-        model=model_facts(run.spec),
-        versions=run.versions,
         started_at=datetime.fromtimestamp(time.time() - job.seconds, UTC).isoformat(timespec="seconds"),
         reason=f"Slurm job {job.job_id} {job.state}: {meaning}{where}{quoted}",
         command=f"sbatch {script_path(run)}",

@@ -46,9 +46,9 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     except ValueError as error:  # a quote that is not closed
         raise ValueError(f"--slurm_options {options!r}: {error}\nhint: as sbatch takes them") from None
     problems = [
-        f"--slurm_options says {word}, which is for `slm compare` to say: {_OURS[name]}"
+        f"--slurm_options says {word}, which is for `slm compare` to say: {_OURS[ours]}"
         for word, name in _named(words)
-        if name in _OURS and word.startswith("-")
+        if word.startswith("-") and (ours := _ours(word, name)) is not None
     ]
     if not gpus_per_node and (asked := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options says {min(asked)}: add --gpus_per_node, for as many ranks")
@@ -78,7 +78,7 @@ def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) 
     processes_per_node = run.num_processes // num_nodes
     filled = {
         "run_name": shlex.quote(run.run_name),
-        "log": shlex.quote(str(run.folder / LOG_FILE)),
+        "log": shlex.quote(str(run.folder / LOG_FILE).replace("%", "%%")),  # Slurm's pattern
         "num_nodes": str(num_nodes),
         "processes_per_node": str(processes_per_node),
         "num_processes": str(run.num_processes),
@@ -107,11 +107,12 @@ _OURS = {
     **dict.fromkeys(("output", "o", "error", "e", "job-name", "J"), "each run has its own"),
     "cpus-per-gpu": "--cpus-per-task, all ranks of a node being one task",
     **dict.fromkeys(("array", "a", "wrap", "wait", "W", "test-only"), "a job per run"),
+    **dict.fromkeys(("clusters", "M"), "a login node of that cluster, where its jobs are seen"),
 }
 "sbatch's options that would contradict ours, and who says them"
 _ASKS_FOR_GPUS = {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}
 _CHOOSES_HARDWARE = (
-    *("partition", "p", "constraint", "C", "nodelist", "w", "clusters", "M", "reservation"),
+    *("partition", "p", "constraint", "C", "nodelist", "w", "reservation"),
     *_ASKS_FOR_GPUS,
 )
 "runs with other such options are other runs; a longer --time changes nothing that was measured"
@@ -131,6 +132,13 @@ def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float)
     if nodes.gpus_per_node and not given & _ASKS_FOR_GPUS:
         ours.append(f"--gpus-per-node={processes_per_node}")
     return shlex.join([*ours, *nodes.options])
+
+
+def _ours(word: str, name: str) -> str | None:
+    """The option of ours that a user's is; sbatch takes the first letters of a long one."""
+    if name in _OURS:
+        return name
+    return next((ours for ours in _OURS if word.startswith("--") and ours.startswith(name)), None)
 
 
 def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from slm_toolkit.predict.gpu_memory import (
     workspace_bytes,
 )
 from slm_toolkit.predict.host_memory import Placement, host_bytes_per_node, memory_of_rank
+from slm_toolkit.predict.memory import MemoryEstimate
 from slm_toolkit.predict.site import Site, speed_and_cost
 from slm_toolkit.predict.software import SOFTWARE
 from slm_toolkit.strategy import Strategy
@@ -114,10 +115,13 @@ def estimate(
     deepspeed_version: str | None,
     software: str = "2026",
     site: Site | None = None,
+    memory: MemoryEstimate | None = None,
 ) -> Estimate:
-    """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live."""
+    """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live;
+    `memory`: what `memory_of_rank` says, where that is known already from another GPU."""
     num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks, software=software)
+    if memory is None:
+        memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks, software=software)
     held = {**memory.parts, "workspace": workspace_bytes(gpu)}
     allocated = allocated_band(held)
     slack = allocator_slack(

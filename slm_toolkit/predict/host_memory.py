@@ -104,7 +104,7 @@ def memory_of_rank(
     placement: Placement,
     *,
     num_ranks: int,
-    software: str,
+    software: str = "2026",
 ) -> MemoryEstimate:
     """`estimate_memory` with the state sharded over `num_ranks`, less what lies on the host.
 

@@ -117,7 +117,7 @@ def common(rows: list[Row], name: str) -> object:
 
 
 def _differs(rows: list[Row], name: str) -> bool:
-    values = (value_of(row, name) for row in rows)
+    values = values_of(rows, name)
     first = next((value for value in values if value is not None), None)
     return any(value is not None and value != first and str(value) != str(first) for value in values)
 
@@ -130,7 +130,14 @@ def _settings(rows: list[Row]) -> list[tuple[str, str]]:
 
 
 def value_of(row: Row, name: str) -> object:
-    return getattr(row, name) if hasattr(row, name) else row.asked.get(name)
+    return values_of([row], name)[0]
+
+
+def values_of(rows: list[Row], name: str) -> list[object]:
+    """A field's values, or a flag's as it was asked."""
+    if rows and hasattr(rows[0], name):
+        return [getattr(row, name) for row in rows]
+    return [row.asked.get(name) for row in rows]
 
 
 def marks_of(rows: list[Row]) -> dict[tuple[str, ...], str]:

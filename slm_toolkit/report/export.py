@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import orjson
 
-from slm_toolkit.report.columns import columns_of
+from slm_toolkit.report.columns import Column, columns_of
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.table import heading, notes
 
@@ -76,8 +76,9 @@ def markdown_text(rows: list[Row]) -> str:
 
 
 def latex_text(rows: list[Row]) -> str:
-    """The same as a LaTeX table with booktabs' rules: the heading is its caption."""
-    columns = columns_of(rows)
+    """The same as a LaTeX table with booktabs' rules: the heading is its caption, empty columns would make it
+    wider than a page."""
+    columns = [column for column in columns_of(rows) if column.says_something]
     cells = [[_latex(cell) for cell in column.cells] for column in columns]
     lines = [f"{' & '.join(line)} \\\\" for line in zip(*cells, strict=True)]
     said = " \\\\\n".join(_latex(note.plain) for note in notes(rows, []))
@@ -87,7 +88,7 @@ def latex_text(rows: list[Row]) -> str:
 \\caption{{{_latex(heading(rows).plain)}}}
 \\begin{{tabular}}{{{"".join("r" if column.is_numeric else "l" for column in columns)}}}
 \\toprule
-{" & ".join(_latex(column.title) for column in columns)} \\\\
+{" & ".join(_latex_title(column) for column in columns)} \\\\
 \\midrule
 {chr(10).join(lines)}
 \\bottomrule
@@ -98,6 +99,13 @@ def latex_text(rows: list[Row]) -> str:
 }}
 \\end{{table}}
 """
+
+
+def _latex_title(column: Column) -> str:
+    side = "r" if column.is_numeric else "l"
+    lines = [_latex(line) for line in column.title.split("\n")]
+    stacked = r" \\ ".join(lines)
+    return rf"\shortstack[{side}]{{{stacked}}}" if len(lines) > 1 else stacked
 
 
 def _csv_cell(value: Any) -> Any:
@@ -133,4 +141,4 @@ def _markdown(text: str) -> str:
 
 def _latex(text: str) -> str:
     escaped = "".join(_LATEX.get(character, character) for character in text.replace("\n", " "))
-    return escaped.replace("--", "-{}-")  # two hyphens would become one dash
+    return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become one dash

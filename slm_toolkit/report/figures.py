@@ -67,7 +67,7 @@ def cost_panel(rows: dict[str, Row]) -> Panel:
     name, title = "cost", "Dollars per million tokens"
     shown = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
     if not shown:
-        return Panel(name, title, missing="no price known of this hardware: --usd_per_gpu_hour gives one")
+        return Panel(name, title, missing=_no_dollars(rows))
     bars = _bars(
         shown,
         lambda row: row.usd_per_million_tokens,
@@ -83,7 +83,7 @@ def front_panel(rows: dict[str, Row]) -> Panel:
     name, title = "front", "Cost and speed"
     shown = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
     if not shown:
-        return Panel(name, title, missing="no price known of this hardware: --usd_per_gpu_hour gives one")
+        return Panel(name, title, missing=_no_dollars(rows))
     front = pareto_front(shown)
     line = {
         **{"type": "scatter", "mode": "lines", "name": "Pareto front", "hoverinfo": "skip"},
@@ -127,10 +127,15 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
     """Tokens per second by number of ranks, of runs that differ in nothing else."""
     name, title = "scaling", "Scaling with the number of GPUs"
     series: dict[tuple, list[tuple[str, Row]]] = {}
+    num_seen: dict[tuple, int] = {}
     for label, row in rows.items():
         if row.tokens_per_second and row.world_size and not row.is_rehearsed:
             asked = tuple(sorted((key, str(value)) for key, value in row.asked.items()))
-            series.setdefault((row.strategy, row.gpu or row.cpu, asked), []).append((label, row))
+            key = (row.strategy, row.gpu or row.cpu, asked)
+            of_size = num_seen[*key, row.world_size] = num_seen.get((*key, row.world_size), -1) + 1
+            series.setdefault((*key, of_size), []).append(
+                (label, row)
+            )  # of other versions: a line of its own
     several = [found for found in series.values() if len({row.world_size for _, row in found}) > 1]
     if not several:
         return Panel(name, title, missing="no two runs differ in their number of ranks alone")
@@ -180,11 +185,11 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
     for index, (label, row) in enumerate(shown.items()):
         number = used[row.strategy] = used.get(row.strategy, -1) + 1
         every = math.ceil(len(row.losses) / MOST_POINTS)
-        steps = list(range(len(row.losses)))[every - 1 :: every]
+        steps = list(range(len(row.losses)))[::-every][::-1]  # the last one is always drawn
         data.append(
             {
                 **{"type": "scatter", "mode": "lines", "name": escaped(label)},
-                "x": [step + 1 for step in steps],
+                "x": [row.first_step + step + 1 for step in steps],
                 "y": [_rounded(row.losses[step]) for step in steps],
                 "line": {
                     "color": strategy_colour(row.strategy, others),
@@ -269,6 +274,12 @@ def _others(rows: dict[str, Row], shown: dict[str, Row]) -> list[str]:
         if label not in shown:
             found.setdefault(row.status if row.status != "ok" else row.evidence, []).append(label)
     return [f"without a rate, {why}: {named(labels)}" for why, labels in found.items()]
+
+
+def _no_dollars(rows: dict[str, Row]) -> str:
+    if any(row.price for row in rows.values()):
+        return "no run was timed"
+    return "no price known of this hardware: --usd_per_gpu_hour gives one"
 
 
 def _usd(row: Row) -> float:

@@ -53,9 +53,19 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     """Estimate, rehearsal, measurement and DeepSpeed's word of the same configuration under each other."""
     name, title = "memory", "Memory by part"
     groups: dict[tuple, list[str]] = {}
+    of_rehearsals: dict[tuple, list[str]] = {}
     for label, row in rows.items():
         asked = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
-        groups.setdefault((row.strategy, row.world_size, asked), []).append(label)
+        key = (row.strategy, row.world_size, asked)
+        if row.is_rehearsed and row.gpu is None:  # it stands for the run on any GPU
+            of_rehearsals.setdefault(key, []).append(label)
+        else:
+            groups.setdefault((*key, row.gpu), []).append(label)
+    for key, labels in of_rehearsals.items():
+        for labels_on_gpu in [found for group, found in groups.items() if group[:-1] == key] or [
+            groups.setdefault((*key, None), [])
+        ]:
+            labels_on_gpu += labels
     bars: list[Bar] = []
     stacks: dict[str, _Stack] = {}
     for number, labels in enumerate(groups.values()):
@@ -160,7 +170,7 @@ def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack
             if "state alone" in stack.evidence:
                 alone = {part: whole[part] for part in COUNTED_STATE}
                 found.setdefault("estimated", _Stack("estimated, state alone", alone))
-            else:
+            elif "estimated" not in found or "state alone" in found["estimated"].evidence:
                 found["estimated"] = _Stack("estimated", whole)
     for evidence in ("rehearsed", "measured"):
         for label, stack in observed.items():

@@ -5,7 +5,8 @@ from statistics import median
 
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.plans import Observed, observation_key
-from slm_toolkit.record import RunRecord, find_records, spec_of
+from slm_toolkit.record import RunRecord, spec_of
+from slm_toolkit.record_files import find_records
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
 

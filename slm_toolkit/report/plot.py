@@ -33,7 +33,9 @@ def terminal_plots(rows: dict[str, Row], *, width: int) -> RenderableType:
         shown = {label: row for label, row in rows.items() if measure.value(row) is not None}
         if shown:
             parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown, measure, width)]
-    curves = {label: row.losses for label, row in rows.items() if len(row.losses) > 1}
+    curves = {
+        label: [None] * row.first_step + row.losses for label, row in rows.items() if len(row.losses) > 1
+    }
     if curves:
         parts += [Text(""), *_curves(curves, width)]
     return Group(*parts) if parts else Text("nothing to draw: no rate, no peak, no loss", style="dim")
@@ -91,7 +93,7 @@ def _curves(losses: dict[str, list[float | None]], width: int) -> list[Text]:
     lines.append(Text(f"{'':>{axis_width}}└{f' step 1 to {longest}':─>{num_columns}}"))
     legend = Text()
     for label, style in zip(shown, _STYLES, strict=False):
-        legend.append("━\u00a0", style=style).append(f"{label}  ")  # a space that no line ends in
+        legend.append("━╴", style=style).append(f"{label}  ")  # no space: lines could end in it
     hidden = len(losses) - len(shown)
     more = [Text(f"{hidden} more: --html has all", style="dim")] if hidden else []
     return [*lines, legend, *more]

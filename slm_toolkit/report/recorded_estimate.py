@@ -1,6 +1,7 @@
 """The Estimate of a recorded run: what the closed forms say of what really was asked and ran."""
 
 import dataclasses
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -8,10 +9,12 @@ import orjson
 
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware import find_gpu
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.host_memory import placement_of
+from slm_toolkit.predict.host_memory import Placement, memory_of_rank, placement_of
+from slm_toolkit.predict.memory import MemoryEstimate
 from slm_toolkit.record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy import Strategy
 
@@ -26,43 +29,72 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     """
     if record.engine is None or record.world_size is None:
         return None
-    return _estimate_of(orjson.dumps(_facts(record), option=orjson.OPT_NON_STR_KEYS))
+    ran = _what_ran(orjson.dumps(_facts(record), option=orjson.OPT_NON_STR_KEYS))
+    return None if ran is None else _estimate_on(ran, record.gpu)
 
 
 def _facts(record: RunRecord) -> dict[str, Any]:
-    """All that the Estimate depends on: launches, seeds and lengths of one configuration share theirs."""
+    """All that an Estimate depends on but the GPU: launches, seeds and lengths of one configuration share
+    theirs."""
     asked = record.asked
     config = {name: value for name, value in asked["config"].items() if name not in _NO_MATTER_TO_ESTIMATES}
     files = {name: asked.get(name) for name in ("accelerate_config", "deepspeed_config")}
-    names = ("strategy", "model", "gpu", "world_size", "tokens_per_step")
+    names = ("strategy", "model", "world_size", "tokens_per_step")
     names += ("engine", "zero_stage", "reshard_after_forward")
     return {"asked": {"config": config, **files}, **{name: getattr(record, name) for name in names}}
 
 
+@dataclass(frozen=True, eq=False)
+class _Ran:
+    """What runs of one configuration have in common on all GPUs."""
+
+    spec: ModelSpec
+    strategy: Strategy
+    placement: Placement
+    config: RunConfig
+    num_gpus: int
+    gpus_per_node: int
+    memory: MemoryEstimate
+
+
 @cache
-def _estimate_of(facts: bytes) -> Estimate | None:
+def _what_ran(facts: bytes) -> _Ran | None:
+    """None where no closed form covers it."""
     nothing = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
-    record = RunRecord(**nothing, **orjson.loads(facts))
+    record = RunRecord(**nothing, gpu=None, **orjson.loads(facts))
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)
-        placement = placement_of(strategy)
-        if offloads(record) and record.gpu is None:
-            return None
+        spec, config, placement = spec_of(record), config_that_ran(record), placement_of(strategy)
         num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
+        nodes = {"num_gpus": num_ranks, "gpus_per_node": max(1, per_node)}
+        memory = memory_of_rank(
+            spec, strategy, config, placement, num_ranks=placement.ranks_of_a_copy(**nodes)
+        )
+        return _Ran(spec, strategy, placement, config, **nodes, memory=memory)
+    except ValueError:  # ZeRO-0, tensor parallelism, ...
+        return None
+
+
+@cache
+def _estimate_on(ran: _Ran, gpu: str | None) -> Estimate | None:
+    if ran.strategy.offloads and gpu is None:
+        return None
+    try:
         return estimate(
-            spec_of(record),
-            strategy,
-            placement,
-            config_that_ran(record),
-            num_gpus=num_ranks,
-            gpus_per_node=max(1, per_node),
-            gpu=find_gpu(record.gpu),
+            ran.spec,
+            ran.strategy,
+            ran.placement,
+            ran.config,
+            num_gpus=ran.num_gpus,
+            gpus_per_node=ran.gpus_per_node,
+            gpu=find_gpu(gpu),
             deepspeed_needs=deepspeed_needs,
             deepspeed_version=ESTIMATOR_VERSION,
+            memory=ran.memory,
         )
-    except ValueError:  # ZeRO-0, tensor parallelism, ...
+    except ValueError:  # what is sent has no closed form
         return None
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
@@ -11,11 +10,11 @@ from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.prices import find_price
 from slm_toolkit.record import RunRecord, flags_asked, spec_of
 from slm_toolkit.report.recorded_estimate import estimate_of
-from slm_toolkit.report.stats import num_warmup_steps, throughput, timed_seconds
+from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
 from slm_toolkit.report.warnings import warnings_of
 
 
-@dataclass(frozen=True)
+@dataclass  # a frozen one takes thrice as long to make, and a report makes tens of thousands
 class Row:
     """One line of a report: a run, or several launches of the same run. The names are the keys of `--json`.
 
@@ -50,6 +49,8 @@ class Row:
     "None: the default, thirty after the warm-up"
     asked: dict[str, Any]
     "all flags that make this run, with those above"
+    first_step: int
+    "0, or after which step it was resumed"
     losses: list[float | None]
     final_loss: float | None
     tokens_per_second: float | None
@@ -182,6 +183,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
             )
         },
         asked=config,
+        first_step=measured[0].first_step,
         losses=losses,
         final_loss=losses[-1] if losses else None,
         tokens_per_second=rate.tokens_per_second if rate else None,
@@ -190,7 +192,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         num_timed_steps=rate.num_timed_steps if rate else None,
         num_launches=rate.num_launches if rate else 0,
         num_warmup_steps=rate.num_warmup_steps if rate else None,
-        phase_seconds=_phases(ok[0]) if ok else None,
+        phase_seconds=mean_phases(ok[0]) if ok else None,
         tokens_per_second_per_gpu=per_gpu,
         mfu=mfu,
         mfu_without_attention=mfu * without / with_attention if mfu else None,
@@ -213,7 +215,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         )
         if rate and price and not rehearsed
         else None,
-        joules_per_token=None if rehearsed else _joules_per_token(ok),
+        joules_per_token=None if rehearsed else joules_per_token(ok),
         price=str(price) if price and not rehearsed else None,
         numerics_probed=measured[0].numerics,
         numerics_differences=[],
@@ -264,33 +266,6 @@ def impossible(records: list[RunRecord], mfu: float | None) -> str | None:
         if len(set(counts.values())) > 1:
             return "tokens were counted differently: " + ", ".join(f"{n} {c:,}" for n, c in counts.items())
     return None
-
-
-def _phases(record: RunRecord) -> dict[str, float] | None:
-    start = num_warmup_steps(record)
-    steps = [seconds[start:] for seconds in record.step_seconds]
-    if not steps or not steps[0] or not record.phase_seconds:
-        return None
-    slowest = max(range(len(steps)), key=lambda rank: sum(steps[rank]))
-    phases = {name: seconds[start:] for name, seconds in record.phase_seconds[slowest].items()}
-    return {name: fmean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
-
-
-def _joules_per_token(records: list[RunRecord]) -> float | None:
-    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those.
-
-    None below two seconds: the counter moves every 20 to 100 ms, which would be 5 % and more.
-    """
-    joules = tokens = seconds = 0.0
-    for record in records:
-        of_ranks = [watch.get("energy_joules") for watch in record.gpu_watch]
-        if not of_ranks or None in of_ranks or record.tokens_per_step is None:
-            return None
-        start = num_warmup_steps(record)
-        joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
-        tokens += record.tokens_per_step * (len(record.losses) - start)
-        seconds += sum(timed_seconds(record))
-    return joules / tokens if seconds >= 2 and joules else None
 
 
 def _largest(of_records: list[list[int] | None]) -> int | None:

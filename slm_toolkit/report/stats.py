@@ -11,8 +11,6 @@ STEPS_PER_BLOCK = 10
 LAUNCH_NOISE = 0.05
 """how far another launch of the same run may lie from this one, either way, while fewer than three were seen:
 bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
-SLOW = 1.1
-"a first step above this multiple of the steady time is warm-up"
 OTHER_CORES = 0.25
 "CPU cores kept busy by other programs, above which a run on CPU processes was disturbed"
 USED_BYTES = 2**30
@@ -85,7 +83,7 @@ def disturbance(record: RunRecord) -> float:
 
 def timed_seconds(record: RunRecord) -> list[float]:
     """Of each step after the warm-up, the time of the rank that took longest."""
-    return record.slowest_rank_seconds[num_warmup_steps(record) :]
+    return record.slowest_rank_seconds[record.num_warmup_steps :]
 
 
 def _block_rates(record: RunRecord, seconds: list[float]) -> list[float]:
@@ -115,25 +113,32 @@ def _deviation(sample: list[float]) -> float:
     return sqrt(fsum((each - middle) ** 2 for each in sample) / (len(sample) - 1))
 
 
-def num_warmup_steps(record: RunRecord) -> int:
-    """First steps that don't count: as many as asked, else those that were slow or that compiled.
+def mean_phases(record: RunRecord) -> dict[str, float] | None:
+    """Seconds of a timed step, and of its phases, on the slowest rank; None where nothing was timed."""
+    start = record.num_warmup_steps
+    steps = [seconds[start:] for seconds in record.step_seconds]
+    if not steps or not steps[0] or not record.phase_seconds:
+        return None
+    slowest = max(range(len(steps)), key=lambda rank: sum(steps[rank]))
+    phases = {name: seconds[start:] for name, seconds in record.phase_seconds[slowest].items()}
+    return {name: fmean(seconds) for name, seconds in {"step": steps[slowest], **phases}.items()}
 
-    The steady time is the median of the second half. Warm-up ends before the first two steps in a row that
-    are within SLOW of it, after the last compilation of the first half, at the latest in the middle. Steps
-    that were probed never count.
+
+def joules_per_token(records: list[RunRecord]) -> float | None:
+    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those.
+
+    None below two seconds: the counter moves every 20 to 100 ms, which would be 5 % and more.
     """
-    if record.timing_warmup_steps is not None:
-        return record.timing_warmup_steps
-    slowest = record.slowest_rank_seconds
-    half = len(slowest) // 2
-    if half == 0:
-        return len(slowest)
-    limit = SLOW * median(slowest[half:])
-    compiled = [step for step, graphs in enumerate(record.num_graphs_compiled[:half]) if graphs]
-    start = max(record.num_probed_steps, compiled[-1] + 1 if compiled else 1)
-    while start < half and max(slowest[start : start + 2]) > limit:
-        start += 1
-    return start
+    joules = tokens = seconds = 0.0
+    for record in records:
+        of_ranks = [watch.get("energy_joules") for watch in record.gpu_watch]
+        if not of_ranks or None in of_ranks or record.tokens_per_step is None:
+            return None
+        start = record.num_warmup_steps
+        joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
+        tokens += record.tokens_per_step * (len(record.losses) - start)
+        seconds += sum(timed_seconds(record))
+    return joules / tokens if seconds >= 2 and joules else None
 
 
 def interval_of_median(sample: list[float]) -> tuple[float, float]:

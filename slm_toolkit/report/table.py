@@ -47,7 +47,7 @@ def _width(columns: list[Column]) -> int:
 
 
 def _column_width(column: Column) -> int:
-    return max(cell_len(text) for text in (*column.title.split("\n"), *column.cells))
+    return max(map(cell_len, {*column.title.split("\n"), *column.cells}))
 
 
 def _build(rows: list[Row], columns: list[Column]) -> Table:
@@ -72,7 +72,8 @@ def _plain(columns: list[Column]) -> Segments:
     for column, lines, width in zip(columns, titles, widths, strict=True):
         put = str.rjust if column.is_numeric else str.ljust
         padded = [*[""] * (height - len(lines)), *lines, *column.cells]
-        aligned.append([put(text, width - cell_len(text) + len(text)) for text in padded])
+        as_aligned = {text: put(text, width - cell_len(text) + len(text)) for text in set(padded)}
+        aligned.append([as_aligned[text] for text in padded])
     lines = list(zip(*aligned, strict=True))
 
     def rule(left: str, line: str, middle: str, right: str) -> str:
@@ -98,7 +99,8 @@ def heading(rows: list[Row]) -> Text:
     if any(row.is_rehearsed for row in rows):
         same += _rehearsed_ranks(rows, columns)
     elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
-        same.append(f"{size} x {row.gpu}" if row.gpu else f"{size} CPU process{'es' if size > 1 else ''}")
+        gpu = common(rows, "gpu")  # a run that failed may not have told it
+        same.append(f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}")
     if "numerics" not in columns:
         same.append(f"numerics {row.numerics}")
     if "seq_len" not in columns:

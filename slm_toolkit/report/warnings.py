@@ -1,7 +1,7 @@
 """What may have disturbed a measurement, as sentences under the table."""
 
 from slm_toolkit.record import RunRecord
-from slm_toolkit.report.stats import OTHER_CORES, USED_BYTES, num_warmup_steps
+from slm_toolkit.report.stats import OTHER_CORES, USED_BYTES
 
 DATA_SHARE = 0.05
 "of a step's time waited for data, above which it is said"
@@ -9,7 +9,7 @@ DATA_SHARE = 0.05
 
 def warnings_of(record: RunRecord) -> list[str]:
     """Of one run that ended ok; empty where nothing was seen."""
-    start, slowest = num_warmup_steps(record), record.slowest_rank_seconds
+    start, slowest = record.num_warmup_steps, record.slowest_rank_seconds
     found = []
     waited = [sum(phases.get("data", [])[start:]) for phases in record.phase_seconds]
     if waited and max(waited) > DATA_SHARE * sum(slowest[start:]):

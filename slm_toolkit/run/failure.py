@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from slm_toolkit.record import RECORD_FILE, RunRecord, read_record, write_record
+from slm_toolkit.record import RECORD_FILE, RunRecord
+from slm_toolkit.record_files import read_record, write_record
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
