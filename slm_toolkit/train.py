@@ -34,7 +34,7 @@ from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.run.ranks import gather_to_all, leave
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.stacks import answer_signals
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         path = write_record(record, job.run_dir)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
     accelerator = job.accelerator
-    del job, prepared  # or gloo's threads may outlive the interpreter, which then aborts
+    del job, prepared  # so that data-loader workers and gloo's threads end here, not in `leave`
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
@@ -229,3 +229,4 @@ def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -16,7 +16,7 @@ from conftest import H100, run, slm
 from slm_toolkit import compare_verb
 from slm_toolkit.cli import main
 from slm_toolkit.compare import local
-from slm_toolkit.compare.causes import killed_process, telling_lines
+from slm_toolkit.compare.causes import crash, killed_process, telling_lines
 from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
 from slm_toolkit.compare.stacks import RankStack, explain
 from slm_toolkit.hardware import Machine
@@ -193,6 +193,15 @@ def test_a_killed_process_is_told_from_one_that_ended() -> None:
     assert killed_process(summary.replace("-9", "1"), 1) is None
     assert killed_process("", 137) == "the launcher"
     assert killed_process("", 1) is None
+
+
+def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_others() -> None:
+    other = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
+    root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1\n  exitcode  : -6 (pid: 7)"
+    assert crash(other + root) == "SIGABRT"
+    assert crash(other + root.replace("-6", "1")) is None
+    assert crash("Command died with <Signals.SIGSEGV: 11>.") == "SIGSEGV"  # one process: no summary
+    assert crash("no summary") is None
 
 
 def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:

@@ -47,32 +47,43 @@ def rehearsed(folder: Path) -> dict[tuple[str, int], dict]:
     return compared(folder, ("ddp", "fsdp_full_shard"), "--rehearse", "2", "8")
 
 
-def of_two_ranks(folder: Path, strategies: tuple[str, ...]) -> list[tuple[dict, dict]]:
-    """Each strategy's memory at the peak, rehearsed and in two real processes."""
+def assert_alike(folder: Path, strategies: tuple[str, ...]) -> None:
+    """Each strategy's memory at the peak, rehearsed, is that of two real processes.
+
+    Now and then a thread of gloo's holds the buffer of a gather that is done a moment longer (with FSDP2 seen
+    in about one run of five); then the real run is looked at again.
+    """
     fake = compared(folder, strategies, "--rehearse", "2")  # keeps those that `rehearsed` did
-    real = compared(folder, strategies, "--num_processes", "2", "--trace_memory", "true", "--max_steps", "2")
-    return [
-        (fake[strategy, 2]["memory_at_peak"], real[strategy, 2]["memory_at_peak"]) for strategy in strategies
-    ]
+    left = strategies
+    for attempt in range(5):
+        options = ("--num_processes", "2", "--trace_memory", "true", "--max_steps", "2")
+        real = compared(folder / f"real-{attempt}", left, *options)
+        pairs = {name: [rows[name, 2]["memory_at_peak"] for rows in (fake, real)] for name in left}
+        for played, held in pairs.values():
+            assert played["num_bytes"] * (1 - 1e-4) <= held["num_bytes"] <= played["num_bytes"] * 1.01
+        left = tuple(name for name, pair in pairs.items() if not alike(*pair))
+        if not left:
+            return
+    pytest.fail(str([(name, pairs[name]) for name in left]))
 
 
-def assert_alike(pairs: list[tuple[dict, dict]]) -> None:
-    for fake, real in pairs:
-        assert fake["num_bytes"] == pytest.approx(real["num_bytes"], rel=1e-4)
-        assert (fake["phase"], fake["module"]) == (real["phase"], real["module"])
-        for part in PARTS:  # of so small a model, what only real ranks have shows: some masks, 2 KiB
-            assert fake["parts"][part] == pytest.approx(real["parts"][part], abs=4096), part
+def alike(fake: dict, real: dict) -> bool:
+    return (
+        fake["num_bytes"] == pytest.approx(real["num_bytes"], rel=1e-4)
+        and (fake["phase"], fake["module"]) == (real["phase"], real["module"])
+        # of so small a model, what only real ranks have shows: some masks, 2 KiB
+        and all(fake["parts"][part] == pytest.approx(real["parts"][part], abs=4096) for part in PARTS)
+    )
 
 
 @pytest.mark.usefixtures("rehearsed")
 def test_a_rehearsal_peaks_where_two_real_processes_do(folder: Path) -> None:
-    assert_alike(of_two_ranks(folder, FAST))
+    assert_alike(folder, FAST)
 
 
 @pytest.mark.slow
 def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> None:
-    others = tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST)
-    assert_alike(of_two_ranks(folder, others))
+    assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
 
 
 def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], dict]) -> None:

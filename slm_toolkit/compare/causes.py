@@ -14,6 +14,8 @@ _DISK_FULL = re.compile(r"\[Errno (28|122|27)\]|No space left on device|Disk quo
 "the same numbers on Linux, and how C++ and Rust say it"
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
 "how torch's store, gloo and accelerate say it"
+_EXIT_SIGNAL = re.compile(r"(?:exitcode  : -|died with <Signals\.\w+: )(\d+)")
+"how torch's launcher and accelerate's tell of a rank that a signal ended"
 _LITTLE_BYTES = 64 * 1024
 _KILLED = 128 + 9
 "exit code of a process, as shells and our keeper give it, that signal 9 ended"
@@ -62,10 +64,9 @@ def killed_process(log_text: str, exit_code: int) -> str | None:
 
 
 def crash(log_text: str) -> str | None:
-    """The signal, by name, with which a rank crashed."""
-    found = re.search(r"exitcode  : -(\d+)", log_text) or re.search(
-        r"died with <Signals\.\w+: (\d+)>", log_text
-    )
+    """The signal, by name, with which a rank crashed: the first, for the launcher ends the others."""
+    cause = log_text.rpartition("Root Cause (first observed failure)")[2]  # where there is none, all
+    found = _EXIT_SIGNAL.search(cause)
     return signal.Signals(int(found[1])).name if found else None
 
 
