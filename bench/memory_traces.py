@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--half", choices=("development", "held_out", "fresh"), required=True)
     parser.add_argument("--out", type=Path, default=Path("results/memory"), help="folder")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--loss_kernel", help="trace only those of this kernel again, keep the other rows")
     args = parser.parse_args()
     configurations = halves(sample(args.num))[args.half]
     for module in _TAKE_SECONDS_TO_IMPORT:
@@ -95,21 +96,31 @@ def main() -> None:
     started = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.half}.csv"
+    kept = []
+    if args.loss_kernel is not None:
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if row["loss_kernel"] != args.loss_kernel]
+        configurations = [found for found in configurations if found["loss_kernel"] == args.loss_kernel]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
         writer = csv.DictWriter(file, fieldnames=[*AXES, *_FOUND])
         writer.writeheader()
+        writer.writerows(kept)
         for done, row in enumerate(pool.imap_unordered(trace, configurations), start=1):
             writer.writerow(row)
             file.flush()
             print(f"{done}/{len(configurations)} {row['status']} {row['reason'] or ''}", file=sys.stderr)
     about = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python bench/memory_traces.py --num {args.num} --half {args.half}",
+        "command": f"python bench/memory_traces.py --num {args.num} --half {args.half}"
+        + (f" --loss_kernel {args.loss_kernel}" if kept else ""),
         "seconds": round(time.time() - started),
         "versions": installed_versions(),
     }
-    path.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+    told = path.with_suffix(".json")
+    if kept:
+        about = {**json.loads(told.read_text()), "traced_again": about}
+    told.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def trace(configuration: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class RunConfig:
     )
     attn_implementation: str = _flag(
         "sdpa",
-        "attention kernel, transformers' names: eager, sdpa, flash_attention_2, ...",
+        "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
+        "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
         grid=True,
     )

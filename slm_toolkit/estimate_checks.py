@@ -16,6 +16,7 @@ NOT_OF_AN_ESTIMATE = (
 )
 _ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
 )
 _LARGEST_NUMBER = 10**12
 _LARGEST_MODEL = 10**15

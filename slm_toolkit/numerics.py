@@ -35,7 +35,10 @@ class Numerics:
     logits_dtype: str | None = _probed(
         "logits that the training script gets back, None where it gets none", settings=("loss_kernel",)
     )
-    cross_entropy_dtype: str | None = _probed("logits that the cross-entropy is computed of")
+    cross_entropy_dtype: str | None = _probed(
+        "logits that the cross-entropy is computed of; None where a compiled kernel hides it",
+        settings=("torch_compile",),
+    )
     loss_kernel: str | None = _probed("what computes the loss, as run", settings=("loss_kernel",))
     loss_dtype: str | None = _probed("loss that the training script gets back")
     gradient_dtype: str | None = _probed("gradients as the optimizer's step begins")

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import find_model
-from slm_toolkit.run.kernels import FusedRMSNorm, LossHead, chunk_rows, fused_logits_loss, use_kernels
+from slm_toolkit.run.kernels import use_kernels
+from slm_toolkit.run.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.loss_kernels import LossHead, chunk_rows, fused_logits_loss
 from slm_toolkit.run.model import build_model
 
 ALL = {"loss_kernel": "fused_linear", "norm_kernel": "fused", "gradient_checkpointing": "selective_op"}
@@ -85,11 +87,31 @@ def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.Monkey
     logits = torch.randn(1, 50, VOCAB, requires_grad=True)
     labels = torch.randint(0, VOCAB, (1, 50))
     wanted = fused_logits_loss(logits * 1, labels, VOCAB)
-    monkeypatch.setattr("slm_toolkit.run.kernels.NUM_CHUNK_ELEMENTS", 7 * VOCAB)  # 50 rows are 8 chunks
+    monkeypatch.setattr("slm_toolkit.run.loss_kernels.NUM_CHUNK_ELEMENTS", 7 * VOCAB)  # 50 rows are 8 chunks
     found = fused_logits_loss(logits * 1, labels, VOCAB)
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, wanted)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
+    labels = torch.randint(0, VOCAB, (1, 50))
+    labels[0, 3:20] = -100
+    hidden = torch.randn(1, 50, HIDDEN, dtype=dtype, requires_grad=True)
+    head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
+    found = []
+    for head.compiled in (False, True):
+        for compute in (
+            lambda: fused_logits_loss(hidden @ head.weight.t(), labels, VOCAB, compiled=head.compiled),
+            lambda: head(hidden),
+        ):
+            head.labels = labels
+            loss = compute()
+            found.append([loss, *torch.autograd.grad(loss, [hidden, head.weight])])
+    for others in found[1:]:
+        for one, wanted in zip(others, found[0], strict=True):
+            assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
 
 
 def test_without_gradients_or_labels_logits_are_logits() -> None:
@@ -142,7 +164,11 @@ def saved_bytes(forward: Any) -> list[int]:
 def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
     # V / h = 41.7, so 42 chunks; 16384 / 42 = 390.1, so 391 rows; the next power of two is 512
     assert chunk_rows(num_tokens=16_384, vocab_size=32_000, hidden_size=768) == 512
-    assert chunk_rows(num_tokens=10, vocab_size=151_936, hidden_size=64) == 1
+    assert chunk_rows(num_tokens=2**17, vocab_size=32_000, hidden_size=768) == 4096  # 131072 / 42 = 3121
+    # but no fewer than hold 2^23 logits: 2^23 / 32000 = 262.1; 2^23 / 151936 = 55.2; or all there are
+    assert chunk_rows(num_tokens=2048, vocab_size=32_000, hidden_size=256) == 256
+    assert chunk_rows(num_tokens=1000, vocab_size=151_936, hidden_size=64) == 32
+    assert chunk_rows(num_tokens=10, vocab_size=151_936, hidden_size=64) == 10
 
 
 class Counted(TorchDispatchMode):

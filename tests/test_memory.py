@@ -113,14 +113,14 @@ def test_more_ranks_larger_batches_and_less_checkpointing_never_need_less_or_mor
 
 
 def test_constants_are_the_trainers() -> None:
-    from slm_toolkit.run import kernels, optimizer
+    from slm_toolkit.run import loss_kernels, optimizer
 
     assert optimizer_bytes.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
-    assert memory.FUSED_LOSS_CHUNK == kernels.NUM_CHUNK_ELEMENTS
+    assert memory.FUSED_LOSS_CHUNK == loss_kernels.NUM_CHUNK_ELEMENTS
     for spec in PRESETS.values():
         for num_tokens in (7, 1024, 16 * 2048):
             sizes = {"num_tokens": num_tokens, "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
-            assert memory.chunk_rows(**sizes) == min(num_tokens, kernels.chunk_rows(**sizes))
+            assert memory.chunk_rows(**sizes) == loss_kernels.chunk_rows(**sizes)
 
 
 def test_every_parameter_is_counted_once_in_the_optimizers_chunks() -> None:

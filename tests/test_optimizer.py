@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slm_toolkit.run.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.optimizer import CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False, "foreach": True}
 
@@ -76,3 +76,23 @@ def test_a_saved_state_comes_back_in_fp32(tmp_path: Path) -> None:
     for key in ("master", "exp_avg", "exp_avg_sq"):
         assert second.state[params[1]][key].dtype == torch.float32
         assert torch.equal(first.state[params[0]][key], second.state[params[1]][key])
+
+
+def test_a_parameter_that_is_updated_in_pieces_is_the_one_updated_whole() -> None:
+    start = torch.randn(3, CPU_CHUNK_ELEMENTS - 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = [[torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, :5].clone())] for _ in range(2)]
+    optimizers = [
+        AdamWWithMasterWeights(group, max_grad_norm=0.5, chunk_elements=elements, **OPTIONS)
+        for group, elements in zip(params, (CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS), strict=True)
+    ]
+    for step in range(3):
+        for group, optimizer in zip(params, optimizers, strict=True):
+            for param in group:
+                generator = torch.Generator().manual_seed(step)
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+            optimizer.step()
+    for whole, pieces in zip(*params, strict=True):
+        assert optimizers[1].state[pieces]["step"] == 3
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizers[1].state[pieces][name], optimizers[0].state[whole][name])
+        assert torch.equal(pieces, optimizers[1].state[pieces]["master"].bfloat16())

@@ -205,15 +205,16 @@ def _loss_memory(
     else:
         kept = (8 if fused_norm else 12) * h + 4
         norm_backward = 20 * h + 8
+    apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
     if config.loss_kernel == "fused_linear":
         chunk = chunk_rows(num_tokens=T, vocab_size=V, hidden_size=h)
         wide = min(chunk * V, max(1, FUSED_LOSS_CHUNK // V) * V)
-        in_forward = kept * T + e * h * T + chunk * V * e + (wide * 4 if e == 2 else 0) + V * h * e
+        in_forward = kept * T + e * h * T + chunk * V * e + (wide * 4 if apart else 0) + V * h * e
         after = kept * T + e * h * T + V * h * e
         return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
     if config.loss_kernel == "fused_logits":
         rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
-        in_forward = kept * T + e * V * T + (rows * V * 4 if e == 2 else 0)
+        in_forward = kept * T + e * V * T + (rows * V * 4 if apart else 0)
         if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
             in_forward = kept * T + (e + 4) * V * T
         after = kept * T + e * V * T
@@ -225,13 +226,14 @@ def _loss_memory(
 
 
 FUSED_LOSS_CHUNK = 2**24
-"elements of fp32 probabilities at a time in `run/kernels.py`: a test compares the two"
+"elements of fp32 probabilities at a time in `run/loss_kernels.py`: a test compares the two"
 
 
 def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Tokens whose logits the fused linear loss makes at once: V / h chunks, rounded up to a power of two."""
+    """Tokens whose logits the fused linear loss makes at once: see `run/loss_kernels.py`."""
     rows = -(-num_tokens // -(-vocab_size // hidden_size))
-    return min(num_tokens, 1 << (rows - 1).bit_length())
+    at_least = max(1, FUSED_LOSS_CHUNK // 2 // vocab_size)
+    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
 
 
 def _engine_step(

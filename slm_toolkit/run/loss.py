@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slm_toolkit.run.kernels import LossHead
+from slm_toolkit.run.loss_kernels import LossHead
 
 
 class RecordedLoss:

@@ -1,5 +1,7 @@
 """Clocks and bytes of a training process: seconds per step, peak memory, the state each rank holds."""
 
+import ctypes
+import gc
 import resource
 import sys
 import time
@@ -89,9 +91,18 @@ def num_compiled_graphs() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    give_back_memory(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # or "reserved" would count what preparing left behind
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Hand what preparing, compiling or probing left behind back to the device: no peak should count it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed below its top
+        trim(0)
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.attention import transformers_name
 from slm_toolkit.run.checkpointing import enable_checkpointing
 from slm_toolkit.run.kernels import use_kernels
 
@@ -40,8 +41,9 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     Raises ValueError where the attention kernel is unknown or not installed, or a fused kernel does not fit.
     """
     set_seed(config.seed)
-    options = {"attn_implementation": config.attn_implementation, "dtype": torch.float32}
     check_attention(spec, config)
+    attention = transformers_name(config.attn_implementation)
+    options = {"attn_implementation": attention, "dtype": torch.float32}
     if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
     else:
@@ -52,7 +54,12 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
-    use_kernels(model, loss_kernel=config.loss_kernel, norm_kernel=config.norm_kernel)
+    use_kernels(
+        model,
+        loss_kernel=config.loss_kernel,
+        norm_kernel=config.norm_kernel,
+        compiled=config.torch_compile,
+    )
     if config.numerics in ("aligned", "pure_bf16"):
         for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()
@@ -65,10 +72,11 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     """Raises ValueError where the attention kernel is unknown, not installed or not for this architecture."""
     kernel = config.attn_implementation
+    name = transformers_name(kernel)
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(
-                hf_config(spec, seq_len=config.seq_len), attn_implementation=kernel
+                hf_config(spec, seq_len=config.seq_len), attn_implementation=name
             )
     except (ImportError, ValueError) as error:
         raise ValueError(

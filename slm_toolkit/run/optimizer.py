@@ -1,11 +1,17 @@
 """AdamW over master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+CHUNK_ELEMENTS = 2**25
+"gradients cast to fp32 at a time: 128 MiB, where all at once would be 4 bytes per parameter at the peak"
+CPU_CHUNK_ELEMENTS = 2**20
+"the same where no kernel has to be launched: 4 MiB, which caches hold and malloc does not map anew"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
@@ -22,16 +28,19 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
         holds_flat_shards: bool = False,
+        chunk_elements: int = CHUNK_ELEMENTS,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
+        chunk_elements: CHUNK_ELEMENTS or CPU_CHUNK_ELEMENTS.
         holds_flat_shards: parameters are plain tensors that hold this rank's share, as FSDP1's are.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
+        self.chunk_elements = chunk_elements
         self.grad_norm: torch.Tensor | None = None
         "of all gradients before clipping, fp32, set by each step"
 
@@ -42,17 +51,22 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         All on this rank's own shards: as DTensors, each operation would cost the host ten times as much.
         """
         assert closure is None
-        gradients = [
-            param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
+        chunks = [
+            (group, pieces)
+            for group in self.param_groups
+            for pieces in _chunks(
+                [param for param in group["params"] if param.grad is not None], self.chunk_elements
+            )
         ]
-        self.grad_norm = _global_norm(gradients, holds_flat_shards=self.holds_flat_shards)
+        scratch = self._scratch()
+        norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
+        a_gradient = chunks[0][1][0].param.grad
+        self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            for chunk in _chunks(params):
-                self._update(group, chunk, clip)
+        for group, pieces in chunks:
+            self._update(group, pieces, clip, scratch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts floating-point state to the parameter's dtype; this puts the fp32 values back."""
@@ -64,21 +78,38 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 if key in ("master", "exp_avg", "exp_avg_sq"):
                     self.state[param][key] = value.to(device=param.device, copy=True)
 
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor], clip: torch.Tensor | None) -> None:
-        """One step of AdamW on the masters of some parameters of a group, then the parameters follow."""
-        states = [self._state_of(param, fused=bool(group["fused"])) for param in params]
-        gradients = [_local(param.grad).to(self.master_dtype) for param in params]
+    def _scratch(self) -> torch.Tensor | None:
+        """On a CPU, room for one chunk's gradients in fp32, taken once per step: malloc keeps no holes."""
+        on_cpu = self.chunk_elements == CPU_CHUNK_ELEMENTS
+        return torch.empty(self.chunk_elements, dtype=torch.float32) if on_cpu else None
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        pieces: list["_Piece"],
+        clip: torch.Tensor | None,
+        scratch: torch.Tensor | None,
+    ) -> None:
+        """One step of AdamW on the masters of some pieces of a group, then the parameters follow."""
+        states = [self._state_of(piece.param, fused=bool(group["fused"])) for piece in pieces]
+        gradients = _in_dtype(pieces, self.master_dtype, scratch)
         if clip is not None:
             torch._foreach_mul_(gradients, clip)
-        masters = [_local(state.get("master", param)) for state, param in zip(states, params, strict=True)]
+        masters = [
+            piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
+        ]
         beta1, beta2 = group["betas"]
         adamw(
             masters,
             gradients,
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [piece.of(state["exp_avg"]) for state, piece in zip(states, pieces, strict=True)],
+            [piece.of(state["exp_avg_sq"]) for state, piece in zip(states, pieces, strict=True)],
             max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
+            # AdamW counts where it steps: of a parameter in several pieces only the last may
+            state_steps=[
+                state["step"] if piece.is_last else state["step"].clone()
+                for state, piece in zip(states, pieces, strict=True)
+            ],
             foreach=group["foreach"],
             fused=group["fused"],
             amsgrad=False,
@@ -92,7 +123,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         followers = [index for index, state in enumerate(states) if "master" in state]
         if followers:
             torch._foreach_copy_(
-                [_local(params[index]) for index in followers], [masters[index] for index in followers]
+                [pieces[index].of(pieces[index].param) for index in followers],
+                [masters[index] for index in followers],
             )
 
     def _state_of(self, param: torch.Tensor, *, fused: bool) -> dict[str, torch.Tensor]:
@@ -106,20 +138,45 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         return state
 
 
-CHUNK_ELEMENTS = 2**25
-"gradients cast to fp32 at a time: 128 MiB, where all at once would be 4 bytes per parameter at the peak"
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter, or on a CPU one stretch of a large one: of its elements on this rank, in their order."""
+
+    param: torch.Tensor
+    stretch: slice | None = None
+    "None: all of it"
+    is_last: bool = True
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """That part of the parameter or of its state, sharing memory."""
+        local = _local(tensor)
+        return local if self.stretch is None else local.view(-1)[self.stretch]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        local = _local(self.param.grad)
+        return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 
-def _chunks(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of parameters, each as long as it stays below CHUNK_ELEMENTS (or a single one)."""
-    chunk: list[torch.Tensor] = []
+def _chunks(params: list[torch.Tensor], chunk_elements: int) -> Iterator[list[_Piece]]:
+    """Runs of parameters, each as long as it stays below `chunk_elements` (or a single one).
+
+    On a CPU, which has no launches to save, a longer parameter comes in pieces.
+    """
+    chunk: list[_Piece] = []
     num_elements = 0
     for param in params:
-        if chunk and num_elements + _local(param).numel() > CHUNK_ELEMENTS:
+        size = _local(param).numel()
+        if chunk and num_elements + size > chunk_elements:
             yield chunk
             chunk, num_elements = [], 0
-        chunk.append(param)
-        num_elements += _local(param).numel()
+        if size > chunk_elements and chunk_elements == CPU_CHUNK_ELEMENTS:
+            for start in range(0, size, chunk_elements):
+                end = min(size, start + chunk_elements)
+                yield [_Piece(param, slice(start, end), is_last=end == size)]
+        else:
+            chunk.append(_Piece(param))
+            num_elements += size
     if chunk:
         yield chunk
 
@@ -129,14 +186,32 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _global_norm(gradients: list[torch.Tensor], *, holds_flat_shards: bool) -> torch.Tensor:
-    """The 2-norm of all gradients over all ranks, summed in fp32; an fp32 scalar."""
-    norms = torch._foreach_norm([_local(gradient) for gradient in gradients], 2, dtype=torch.float32)
+def _in_dtype(pieces: list[_Piece], dtype: torch.dtype, scratch: torch.Tensor | None) -> list[torch.Tensor]:
+    """The gradients of one chunk in `dtype`: in `scratch`, where there is one and a copy is needed."""
+    gradients = [piece.gradient for piece in pieces]
+    if scratch is None or dtype != scratch.dtype or gradients[0].dtype == dtype:
+        return [gradient.to(dtype) for gradient in gradients]
+    sizes = [gradient.numel() for gradient in gradients]
+    parts = scratch[: sum(sizes)].split(sizes)
+    return [part.view_as(gradient).copy_(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+
+
+def _norms(pieces: list[_Piece], scratch: torch.Tensor | None) -> list[torch.Tensor]:
+    """The 2-norm of each piece's gradient, summed in fp32."""
+    if scratch is not None:
+        return torch._foreach_norm(_in_dtype(pieces, torch.float32, scratch), 2)
+    return torch._foreach_norm([piece.gradient for piece in pieces], 2, dtype=torch.float32)
+
+
+def _global_norm(
+    norms: list[torch.Tensor], a_gradient: torch.Tensor, *, holds_flat_shards: bool
+) -> torch.Tensor:
+    """The 2-norm of all gradients over all ranks, from those of this rank's pieces; an fp32 scalar."""
     square = torch.linalg.vector_norm(torch.stack(norms)).square()
     if holds_flat_shards and torch.distributed.is_initialized():
         torch.distributed.all_reduce(square)
-    elif isinstance(gradients[0], DTensor):  # all of one mesh: FSDP2 shards every parameter alike
-        for dimension, placement in enumerate(gradients[0].placements):
+    elif isinstance(a_gradient, DTensor):  # all of one mesh: FSDP2 shards every parameter alike
+        for dimension, placement in enumerate(a_gradient.placements):
             if placement.is_shard():
-                torch.distributed.all_reduce(square, group=gradients[0].device_mesh.get_group(dimension))
+                torch.distributed.all_reduce(square, group=a_gradient.device_mesh.get_group(dimension))
     return square.sqrt()

@@ -100,7 +100,8 @@ class NumericsProbe:
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
-            or _argument_dtype(operators, "aten::exp_"),  # of `run/kernels.py`, and nobody else's
+            or _argument_dtype(operators, "aten::exp_")  # of `run/loss_kernels.py`, and nobody else's
+            or self._only("loss of head"),  # compiled, it shows no operator
             loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
@@ -141,8 +142,7 @@ class NumericsProbe:
         self.seen["autocast"].add(torch.is_autocast_enabled(args[0].device.type))
 
     def _saw_head(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.dim() > 0:
-            self.seen["head"].add(_name(output.dtype))
+        self.seen["head" if output.dim() > 0 else "loss of head"].add(_name(output.dtype))
 
     def _saw_step(self, *arguments: Any) -> None:
         self.num_steps += 1

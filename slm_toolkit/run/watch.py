@@ -17,6 +17,7 @@ from slm_toolkit.run.measure import (
     GradientCounter,
     StepClock,
     deepspeed_engine,
+    give_back_memory,
     num_compiled_graphs,
     peak_memory,
     reset_peak_memory,
@@ -85,6 +86,8 @@ class RunWatch:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
             self._probe_next = max(gather_to_all(compiled)) > 0 and self.num_probed_steps < MOST_PROBED_STEPS
+            if self.accelerator.device.type == "cpu":
+                give_back_memory(self.accelerator.device)
 
     def drew(self, tokens: torch.Tensor) -> None:
         """Count the tokens of a batch that came from the data."""

@@ -1,0 +1,312 @@
+"""Ours against what a user would pick instead: same model, tokens, numerics and steps, in turn, one machine.
+
+    python bench/throughput.py                                  # two cores will do: one is used
+    python bench/throughput.py --numerics fp32 --allocator tcmalloc --rounds 7
+    python bench/throughput.py --models slm-100m slm-500m slm-1b slm-2b    # on a GPU
+
+Each round runs every arm once, a process each: A B C, A B C, ...; ratios are taken within a round, and their
+median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT wants other
+packages than we do: give it an environment of its own, --python litgpt_compile=/path/to/venv/bin/python.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head is then half of the work
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+OURS = {
+    "ours": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
+    "ours_compile": ("--loss_kernel", "fused_linear", "--torch_compile"),
+}
+BASELINES = {"bf16": ("trainer", "trainer_compile"), "fp32": ("trainer", "trainer_compile")}
+"what the table sets the others against"
+ALLOCATORS = {  # for every arm alike
+    "glibc": {},
+    "huge_pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "tcmalloc": {"LD_PRELOAD": "libtcmalloc_minimal.so.4"},
+}
+LOSS_TOLERANCE = {"bf16": 0.02, "fp32": 0.002}
+"of a step's loss, some 10 at first: what rounding alone moves it by; see the README"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one launch of an arm told of itself."""
+
+    step_seconds: list[float]
+    losses: list[float]
+    peak_rss_bytes: int
+    peak_allocated_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        return median(self.step_seconds)
+
+
+def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Write the work that all arms share: first weights, tokens, options."""
+    import numpy as np
+
+    from slm_toolkit.config import RunConfig
+    from slm_toolkit.models import find_model
+    from slm_toolkit.run.data import MarkovTokens
+    from slm_toolkit.run.model import build_model
+
+    config = RunConfig(model=model, seq_len=args.seq_len, numerics="fp32")
+    spec = find_model(model)
+    build_model(spec, config).save_pretrained(folder / "model")
+    sequences = MarkovTokens(
+        vocab_size=spec.vocab_size,
+        seq_len=args.seq_len,
+        num_sequences=args.steps * args.batch_size,
+        seed=config.seed,
+    )
+    np.save(
+        folder / "tokens.npy", np.stack([sequences[i]["input_ids"].numpy() for i in range(len(sequences))])
+    )
+    work = {
+        "folder": str(folder),
+        "model": str(folder / "model"),
+        "tokens": str(folder / "tokens.npy"),
+        "seq_len": args.seq_len,
+        "batch_size": args.batch_size,
+        "num_steps": args.steps,
+        "num_warmup": args.warmup,
+        "attn_implementation": args.attn_implementation,
+        "learning_rate": config.learning_rate,
+        "betas": [config.adam_beta1, config.adam_beta2],
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": 1.0,
+    }
+    for numerics in args.numerics:
+        (folder / f"{numerics}.json").write_text(json.dumps({**work, "numerics": numerics}))
+    return work
+
+
+def run_arm(arm: str, numerics: str, work: dict[str, Any], args: argparse.Namespace) -> Result:
+    """One process of an arm. Raises RuntimeError with the end of what it wrote where it fails."""
+    folder = Path(work["folder"])
+    runs = folder / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    if arm in OURS:
+        command = [
+            *(sys.executable, "-m", "slm_toolkit.train"),  # one process, as the others are
+            # from the configuration: the seed gives the weights that the others load
+            *("--model", work["model"] + "/config.json", "--seq_len", str(work["seq_len"])),
+            *(
+                "--per_device_train_batch_size",
+                str(work["batch_size"]),
+                "--max_steps",
+                str(work["num_steps"]),
+            ),
+            *("--attn_implementation", work["attn_implementation"], "--save_final_model", "false"),
+            *("--numerics", "fp32" if numerics == "fp32" else args.ours_numerics),
+            *("--output_dir", str(runs), *OURS[arm]),
+        ]
+    else:
+        python = args.python.get(arm, sys.executable)
+        command = [python, str(HERE / "throughput_arms.py"), arm, str(folder / f"{numerics}.json")]
+    if args.core is not None:
+        command = ["taskset", "-c", str(args.core), *command]
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), **ALLOCATORS[args.allocator]}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode != 0:
+        raise RuntimeError(f"{arm}: {done.stderr.strip()[-600:]}")
+    if arm not in OURS:
+        return Result(**json.loads(done.stdout.splitlines()[-1]))
+    (path,) = runs.glob("*/record.json")
+    record = json.loads(path.read_text())
+    peaks = record["peak_allocated_bytes"]
+    return Result(
+        step_seconds=record["step_seconds"][0][work["num_warmup"] :],
+        losses=record["losses"],
+        peak_rss_bytes=record["peak_rss_bytes"][0],
+        peak_allocated_bytes=peaks[0] if peaks else None,
+    )
+
+
+def of_rounds(numerics: str, work: dict[str, Any], args: argparse.Namespace) -> dict[str, list[Result]]:
+    """The results of every arm, one per round; an arm that can't run is told of and left out."""
+    results: dict[str, list[Result]] = {arm: [] for arm in args.arms}
+    for number in range(args.rounds):
+        for arm in list(results):
+            try:
+                result = run_arm(arm, numerics, work, args)
+            except RuntimeError as error:
+                print(f"left out: {error}", file=sys.stderr)
+                del results[arm]
+                continue
+            results[arm].append(result)
+            print(
+                f"round {number + 1}/{args.rounds}  {numerics}  {arm}: {result.seconds:.3f} s per step, "
+                f"peak RSS {result.peak_rss_bytes / 2**20:,.0f} MiB",
+                file=sys.stderr,
+            )
+    return results
+
+
+def ratios(of: list[Result], to: list[Result]) -> list[float]:
+    """How often `of` does a step while `to` does one, round by round."""
+    return [theirs.seconds / ours.seconds for ours, theirs in zip(of, to, strict=True)]
+
+
+def farthest_loss(of: list[Result], to: list[Result]) -> float:
+    """The largest difference of a step's loss in any round."""
+    return max(
+        abs(a - b)
+        for one, other in zip(of, to, strict=True)
+        for a, b in zip(one.losses, other.losses, strict=True)
+    )
+
+
+def peak_bytes(results: list[Result]) -> float:
+    """The median peak: of GPU memory where there is a GPU, else of resident memory."""
+    return median(result.peak_allocated_bytes or result.peak_rss_bytes for result in results)
+
+
+def rows_of(
+    results: dict[str, list[Result]], baselines: tuple[str, ...], tokens: int
+) -> list[dict[str, Any]]:
+    """One row per arm, with its speed and memory against each baseline that ran."""
+    rows = []
+    for arm, mine in results.items():
+        row: dict[str, Any] = {
+            "arm": arm,
+            "step_seconds": median(result.seconds for result in mine),
+            "tokens_per_second": tokens / median(result.seconds for result in mine),
+            "peak_bytes": peak_bytes(mine),
+            "final_loss": mine[-1].losses[-1],
+            "against": {},
+        }
+        for baseline in baselines:
+            if theirs := results.get(baseline):
+                found = ratios(mine, theirs)
+                row["against"][baseline] = {
+                    "speed": [median(found), min(found), max(found)],
+                    "memory": peak_bytes(mine) / peak_bytes(theirs),
+                    "loss_difference": farthest_loss(mine, theirs),
+                }
+        rows.append(row)
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]], baselines: tuple[str, ...], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("arm", "s/step", "tokens/s", "peak MiB", "final loss"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for baseline in baselines:
+        table.add_column(f"speed against\n{baseline}", justify="right")
+        table.add_column("peak", justify="right")
+    table.add_column(f"farthest loss\nfrom {baselines[0]}", justify="right")
+    for row in rows:
+        cells = [row["arm"], f"{row['step_seconds']:.3f}", f"{row['tokens_per_second']:,.0f}"]
+        cells += [f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['final_loss']:.4f}"]
+        for baseline in baselines:
+            against = row["against"].get(baseline)
+            if against is None:
+                cells += ["-", "-"]
+            else:
+                middle, low, high = against["speed"]
+                cells += [f"{middle:.2f}x ({low:.2f}-{high:.2f})", f"{against['memory'] - 1:+.0%}"]
+        first = row["against"].get(baselines[0])
+        cells.append(f"{first['loss_difference']:.4f}" if first else "-")
+        table.add_row(*cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", help="presets or folders (default: a 10M one)")
+    parser.add_argument("--seq_len", type=int, help="256 on a CPU, 1024 on a GPU")
+    parser.add_argument("--batch_size", type=int, help="8 on a CPU, 16 on a GPU")
+    parser.add_argument("--numerics", nargs="+", choices=("bf16", "fp32"), default=["bf16"])
+    parser.add_argument(
+        "--ours_numerics",
+        choices=("aligned", "stock"),
+        default="aligned",
+        help="our bf16: weights and fp32 masters, or autocast, which is what the others do",
+    )
+    parser.add_argument("--attn_implementation", default="sdpa")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=6, help="first steps that are not timed; they compile")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["trainer", "trainer_compile", "bare", "bare_compile", "litgpt_compile", *OURS],
+    )
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help="of every arm")
+    parser.add_argument("--core", type=int, help="the core of every arm (on a CPU: 0; -1: any)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--python", nargs="+", default=[], metavar="ARM=PATH", help="its interpreter")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON here, too")
+    args = parser.parse_args()
+    args.python = dict(pair.split("=", 1) for pair in args.python)
+
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    args.seq_len = args.seq_len or (1024 if on_gpu else 256)
+    args.batch_size = args.batch_size or (16 if on_gpu else 8)
+    if args.core is None and not on_gpu:
+        args.core = 0
+    if args.core == -1:
+        args.core = None
+    everything, all_equal = [], True
+    with tempfile.TemporaryDirectory() as scratch:
+        own = Path(scratch) / "slm-10m-32k.json"
+        own.write_text(json.dumps(FOR_CPU))
+        for number, model in enumerate(args.models or [str(own)]):
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
+            work = prepare(folder, model, args)
+            for numerics in args.numerics:
+                results = of_rounds(numerics, work, args)
+                baselines = tuple(arm for arm in BASELINES[numerics] if arm in args.arms)
+                rows = rows_of(results, baselines, args.batch_size * args.seq_len)
+                title = f"{Path(model).stem}, {numerics}, sequence {args.seq_len}, batch {args.batch_size}, "
+                title += f"{args.rounds} rounds" + ("" if on_gpu else f", allocator {args.allocator}")
+                Console(width=150).print(table_of(rows, baselines, title))
+                everything.append({"model": Path(model).stem, "numerics": numerics, "rows": rows})
+                allowed = LOSS_TOLERANCE[numerics]
+                apart = [
+                    row["arm"]
+                    for row in rows
+                    if any(against["loss_difference"] > allowed for against in row["against"].values())
+                ]
+                if apart:
+                    all_equal = False
+                    print(f"losses differ by more than {allowed}: {', '.join(apart)}")
+    if args.out is not None:
+        args.out.write_text(json.dumps(everything, indent=1))
+    sys.exit(0 if all_equal else 1)
+
+
+if __name__ == "__main__":
+    main()

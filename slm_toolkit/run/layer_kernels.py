@@ -1,0 +1,55 @@
+"""Kernels of a decoder layer that keep less for backward than transformers' own.
+
+In the counts of bytes below, e are the bytes of an element of the compute dtype: 2 in bf16, 4 in fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """transformers' RMSNorm, which keeps its input in its own dtype for backward, and 4 bytes per row.
+
+    transformers' own keeps, per element, an fp32 copy of the input (4 bytes) and the normalised input in its
+    dtype: 6 bytes in bf16, 8 in fp32. Here 2 and 4, of the residual stream, which mostly lives anyway.
+    On a GPU this is torch's own kernel, which rounds once where transformers rounds twice and needs no fp32
+    copies. Elsewhere they exist while it runs: up to 10 bytes per element in forward, 12 in backward.
+    """
+
+    weight: torch.nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype:
+            return functional.rms_norm(
+                hidden_states, self.weight.shape, self.weight, eps=self.variance_epsilon
+            )
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Normalised in fp32, rounded to the input's dtype, then times the weight, as transformers does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = hidden.float()
+        rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(hidden, weight, rstd)
+        return weight * (wide * rstd).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """With x̂ = x·rstd and g = upstream·weight: dx = rstd·(g - x̂·mean(g·x̂)), dw = Σ upstream·x̂."""
+        hidden, weight, rstd = ctx.saved_tensors
+        normed = hidden.float() * rstd
+        rows = tuple(range(hidden.dim() - 1))
+        grad_weight = (upstream * normed.to(hidden.dtype)).sum(dim=rows).to(weight.dtype)
+        wide = (upstream * weight).float()
+        projection = (wide * normed).mean(dim=-1, keepdim=True)
+        grad_hidden = wide.sub_(normed.mul_(projection)).mul_(rstd)
+        return grad_hidden.to(hidden.dtype), grad_weight, None

@@ -1,0 +1,262 @@
+"""Losses that keep less for backward than transformers' own: logits in chunks, or never whole.
+
+In the counts of bytes below, N is the tokens of a micro-step, V the vocabulary, h the hidden size and e the
+bytes of an element of the compute dtype: 2 in bf16, 4 in fp32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+IGNORE_INDEX = -100
+"label of a token that has no loss, as transformers has it"
+NUM_CHUNK_ELEMENTS = 2**24
+"of fp32 probabilities at once: 2^24 x 4 bytes = 64 MiB, large enough to keep a GPU busy, small beside logits"
+_Chunk = Callable[..., torch.Tensor]
+"`_sum_of_chunk_`, as it is or compiled"
+
+
+def fused_logits_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *, compiled: bool = False
+) -> torch.Tensor:
+    """transformers' causal LM loss over logits [batch, tokens, V], of which it keeps one copy, not three.
+
+    Peak: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB whatever N is (none
+    in fp32; on a CPU, where torch converts dtypes apart, another as large). Forward saves the logits' own
+    storage, which then holds their gradient: who reads the logits of a training step reads that. Backward
+    allocates nothing. Without gradients, as in evaluation, the logits stay what they are. `compiled`: one
+    kernel of torch.compile's reads the logits twice and writes their gradient, with no fp32 copy of a chunk.
+    """
+    targets = _next_tokens(labels).to(logits.device)
+    return _FusedLogitsLoss.apply(logits, targets, torch.is_grad_enabled(), _chunk_kernel(compiled))
+
+
+class LossHead(torch.nn.Linear):
+    """An output head that gives the loss, not logits, where it has labels: logits are never whole.
+
+    It is the head's own forward that does it, because FSDP2 and ZeRO-3 gather the head's weight for that
+    alone. transformers then calls the loss `logits`, and `_loss_of_head` hands it on.
+
+    Peak in forward, beside hidden states [N, h] and weight [V, h]: their gradients, N x h x e and V x h x e
+    bytes, which are all that is kept for backward; one chunk of logits, `chunk_rows` x V x e; and of its fp32
+    probabilities at most 64 MiB, as in `fused_logits_loss` (none in fp32, none where compiled). Both buffers
+    serve every chunk. Backward allocates nothing: it scales both gradients in place and hands them on.
+    Under autocast, bf16 copies of hidden states and weight come first, as for any matrix product there.
+
+    The gradient of the weight is summed over chunks in the weight's dtype, by the matrix product itself,
+    which rounds once per chunk, V / h times at most: in bf16 its error is 0.3 to 0.6 %, where one product's
+    is 0.15 %, beside the 1 % that bf16 costs all gradients. An fp32 sum would take V x h x 4 bytes more.
+    """
+
+    labels: torch.Tensor | None = None
+    "of the forward pass that runs"
+    last_loss: torch.Tensor | None = None
+    "in fp32, before an engine's output cast rounds it"
+    compiled: bool = False
+    "whether the arithmetic between the matrix products is torch.compile's"
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        labels, self.labels = self.labels, None
+        if labels is None:
+            return super().forward(hidden)
+        weight, device_type = self.weight, hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        with torch.autocast(device_type, enabled=False):
+            targets = _next_tokens(labels).to(hidden.device)
+            kernel = _chunk_kernel(self.compiled)
+            loss = _FusedLinearLoss.apply(hidden, weight, targets, torch.is_grad_enabled(), kernel)
+        self.last_loss = loss.detach()
+        return loss
+
+
+def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Tokens whose logits are made at once: so many that those take about the hidden states' memory.
+
+    That many chunks are V / h, as in Liger Kernel (arXiv 2410.10989, section 3.2). Rounded up to a power of
+    two, for the GPU's tiles: V = 32000, h = 768, N = 16384 give 42 chunks, so 391 rows, so 512. But no fewer
+    than have half of NUM_CHUNK_ELEMENTS logits, rounded down: every chunk reads and writes matrices of V x h,
+    which a few rows don't pay for; V = 32000 gives 262, so 256.
+    """
+    num_chunks = -(-vocab_size // hidden_size)
+    rows = -(-num_tokens // num_chunks)
+    at_least = max(1, NUM_CHUNK_ELEMENTS // 2 // vocab_size)
+    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
+
+
+class _FusedLogitsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradient: bool, kernel: _Chunk
+    ) -> torch.Tensor:
+        num_valid = _num_valid(targets)
+        flat = logits.view(-1, logits.shape[-1])
+        total = _sum_of_losses_(flat, targets, num_valid, kernel=kernel, with_gradient=with_gradient)
+        if with_gradient:
+            ctx.save_for_backward(logits)  # by now their gradient
+        return total / num_valid
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (grad_logits,) = ctx.saved_tensors
+        return grad_logits.mul_(upstream), None, None, None
+
+
+class _FusedLinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        with_gradient: bool,
+        kernel: _Chunk,
+    ) -> torch.Tensor:
+        vocab_size, hidden_size = weight.shape
+        flat = hidden.reshape(-1, hidden_size)
+        rows = chunk_rows(num_tokens=len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
+        num_valid = _num_valid(targets)
+        grad_hidden = torch.empty_like(flat) if with_gradient else None
+        grad_weight = torch.zeros_like(weight) if with_gradient else None
+        total = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        buffer = flat.new_empty(rows, vocab_size)
+        wide = _fp32_buffer(buffer, kernel)
+        for start in range(0, len(flat), rows):
+            chunk, part = flat[start : start + rows], targets[start : start + rows]
+            logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
+            total += _sum_of_losses_(
+                logits, part, num_valid, kernel=kernel, with_gradient=with_gradient, wide=wide
+            )
+            if with_gradient:
+                torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+                grad_weight.addmm_(logits.t(), chunk)
+        if with_gradient:
+            ctx.save_for_backward(grad_hidden.view(hidden.shape), grad_weight)
+        return total / num_valid
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden.mul_(upstream), grad_weight.mul_(upstream), None, None, None
+
+
+def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook: labels reach the head beside transformers' forward, which keeps them for itself."""
+    model.get_output_embeddings().labels = kwargs.get("labels")
+
+
+def loss_of_head(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """transformers' loss function where the head has computed the loss: what it calls logits is that."""
+    assert logits.dim() == 0, logits.shape
+    return logits
+
+
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """The label that each token predicts, flat; the last of a sequence predicts none, as in transformers."""
+    return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
+
+
+def _num_valid(targets: torch.Tensor) -> torch.Tensor:
+    return (targets != IGNORE_INDEX).sum()
+
+
+def _sum_of_losses_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    num_valid: torch.Tensor,
+    *,
+    kernel: _Chunk,
+    with_gradient: bool,
+    wide: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cross-entropy in fp32, summed over valid rows of logits [rows, V]; `wide`: see `_sum_of_chunk_`.
+
+    With `with_gradient`, the logits become the gradient of that sum's share in the mean over `num_valid`.
+    """
+    rows = max(1, NUM_CHUNK_ELEMENTS // logits.shape[1])
+    if wide is None and not with_gradient and kernel is _sum_of_chunk_:
+        wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay what they are
+    elif wide is None:
+        wide = _fp32_buffer(logits[:rows], kernel)
+    total = torch.zeros((), device=logits.device, dtype=torch.float32)
+    for start in range(0, len(logits), rows):
+        part = logits[start : start + rows]
+        total += kernel(
+            part,
+            targets[start : start + rows],
+            num_valid,
+            None if wide is None else wide[: len(part)],
+            with_gradient=with_gradient,
+        )
+    return total
+
+
+def _fp32_buffer(logits: torch.Tensor, kernel: _Chunk) -> torch.Tensor | None:
+    """Where probabilities of a chunk of logits can stand in fp32; None: they are fp32, or compiled away."""
+    if logits.dtype == torch.float32 or kernel is not _sum_of_chunk_:
+        return None
+    rows = min(len(logits), max(1, NUM_CHUNK_ELEMENTS // logits.shape[1]))
+    return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
+
+
+def _sum_of_chunk_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    num_valid: torch.Tensor,
+    wide: torch.Tensor | None,
+    *,
+    with_gradient: bool,
+) -> torch.Tensor:
+    """As `_sum_of_losses_`, of one chunk; `wide` takes the fp32 probabilities, without it fp32 logits do."""
+    valid = (targets != IGNORE_INDEX).unsqueeze(1)
+    target = targets.clamp(min=0).unsqueeze(1)
+    top = logits.amax(dim=1, keepdim=True).float()
+    picked = logits.gather(1, target).float() - top
+    if wide is None:
+        unscaled = logits.sub_(top)
+    elif logits.is_cuda:
+        unscaled = torch.sub(logits, top, out=wide)
+    else:  # a CPU would convert the logits apart, in a temporary as large
+        unscaled = wide.copy_(logits).sub_(top)
+    unscaled.exp_()  # probabilities, but for their sum
+    partition = unscaled.sum(dim=1, keepdim=True)
+    if with_gradient:
+        share = valid / num_valid.clamp(min=1)
+        if logits.is_cuda:
+            torch.mul(unscaled, share / partition, out=logits)
+        else:
+            logits.copy_(unscaled.mul_(share / partition))
+        # p - 1 of the target in fp32, then rounded: bf16 has no digits left for it near p = 1
+        logits.scatter_(1, target, ((picked.exp() / partition - 1) * share).to(logits.dtype))
+    return ((partition.log() - picked) * valid).sum()
+
+
+def _sum_of_compiled_chunk_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    num_valid: torch.Tensor,
+    wide: torch.Tensor | None,
+    *,
+    with_gradient: bool,
+) -> torch.Tensor:
+    """The same as one would write it down, for torch.compile to make two passes over the logits of."""
+    valid = (targets != IGNORE_INDEX).unsqueeze(1)
+    exact = logits.float()
+    top = exact.amax(dim=1, keepdim=True)
+    partition = (exact - top).exp().sum(dim=1, keepdim=True)
+    of_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
+    picked = (exact.gather(1, targets.clamp(min=0).unsqueeze(1)) - top) * valid
+    if with_gradient:
+        share = valid / num_valid.clamp(min=1)
+        logits.copy_(((exact - top).exp() / partition - of_target.float()) * share)
+    return ((partition.log() - picked) * valid).sum()
+
+
+@functools.cache
+def _chunk_kernel(compiled: bool) -> _Chunk:
+    return torch.compile(_sum_of_compiled_chunk_, dynamic=False) if compiled else _sum_of_chunk_

@@ -1,0 +1,38 @@
+"""`bench/throughput.py` runs from one command; its arms train on the same work, and it says so if not."""
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import ROOT, run
+
+SMALL = ("--models", "slm-1m", "--seq_len", "64", "--batch_size", "2", "--steps", "6", "--warmup", "3")
+
+
+def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
+    arms = ("--arms", "trainer", "bare", "ours", "--rounds", "2", "--numerics", "fp32")
+    out = tmp_path / "rows.json"
+    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, "--out", str(out))
+    assert done.code == 0, done.out + done.err
+    (found,) = json.loads(out.read_text())
+    assert [row["arm"] for row in found["rows"]] == ["trainer", "bare", "ours"]
+    for row in found["rows"]:
+        assert row["against"]["trainer"]["loss_difference"] < 1e-4
+        low, high = row["against"]["trainer"]["speed"][1:]
+        assert 0 < low <= high
+        assert row["tokens_per_second"] == 2 * 64 / row["step_seconds"]
+
+
+def test_losses_that_differ_end_it_with_exit_code_1_and_missing_arms_are_told(tmp_path: Path) -> None:
+    # LitGPT is not installed beside us; a learning rate of its own makes another run of `bare`
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    (bench / "throughput.py").write_text((ROOT / "bench/throughput.py").read_text())
+    arms_file = (ROOT / "bench/throughput_arms.py").read_text()
+    assert arms_file.count("lr=work") == 1
+    (bench / "throughput_arms.py").write_text(arms_file.replace("lr=work", "lr=10 * work"))
+    arms = ("--arms", "trainer", "bare", "litgpt_compile", "--rounds", "1", "--numerics", "fp32")
+    done = run(sys.executable, str(bench / "throughput.py"), *SMALL, *arms)
+    assert done.code == 1
+    assert "losses differ by more than 0.002: bare" in done.out
+    assert "left out: litgpt_compile" in done.err
