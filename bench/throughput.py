@@ -42,8 +42,6 @@ OURS = {
     "ours": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
     "ours_compile": ("--loss_kernel", "fused_linear", "--torch_compile"),
 }
-BASELINES = {"bf16": ("trainer", "trainer_compile"), "fp32": ("trainer", "trainer_compile")}
-"what the table sets the others against"
 ALLOCATORS = {  # for every arm alike
     "glibc": {},
     "huge_pages": {"THP_MEM_ALLOC_ENABLE": "1"},
@@ -288,7 +286,7 @@ def main() -> None:
             work = prepare(folder, model, args)
             for numerics in args.numerics:
                 results = of_rounds(numerics, work, args)
-                baselines = tuple(arm for arm in BASELINES[numerics] if arm in args.arms)
+                baselines = tuple(arm for arm in results if arm.startswith("trainer"))
                 rows = rows_of(results, baselines, args.batch_size * args.seq_len)
                 title = f"{Path(model).stem}, {numerics}, sequence {args.seq_len}, batch {args.batch_size}, "
                 title += f"{args.rounds} rounds" + ("" if on_gpu else f", allocator {args.allocator}")

@@ -1,5 +1,6 @@
 """What the README shows is true: its commands parse or run, its tables are what the code says."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -78,6 +79,19 @@ def test_the_accuracy_shown_is_that_of_the_traces_shipped() -> None:
     halves = re.findall(r"^\w+: (\d+) configurations, median error (\S+%), worst (\S+%);", printed, re.M)
     shown = re.findall(r"^\| [^|]+ \| (\d+) \| ([\d.]+%) \| ([\d.]+%) \|$", README, re.M)
     assert shown[:3] == halves
+
+
+def test_the_throughput_shown_is_what_was_kept() -> None:
+    shown = README[README.index("## As fast as") : README.index("**On a CPU the allocator")].replace("*", "")
+    for kept in sorted((ROOT / "results" / "throughput").glob("cpu-glibc-*.json")):
+        for row in json.loads(kept.read_text())[0]["rows"]:
+            if "bf16" in kept.name:
+                assert f"| {row['step_seconds']:.3f} | " in shown
+                assert f"| {row['peak_bytes'] / 2**20:,.0f} |" in shown
+            if row["arm"] == "ours_compile":
+                for baseline in ("trainer", "trainer_compile"):
+                    middle, low, high = row["against"][baseline]["speed"]
+                    assert f"{middle:.2f} ({low:.2f}-{high:.2f})" in shown
 
 
 def test_the_published_memory_shown_is_what_the_bench_prints() -> None:

@@ -15,7 +15,11 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
     """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled."""
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
     return DataLoader(
-        dataset, batch_size=config.per_device_train_batch_size, shuffle=shuffle, drop_last=train
+        dataset,
+        batch_size=config.per_device_train_batch_size,
+        shuffle=shuffle,
+        drop_last=train,
+        pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
     )
 
 

@@ -50,7 +50,9 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
-        "dataloader_config": DataLoaderConfiguration(dispatch_batches=False, use_seedable_sampler=True),
+        "dataloader_config": DataLoaderConfiguration(
+            dispatch_batches=False, use_seedable_sampler=True, non_blocking=torch.cuda.is_available()
+        ),
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": project_dir,
     }
