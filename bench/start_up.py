@@ -7,6 +7,7 @@ step each, ours with its probe and its record.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -15,16 +16,18 @@ import time
 from pathlib import Path
 from statistics import median
 
+from throughput import FOR_CPU
+
 ROOT = Path(__file__).parent.parent
 BARE = """
+import sys
+
 import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 accelerator = Accelerator()
-model = LlamaForCausalLM(LlamaConfig(
-    num_hidden_layers=6, hidden_size=256, intermediate_size=688, num_attention_heads=4, vocab_size=32000,
-)).bfloat16()
+model = LlamaForCausalLM(LlamaConfig.from_json_file(sys.argv[1])).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 loader = torch.utils.data.DataLoader(torch.randint(32000, (8, 128)), batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -36,9 +39,6 @@ for tokens in loader:
     break
 accelerator.end_training()
 """
-SHAPE = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6,
-"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 4,
-"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": false}"""
 
 
 def seconds(*command: str) -> float:
@@ -64,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "bare.py").write_text(BARE)
-        (folder / "model.json").write_text(SHAPE)
+        (folder / "model.json").write_text(json.dumps(FOR_CPU))
         yaml = str(ROOT / "accel_configs" / "ddp.yaml")
         launch = (
             accelerate,
@@ -79,7 +79,7 @@ def main() -> None:
         flags = ("--model", str(folder / "model.json"), "--seq_len", "128", "--max_steps", "1")
         bare, ours, ratios = [], [], []
         for number in range(args.rounds + 1):
-            bare.append(seconds(*launch, str(folder / "bare.py")))
+            bare.append(seconds(*launch, str(folder / "bare.py"), str(folder / "model.json")))
             out = ("--output_dir", str(folder / str(number)))
             ours.append(seconds(*launch, "-m", "slm_toolkit.train", *flags, *out))
             ratios.append(ours[-1] / bare[-1])

@@ -11,10 +11,12 @@ train, record.
 import dataclasses
 import functools
 import gc
+import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -34,7 +36,7 @@ from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.ranks import gather_to_all, leave
+from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.stacks import answer_signals
@@ -225,6 +227,19 @@ def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> 
         losses.append(prepared.loss_recorder.last)
     prepared.model.train()
     return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+
+
+def leave() -> NoReturn:
+    """End a rank whose work is done, without tearing Python down.
+
+    A thread of gloo's that lets go of a tensor while the interpreter is being taken down makes C++ abort
+    (SIGABRT: "terminate called without an active exception"), and the launcher would call the run a failure.
+    DeepSpeed keeps its process groups, and with them such threads, to the last.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

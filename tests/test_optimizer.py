@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slm_toolkit.run.optimizer import CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
+from slm_toolkit.run.optimizer import CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False, "foreach": True}
 
@@ -82,8 +82,8 @@ def test_a_parameter_that_is_updated_in_pieces_is_the_one_updated_whole() -> Non
     start = torch.randn(3, CPU_CHUNK_ELEMENTS - 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     params = [[torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[0, :5].clone())] for _ in range(2)]
     optimizers = [
-        AdamWWithMasterWeights(group, max_grad_norm=0.5, chunk_elements=elements, **OPTIONS)
-        for group, elements in zip(params, (CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS), strict=True)
+        AdamWWithMasterWeights(group, max_grad_norm=0.5, in_pieces=in_pieces, **OPTIONS)
+        for group, in_pieces in zip(params, (False, True), strict=True)
     ]
     for step in range(3):
         for group, optimizer in zip(params, optimizers, strict=True):

@@ -72,7 +72,8 @@ def memory(out: Path, smoke: bool) -> Iterator[Run]:
         for num_ranks in (1, 8, 64):
             for strategy in STRATEGIES[:2] if smoke else STRATEGIES:
                 yaml = str(ROOT / "accel_configs" / f"{strategy}.yaml")
-                launcher = ("accelerate", "launch", "--num_processes", "1", "--config_file", yaml, "-m")
+                accelerate = (sys.executable, "-m", "accelerate.commands.launch")
+                launcher = (*accelerate, "--num_processes", "1", "--config_file", yaml, "-m")
                 rehearsed = (*size(model, 4, smoke), "--rehearse", str(num_ranks))
                 name = f"{model} {strategy} {num_ranks}"
                 yield train("memory", name, out, *rehearsed, launcher=launcher)

@@ -22,7 +22,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.run.launched import Launch
-from slm_toolkit.run.optimizer import CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, AdamWWithMasterWeights
+from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
 
 
@@ -182,8 +182,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
         master_dtype=master_dtype,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=engine == "fsdp1",
-        # a rehearsal without a GPU plays one
-        chunk_elements=CHUNK_ELEMENTS if torch.cuda.is_available() or config.rehearse else CPU_CHUNK_ELEMENTS,
+        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal plays a GPU
         **options,
     )
 

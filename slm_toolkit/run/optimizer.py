@@ -28,19 +28,19 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
         holds_flat_shards: bool = False,
-        chunk_elements: int = CHUNK_ELEMENTS,
+        in_pieces: bool = False,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
-        chunk_elements: CHUNK_ELEMENTS or CPU_CHUNK_ELEMENTS.
+        in_pieces: as a CPU likes it: chunks of CPU_CHUNK_ELEMENTS, and larger parameters cut.
         holds_flat_shards: parameters are plain tensors that hold this rank's share, as FSDP1's are.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
-        self.chunk_elements = chunk_elements
+        self.in_pieces = in_pieces
         self.grad_norm: torch.Tensor | None = None
         "of all gradients before clipping, fp32, set by each step"
 
@@ -55,7 +55,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             (group, pieces)
             for group in self.param_groups
             for pieces in _chunks(
-                [param for param in group["params"] if param.grad is not None], self.chunk_elements
+                [param for param in group["params"] if param.grad is not None], in_pieces=self.in_pieces
             )
         ]
         scratch = self._scratch()
@@ -79,9 +79,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                     self.state[param][key] = value.to(device=param.device, copy=True)
 
     def _scratch(self) -> torch.Tensor | None:
-        """On a CPU, room for one chunk's gradients in fp32, taken once per step: malloc keeps no holes."""
-        on_cpu = self.chunk_elements == CPU_CHUNK_ELEMENTS
-        return torch.empty(self.chunk_elements, dtype=torch.float32) if on_cpu else None
+        """With `in_pieces`, a chunk's gradients in fp32 go here; one per step leaves malloc no holes."""
+        return torch.empty(CPU_CHUNK_ELEMENTS, dtype=torch.float32) if self.in_pieces else None
 
     def _update(
         self,
@@ -140,7 +139,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A parameter, or on a CPU one stretch of a large one: of its elements on this rank, in their order."""
+    """A parameter, or one stretch of a large one: of its elements on this rank, in their order."""
 
     param: torch.Tensor
     stretch: slice | None = None
@@ -158,11 +157,12 @@ class _Piece:
         return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 
-def _chunks(params: list[torch.Tensor], chunk_elements: int) -> Iterator[list[_Piece]]:
-    """Runs of parameters, each as long as it stays below `chunk_elements` (or a single one).
+def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Piece]]:
+    """Runs of parameters, each as long as it stays below CHUNK_ELEMENTS (or a single one).
 
-    On a CPU, which has no launches to save, a longer parameter comes in pieces.
+    `in_pieces`: below CPU_CHUNK_ELEMENTS, and what is longer alone is cut.
     """
+    chunk_elements = CPU_CHUNK_ELEMENTS if in_pieces else CHUNK_ELEMENTS
     chunk: list[_Piece] = []
     num_elements = 0
     for param in params:
@@ -170,7 +170,7 @@ def _chunks(params: list[torch.Tensor], chunk_elements: int) -> Iterator[list[_P
         if chunk and num_elements + size > chunk_elements:
             yield chunk
             chunk, num_elements = [], 0
-        if size > chunk_elements and chunk_elements == CPU_CHUNK_ELEMENTS:
+        if in_pieces and size > chunk_elements:
             for start in range(0, size, chunk_elements):
                 end = min(size, start + chunk_elements)
                 yield [_Piece(param, slice(start, end), is_last=end == size)]

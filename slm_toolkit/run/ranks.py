@@ -1,10 +1,7 @@
 """What the ranks of a run tell each other beside their gradients."""
 
-import logging
-import os
-import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,16 +31,3 @@ def rank_0_first(work: Callable[[], Result]) -> Result:
         raise
     gather_to_all(None)
     return result
-
-
-def leave() -> NoReturn:
-    """End a rank whose work is done, without tearing Python down.
-
-    A thread of gloo's that lets go of a tensor while the interpreter is being taken down makes C++ abort
-    (SIGABRT: "terminate called without an active exception"), and the launcher would call the run a failure.
-    DeepSpeed keeps its process groups, and with them such threads, to the last.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -86,7 +86,7 @@ class RunWatch:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
             self._probe_next = max(gather_to_all(compiled)) > 0 and self.num_probed_steps < MOST_PROBED_STEPS
-            if self.accelerator.device.type == "cpu":
+            if self.accelerator.device.type == "cpu":  # a GPU's "reserved" is watched, and stays as it grows
                 give_back_memory(self.accelerator.device)
 
     def drew(self, tokens: torch.Tensor) -> None:
