@@ -43,8 +43,9 @@ accelerator.end_training()
 
 def seconds(*command: str) -> float:
     """Of a whole process. Raises RuntimeError where it fails."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env={**env, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:
         raise RuntimeError(f"{command}: {done.stderr[-600:]}")
     return time.perf_counter() - began
@@ -59,7 +60,7 @@ def main() -> None:
     slm = str(Path(sys.executable).with_name("slm"))
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     for words in (("--help",), ("estimate", "--model", "slm-2b")):
-        found = [seconds(slm, *words) for _ in range(2 * args.rounds)]
+        found = [seconds(slm, *words) for _ in range(2 * args.rounds + 1)][1:]  # the first compiles Python
         print(f"slm {' '.join(words)}: {median(found):.3f} s (at best {min(found):.3f})")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -37,20 +37,18 @@ if TYPE_CHECKING:
     from slm_toolkit.compare.slurm_script import SlurmNodes
 
 
-def add_compare_verb(verbs: Any) -> None:
-    """The `compare` command among the `verbs` of `slm`."""
-    parser = verbs.add_parser(
-        "compare",
-        help="run a grid of models, batches and strategies, then print the table",
-        description="Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
-        "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated.",
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm compare`, and what it does."""
+    parser.description = (
+        "Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
+        "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated."
     )
     add_grid_flags(parser)
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
     add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
-    parser.set_defaults(verb=_compare, parser=parser)
+    parser.set_defaults(verb=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
@@ -23,14 +22,12 @@ _GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
 _STYLE = {"wrong": "red", "unwise": "yellow", "could be faster": "green"}
 
 
-def add_doctor_verb(verbs: Any) -> None:
-    """The `doctor` command among the `verbs` of `slm`."""
-    parser = verbs.add_parser(
-        "doctor",
-        help="what is wrong or unwise in a model and its configuration",
-        description="Widths that tensor cores don't like and what they cost on each GPU type, memory that "
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm doctor`, and what it does."""
+    parser.description = (
+        "Widths that tensor cores don't like and what they cost on each GPU type, memory that "
         "does not fit, networks too slow to hide communication, kernels and strategies that would be faster. "
-        "By closed forms: nothing runs.",
+        "By closed forms: nothing runs."
     )
     parser.add_argument(
         "--gpu", nargs="+", default=list(_GPUS), metavar="NAME", help=f"(default: {' '.join(_GPUS)})"
@@ -48,7 +45,7 @@ def add_doctor_verb(verbs: Any) -> None:
     add_software_flag(parser)
     add_network_flags(parser)
     add_flags(parser, grid=False, leave_out=NOT_OF_AN_ESTIMATE)
-    parser.set_defaults(verb=_doctor, parser=parser)
+    parser.set_defaults(verb=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:

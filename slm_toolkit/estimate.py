@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from slm_toolkit.predict.site import Site
 
 
-def add_estimate_verb(verbs: Any) -> None:
-    """The `estimate` command among the `verbs` of `slm`."""
-    parser = verbs.add_parser(
-        "estimate",
-        help="peak memory, tokens per second and cost of a grid of models, strategies, batches, ...",
-        description="Peak memory per GPU and per node's host and, with --gpu, tokens per second, what binds "
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm estimate`, and what it does."""
+    parser.description = (
+        "Peak memory per GPU and per node's host and, with --gpu, tokens per second, what binds "
         "them and what they cost: by closed forms, no GPU, no torch, no network. Flags that change none of "
-        "it (learning rate, steps, data) are taken as in `slm compare`.",
+        "it (learning rate, steps, data) are taken as in `slm compare`."
     )
     parser.add_argument(
         "--strategy",
@@ -89,7 +87,7 @@ def add_estimate_verb(verbs: Any) -> None:
     add_network_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
-    parser.set_defaults(verb=_estimate, parser=parser)
+    parser.set_defaults(verb=_estimate)
 
 
 def _estimate(args: argparse.Namespace) -> int:
@@ -115,8 +113,8 @@ def _estimate(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from slm_toolkit.output import PIPE_WIDTH
         from slm_toolkit.report.estimate_table import estimate_table
+        from slm_toolkit.report.widths import PIPE_WIDTH
 
         console = Console()
         console.width = console.width if console.is_terminal else 2 * PIPE_WIDTH  # a file may be wide

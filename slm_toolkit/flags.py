@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from typing import Any, get_args, get_origin
 
 from slm_toolkit.config import RunConfig
@@ -57,28 +56,6 @@ def flags_of(config: RunConfig) -> list[str]:
         if value != f.default:
             given += [f"--{f.name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return given
-
-
-def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`."""
-    words = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        words.append(
-            name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else word
-        )
-    return words
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors look like ours: one line, a hint, exit code 2."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> None:
-        print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
 
 
 class _Several(argparse.Action):

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -104,6 +103,8 @@ def gpu_of_name(name: str) -> Gpu:
 
 def this_machine() -> Machine:
     """Ask torch in a process of its own: this one stays without torch, and without a context on any GPU."""
+    import subprocess
+
     program = (
         "import json, torch; n = torch.cuda.device_count(); "
         "print(json.dumps([n, torch.cuda.get_device_name(0) if n else None]))"

@@ -19,6 +19,7 @@ from slm_toolkit.export_output import exports_asked, write_exports
 from slm_toolkit.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record import RECORD_FILE, RunRecord, finite
 from slm_toolkit.record_files import find_records
+from slm_toolkit.report.widths import PIPE_WIDTH
 from slm_toolkit.tracker_output import track_rows
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ _SHORT = {
     "torch_compile": "compile",
     "world_size": "ranks",
 }
-PIPE_WIDTH = 220
-"columns where stdout has no width: nothing may be left out"
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:

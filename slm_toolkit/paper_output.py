@@ -93,9 +93,9 @@ def _print(compared: list["Comparison"], found: "Answers", best: list["Best"]) -
     from rich.console import Console
     from rich.text import Text
 
-    from slm_toolkit.output import PIPE_WIDTH
     from slm_toolkit.report.paper_table import best_table, figure_table
     from slm_toolkit.report.paper_text import paragraphs
+    from slm_toolkit.report.widths import PIPE_WIDTH
 
     console = Console()
     console.width = console.width if console.is_terminal else PIPE_WIDTH

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import yaml
 
@@ -115,6 +114,8 @@ _ENTRY_HINT = (
 
 
 def _median_price(of_provider: Mapping[str, dict[str, str]], kind: str) -> Price:
+    from statistics import median
+
     prices = sorted(float(row["usd_per_gpu_hour"]) for row in of_provider.values())
     spread = f"${prices[0]:.2f} to ${prices[-1]:.2f}" if len(prices) > 1 else "one price"
     return Price(

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
@@ -23,19 +23,17 @@ examples:
 """
 
 
-def add_recommend_verb(verbs: Any) -> None:
-    """The `recommend` command among the `verbs` of `slm`."""
-    parser = verbs.add_parser(
-        "recommend",
-        help="the cheapest or fastest way to train a model on the GPUs you can get",
-        description="Ranks GPU types and counts, strategies, batches and checkpointing for a whole training "
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm recommend`, and what it does."""
+    parser.description = (
+        "Ranks GPU types and counts, strategies, batches and checkpointing for a whole training "
         "run, by estimate, or by records of your own runs where there are any; says why, and writes what to "
-        "launch.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "launch."
     )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_recommend_flags(parser)
-    parser.set_defaults(verb=_recommend, parser=parser)
+    parser.set_defaults(verb=_recommend)
 
 
 def _recommend(args: argparse.Namespace) -> int:
@@ -77,8 +75,8 @@ def _recommend(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from slm_toolkit.output import PIPE_WIDTH
         from slm_toolkit.report.plan_table import nothing_found, plan_report
+        from slm_toolkit.report.widths import PIPE_WIDTH
 
         console = Console()
         console.width = console.width if console.is_terminal else PIPE_WIDTH

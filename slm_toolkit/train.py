@@ -23,9 +23,10 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.flags import Parser, add_flags, config_from_args, with_underscores
+from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
+from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless

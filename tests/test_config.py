@@ -3,7 +3,8 @@
 import pytest
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.flags import Parser, add_flags, config_from_args, flags_of, with_underscores
+from slm_toolkit.flags import add_flags, config_from_args, flags_of
+from slm_toolkit.parser import Parser, with_underscores
 
 
 def parse(*argv: str, grid: bool = False) -> RunConfig:

@@ -270,3 +270,20 @@ def test_the_command_starts_without_the_heavy_libraries() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     assert json.loads(done.stdout)
+
+
+def test_help_loads_no_verb_and_a_verb_no_other() -> None:
+    program = (
+        "import sys, contextlib; from slm_toolkit.cli import main\n"
+        "with contextlib.suppress(SystemExit): main([{words}])\n"
+        "print(sorted(name for name in sys.modules if name.startswith('slm_toolkit.')), file=sys.stderr)"
+    )
+
+    def loaded(words: str) -> str:
+        call = (sys.executable, "-c", program.format(words=words))
+        return subprocess.run(call, capture_output=True, text=True, check=True).stderr
+
+    assert loaded("'--help'").strip() == "['slm_toolkit.cli', 'slm_toolkit.parser']"
+    estimate = loaded("'estimate', '--json'")
+    assert "slm_toolkit.predict.estimate" in estimate
+    assert not any(f"slm_toolkit.{name}'" in estimate for name in ("compare_verb", "output", "record"))

@@ -15,8 +15,8 @@ from conftest import ROOT, own_strategy, plans_of, record_under, slm
 from transformers import GPT2Config
 
 from slm_toolkit.cli import _parser, main
-from slm_toolkit.flags import with_underscores
 from slm_toolkit.launch_files import check_command, launch_command, write_launch, yaml_name
+from slm_toolkit.parser import with_underscores
 
 
 def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:

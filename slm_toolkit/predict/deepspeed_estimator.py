@@ -4,7 +4,6 @@ Both count model states only: neither activations, nor logits, nor communication
 """
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 ESTIMATOR_VERSION = (
     "0.19.8"  # whose arithmetic this is: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py
@@ -92,6 +91,8 @@ def live_deepspeed_needs(
 
 def deepspeed_version() -> str | None:
     """Of the DeepSpeed installed here; None without."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms
+
     try:
         return version("deepspeed")
     except PackageNotFoundError:

@@ -3,6 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
+PIPE_WIDTH = 220  # of what is no terminal: a file or a pipe has room
+
 
 def fix_width(table: Table) -> Table:
     """Set `table.width` to what its cells need; print such a table with `crop=False`."""

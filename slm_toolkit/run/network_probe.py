@@ -22,7 +22,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.flags import Parser, with_underscores
 from slm_toolkit.network import (
     COLLECTIVES,
     NETWORK_FILE,
@@ -33,6 +32,7 @@ from slm_toolkit.network import (
     write_network,
 )
 from slm_toolkit.output_flags import positive_number
+from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import installed_versions
 from slm_toolkit.run.launched import check_devices, find_launch
 from slm_toolkit.run.ranks import gather_to_all
