@@ -71,6 +71,7 @@ class RunRecord:
     zero_stage: int | None = None
     reshard_after_forward: bool | None = None
     attn_implementation: str | None = None
+    "as asked; `numerics` says which kernel ran"
     num_probed_steps: int = 1
     "first steps that were probed, and slowed by it: more than one where the first compiled"
     numerics: dict[str, Any] | None = None

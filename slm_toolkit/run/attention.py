@@ -1,10 +1,12 @@
-"""Attention kernels beside transformers' own: PyTorch's SDPA held to one of its backends."""
+"""Attention as transformers is to run it: SDPA without a mask to build, and held to one backend if asked."""
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -18,25 +20,35 @@ SDPA_BACKENDS = {
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
-def transformers_name(kernel: str) -> str:
-    """What transformers is to be asked for: a backend is made known to it under a name of ours.
+def transformers_name(kernel: str, config: PretrainedConfig) -> str:
+    """What transformers is to be asked for: SDPA and its backends are made known to it under names of ours.
 
+    Where every layer of `config` attends to all that came before, as our batches without padding allow,
+    transformers is given no mask function: looking whether it needs a mask, it would read position ids off
+    the device in every forward, and the host would wait for the GPU.
     Raises ValueError where this machine's PyTorch has no such backend for training.
     """
-    backend = SDPA_BACKENDS.get(kernel)
-    if backend is None:
+    if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
         return kernel
-    if kernel not in _ON_CPU and not torch.cuda.is_available():
+    if kernel in SDPA_BACKENDS and kernel not in _ON_CPU and not torch.cuda.is_available():
         raise ValueError(f"--attn_implementation {kernel} needs a GPU\nhint: a CPU has {', '.join(_ON_CPU)}")
-    name = f"sdpa_backend_{backend.value}"  # with "flash" in it, transformers would look for a package
-    AttentionInterface.register(name, _held_to(backend))
-    AttentionMaskInterface.register(name, sdpa_mask)
+    backend = SDPA_BACKENDS.get(kernel)
+    # with "flash" in the name, transformers would look for a package
+    name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"
+    if _has_windows(config):
+        name = f"masked_{name}"
+        AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(name, partial(_attention, backend))
     return name
 
 
-def _held_to(backend: SDPBackend) -> Any:
-    def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        with sdpa_kernel(backend):
-            return sdpa_attention_forward(*args, **kwargs)
+def _has_windows(config: PretrainedConfig) -> bool:
+    """Whether some layers see a part of the sequence only."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
 
-    return attention
+
+def _attention(backend: SDPBackend | None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    held: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
+    with held:
+        return sdpa_attention_forward(*args, **kwargs)

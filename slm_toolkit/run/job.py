@@ -200,7 +200,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         engine=running.engine,
         zero_stage=running.zero_stage,
         reshard_after_forward=running.reshard_after_forward,
-        attn_implementation=accelerator.unwrap_model(model).config._attn_implementation,
+        attn_implementation=config.attn_implementation,
         tokens_per_step=sequences_per_step(config, accelerator)
         * config.seq_len,  # after prepare: see num_micro_steps
         deepspeed_estimate=deepspeed_estimate_of(

@@ -42,12 +42,13 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
     """
     set_seed(config.seed)
     check_attention(spec, config)
-    attention = transformers_name(config.attn_implementation)
+    asked = hf_config(spec, seq_len=config.seq_len)
+    attention = transformers_name(config.attn_implementation, asked)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
     else:
-        model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=config.seq_len), **options)
+        model = AutoModelForCausalLM.from_config(asked, **options)
         for param in model.parameters():
             param.data = param.data.bfloat16().float()
     model.config.use_cache = False
@@ -72,12 +73,11 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     """Raises ValueError where the attention kernel is unknown, not installed or not for this architecture."""
     kernel = config.attn_implementation
-    name = transformers_name(kernel)
+    asked = hf_config(spec, seq_len=config.seq_len)
+    name = transformers_name(kernel, asked)
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(
-                hf_config(spec, seq_len=config.seq_len), attn_implementation=name
-            )
+            AutoModelForCausalLM.from_config(asked, attn_implementation=name)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
