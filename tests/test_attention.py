@@ -1,6 +1,5 @@
 """The attention ladder: each kernel computes the same, and the one asked for is the one that runs."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from conftest import launch, record_under, slm
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from slm_toolkit.anatomy import read_trace
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import find_model
 from slm_toolkit.run.attention import transformers_name
@@ -68,7 +68,7 @@ def test_a_step_reads_nothing_off_the_device(tmp_path: Path) -> None:
     done = launch(*flags, *fused, "--output_dir", str(tmp_path), config="accel_configs/ddp.yaml")
     assert done.code == 0, done.err
     [path] = tmp_path.glob("*/trace-rank0.json.gz")
-    events = [event for event in json.loads(gzip.open(path).read())["traceEvents"] if "dur" in event]
+    events = [event for event in read_trace(path) if "dur" in event]
     passes = [event for event in events if event["name"] in ("phase:forward", "phase:backward")]
     assert len(passes) == 2 * 3
     reads = [
@@ -82,7 +82,7 @@ def test_a_step_reads_nothing_off_the_device(tmp_path: Path) -> None:
 
 
 def test_windows_keep_their_mask() -> None:
-    """A model that sees the last tokens only must not lose that with the mask that plain SDPA goes without."""
+    """A model that sees the last tokens only must not lose that with the mask that plain SDPA lacks."""
     config = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "sliding_window": 4}
     windowed = MistralConfig(**config, **heads)
