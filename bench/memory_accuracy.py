@@ -32,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
-    for half in ("development", "held_out", "fresh"):
+    for half in ("development", "held_out", "fresh", "fused_mlp"):
         rows = traces(args.folder / f"{half}.csv")
         about = json.loads((args.folder / f"{half}.json").read_text())
         print(f"{half}: {summary([error for error, _ in rows])}; traced {about['date']}: {about['command']}")

@@ -3,6 +3,7 @@
     python bench/memory_traces.py --half development   # some 10 minutes on two cores
     python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
     python bench/memory_traces.py --half fresh         # another draw, when formulas were done
+    python bench/memory_traces.py --half fused_mlp     # a draw with --mlp_kernel fused, which came later
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -27,7 +28,8 @@ from slm_toolkit.record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy import Strategy, find_strategy
 
 SEED = 20261120
-NUM, FRESH = 280, 110
+HALVES = ("development", "held_out", "fresh", "fused_mlp")
+NUM, FRESH, FUSED_MLP = 280, 110, 60
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -75,21 +77,23 @@ def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
-    """A random half to look at while formulas are changed, one that is only counted, and a fresh draw."""
+    """A random half to look at while formulas are changed, one that is only counted, and two fresh draws."""
     shuffled = random.Random(seed).sample(configurations, len(configurations))
     fresh = [found for found in sample(FRESH, seed + 1) if found not in configurations]
-    return {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}
+    fused = [{**found, "mlp_kernel": "fused"} for found in sample(FUSED_MLP, seed + 2)]
+    drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}
+    return {**drawn, "fused_mlp": fused}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=NUM, help=f"configurations (default: {NUM})")
-    parser.add_argument("--half", choices=("development", "held_out", "fresh"), required=True)
+    parser.add_argument("--half", choices=HALVES, required=True)
     parser.add_argument("--out", type=Path, default=Path("results/memory"), help="folder")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--loss_kernel", help="trace only those of this kernel again, keep the other rows")
     args = parser.parse_args()
-    configurations = halves(sample(args.num))[args.half]
+    configurations = [{"mlp_kernel": "hf", **found} for found in halves(sample(args.num))[args.half]]
     for module in _TAKE_SECONDS_TO_IMPORT:
         importlib.import_module(module)
 
@@ -99,11 +103,15 @@ def main() -> None:
     kept = []
     if args.loss_kernel is not None:
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["loss_kernel"] != args.loss_kernel]
+            kept = [
+                {"mlp_kernel": "hf", **row}
+                for row in csv.DictReader(file)
+                if row["loss_kernel"] != args.loss_kernel
+            ]
         configurations = [found for found in configurations if found["loss_kernel"] == args.loss_kernel]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
-        writer = csv.DictWriter(file, fieldnames=[*AXES, *_FOUND])
+        writer = csv.DictWriter(file, fieldnames=[*AXES, "mlp_kernel", *_FOUND])
         writer.writeheader()
         writer.writerows(kept)
         for done, row in enumerate(pool.imap_unordered(trace, configurations), start=1):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 SYNTHETIC = "synthetic"
@@ -76,6 +75,20 @@ class RunConfig:
         choices=("hf", "fused"),
         grid=True,
     )
+    mlp_kernel: str = _flag(
+        "hf",
+        "hf: transformers' own SwiGLU; fused: one that does not keep the SiLU of the gate for backward",
+        group="model",
+        choices=("hf", "fused"),
+        grid=True,
+    )
+    use_liger_kernel: bool = _flag(
+        False,
+        "Liger's Triton kernels for RMSNorm, RoPE, SwiGLU and, unless --loss_kernel names another, head and "
+        "loss; on a GPU, with `pip install slm-toolkit[liger]`",
+        group="model",
+        grid=True,
+    )
     gradient_checkpointing: str = _flag(
         "none",
         "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
@@ -89,6 +102,21 @@ class RunConfig:
     )
     torch_compile: bool = _flag(
         False, "compile the decoder layers with torch.compile", group="model", grid=True
+    )
+    torch_compile_mode: str | None = _flag(
+        None,
+        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
+        "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
+        group="model",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        grid=True,
+    )
+    fsdp_prefetch: int | None = _flag(
+        None,
+        "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
+        "memory (default: PyTorch's own way, about one)",
+        group="model",
+        grid=True,
     )
     numerics: str = _flag(
         "aligned",
@@ -106,6 +134,17 @@ class RunConfig:
         group="model",
         choices=("bf16", "fp32"),
         grid=True,
+    )
+    fp8: str = _flag(
+        "none",
+        "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
+        "of compute capability 8.9 or more, emulated elsewhere; with `pip install slm-toolkit[fp8]`",
+        group="model",
+        choices=("none", "tensorwise", "rowwise"),
+        grid=True,
+    )
+    tf32: bool = _flag(
+        False, "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)", group="model", grid=True
     )
     seq_len: int | None = _flag(
         None,
@@ -132,6 +171,9 @@ class RunConfig:
     )
     streaming: bool | None = _flag(
         None, "read documents as they are needed (default: where they are over 1 GiB)", group="data"
+    )
+    dataloader_num_workers: int = _flag(
+        0, "processes per rank that read batches ahead", group="data", grid=True
     )
     validation_split_percentage: int = _flag(
         5,
@@ -247,58 +289,9 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Every field whose value makes no sense, as a sentence."""
-        at_least_one = (
-            *(
-                "seq_len",
-                "per_device_train_batch_size",
-                "gradient_accumulation_steps",
-                "max_steps",
-                "eval_steps",
-            ),
-            *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps", "epoch_multiple"),
-            "rehearse",
-        )
-        at_least_zero = ("warmup_steps", "weight_decay", "max_grad_norm", "seed")
-        values = dataclasses.asdict(self)
-        found = [
-            f"--{n} is {values[n]}: at least 1"
-            for n in at_least_one
-            if values[n] is not None and values[n] < 1
-        ]
-        found += [
-            f"--{n} is {values[n]}: not below 0"
-            for n in at_least_zero
-            if values[n] is not None and not values[n] >= 0
-        ]
-        for f in dataclasses.fields(self):
-            choices = f.metadata["choices"]
-            if choices and values[f.name] is not None and values[f.name] not in choices:
-                found.append(f"--{f.name} is {values[f.name]!r}: one of {', '.join(choices)}")
-        if self.reduce_dtype is not None and self.numerics == "stock":
-            found.append(f"--reduce_dtype {self.reduce_dtype} with --numerics stock: each engine has its own")
-        if self.reduce_dtype == "bf16" and self.numerics == "fp32":
-            found.append("--reduce_dtype bf16 with --numerics fp32, which has no low precision")
-        if self.seq_len is not None and self.seq_len < 2:
-            found.append(f"--seq_len is {self.seq_len}: a token needs a next one, at least 2")
-        if not 0 < self.learning_rate < float("inf"):
-            found.append(f"--learning_rate is {self.learning_rate}: above 0")
-        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < float("inf"):
-            found.append(f"--num_train_epochs is {self.num_train_epochs}: above 0")
-        if self.rehearse is not None:
-            learning = ("eval_steps", "save_steps", "save_final_model", "resume_from_checkpoint")
-            found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
-        if not 1 <= self.validation_split_percentage <= 50:
-            found.append(f"--validation_split_percentage is {self.validation_split_percentage}: 1 to 50")
-        if self.max_steps is not None and self.num_train_epochs is not None:
-            found.append("--max_steps and --num_train_epochs both say how long: give one")
-        if self.num_train_epochs is not None and self.dataset == SYNTHETIC:
-            found.append("--num_train_epochs with synthetic tokens, which never end: give --max_steps")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= values[name] < 1:
-                found.append(f"--{name} is {values[name]}: 0 to below 1")
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
-            found.append(f"--run_name is {self.run_name!r}: a name, no path; --output_dir says where")
-        return found
+        from slm_toolkit.config_problems import problems_of
+
+        return problems_of(self)
 
     def check(self) -> None:
         """Raises one ValueError with all `problems`."""

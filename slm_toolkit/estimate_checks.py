@@ -6,17 +6,21 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = (
     *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
     *("epoch_multiple", "num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
-    *("eval_steps", "eval_batches", "save_steps", "save_total_limit", "save_final_model"),
+    *(
+        "dataloader_num_workers",
+        "eval_steps",
+        "eval_batches",
+        "save_steps",
+        "save_total_limit",
+        "save_final_model",
+    ),
     *("resume_from_checkpoint", "report_to", "output_dir", "run_name"),
-)
-_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
-    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
 )
 _LARGEST_NUMBER = 10**12
 _LARGEST_MODEL = 10**15
@@ -57,17 +61,14 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
     single = [{name: value} for name, values in several.items() for value in values]
     alone = ("numerics", "reduce_dtype")
     changes = [*pair, *(change for change in single if not any(name in change for name in alone))]
-    found = [problem for change in changes for problem in RunConfig(**{**first, **change}).problems()]
+    configs = [RunConfig(**{**first, **change}) for change in changes]
+    found = [problem for config in configs for problem in config.problems()]
+    found += [problem for config in configs for problem in unknown_to_estimates(config)]
     found += [
         f"--{name} is {value}: at most {_LARGEST_NUMBER:,}"
         for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
         for value in several.get(name, [])
         if value > _LARGEST_NUMBER
-    ]
-    found += [
-        f"--attn_implementation {value}: no closed form for it, there are {', '.join(_ATTENTION)}"
-        for value in several.get("attn_implementation", [])
-        if value not in _ATTENTION
     ]
     if gpus_per_node < 1:
         return [*found, f"--gpus_per_node is {gpus_per_node}: at least 1"]

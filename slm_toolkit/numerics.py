@@ -1,17 +1,23 @@
 """Numerics: how one training step was really computed, as probed, and what tells two of them apart."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 PARITY_STEPS = 20
 "over which two runs are held against each other; training itself lets rounding grow beyond"
-LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2}
-"absolute, of each of the first PARITY_STEPS steps' losses, by `--numerics`"
+LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2}
+"absolute, of each of the first PARITY_STEPS steps' losses, by `precision_of`"
 GRAD_NORM_STEPS = 5
 "over which gradient norms are compared: at a high learning rate they drift apart sooner than losses"
-GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "aligned": 5e-2, "stock": 5e-2, "pure_bf16": 5e-2}
+GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "aligned": 5e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2}
 "how far from 1 the ratio of gradient norms may lie"
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """fp8 where a run's `config` asks for it, else its `--numerics`: what decides how far losses may lie."""
+    return "fp8" if config.get("fp8", "none") != "none" else config["numerics"]
 
 
 def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:
@@ -65,6 +71,10 @@ class Numerics:
     recomputed: bool | None = _probed(
         "whether backward computed activations again; None where torch.compile hides it",
         settings=("gradient_checkpointing", "torch_compile", "attn_implementation"),
+    )
+    float8: str | None = _probed(
+        "float8 types that the decoder layers' matrix products are rounded to; None: they are not",
+        settings=("fp8",),
     )
     tf32: bool | None = _probed("whether fp32 matrix products may round to TF32")
     batch_hashes: list[str] | None = _probed(

@@ -35,6 +35,7 @@ _SHORT = {
     "attn_implementation": "attention",
     "loss_kernel": "loss",
     "norm_kernel": "norm",
+    "mlp_kernel": "mlp",
     "torch_compile": "compile",
     "world_size": "ranks",
 }

@@ -233,10 +233,10 @@ def _spec(items: tuple[tuple[str, Any], ...]) -> ModelSpec:
 
 
 def flags_asked(record: RunRecord) -> dict[str, Any]:
-    """The flags of a run, in today's words."""
+    """The flags of a run, in today's words; those that came later have their defaults."""
     asked = record.asked["config"]
     checkpointing = str(asked["gradient_checkpointing"]).lower()
-    return {**asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
+    return {**_DEFAULTS, **asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
 
 
 def config_of(record: RunRecord) -> RunConfig:
@@ -259,4 +259,5 @@ def finite(value: float) -> float | None:
 
 
 _OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
+_DEFAULTS = RunConfig().identity
 _OF_CONFIG = frozenset(f.name for f in dataclasses.fields(RunConfig))

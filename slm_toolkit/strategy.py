@@ -206,8 +206,17 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
             f"{strategy.path}: fsdp_activation_checkpointing is full checkpointing already, "
             f"with --gradient_checkpointing {config.gradient_checkpointing}"
         )
+    where = strategy.path or strategy.name
+    if config.fsdp_prefetch is not None and strategy.engine != "fsdp2":
+        problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
+    graphs = config.torch_compile_mode in ("reduce-overhead", "max-autotune")
+    if graphs and "parameters" in strategy.sharded_parts:
+        problems.append(
+            f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
+            "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"
+        )
     if strategy.engine == "deepspeed":
-        where, stage = strategy.path or strategy.name, strategy.zero_stage
+        stage = strategy.zero_stage
         # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
         # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
         if config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16") and stage < 2:

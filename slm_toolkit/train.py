@@ -203,6 +203,8 @@ def train_step(
         with watch.phase("data"):
             tokens = next(batches)["input_ids"]
         watch.drew(tokens)
+        if job.config.torch_compile_mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave may be overwritten
         with accelerator.accumulate(model):
             with watch.phase("forward"):
                 loss = model(input_ids=tokens, labels=tokens).loss

@@ -12,19 +12,26 @@ from conftest import ROOT, compare, launch, record_under
 from test_training_options import TIED
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import find_model
 from slm_toolkit.run.kernels import use_kernels
-from slm_toolkit.run.layer_kernels import FusedRMSNorm
+from slm_toolkit.run.layer_kernels import FusedMLP, FusedRMSNorm
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.loss_kernels import LossHead, chunk_rows, fused_logits_loss
 from slm_toolkit.run.model import build_model
 
-ALL = {"loss_kernel": "fused_linear", "norm_kernel": "fused", "gradient_checkpointing": "selective_op"}
+ALL = {
+    **{"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"},
+    "gradient_checkpointing": "selective_op",
+}
 FLAGS = [word for name, value in ALL.items() for word in (f"--{name}", value)]
 NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
+SMALLEST = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64},
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture
@@ -62,6 +69,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
         {"loss_kernel": "fused_logits"},
         {"loss_kernel": "fused_linear"},
         {"norm_kernel": "fused"},
+        {"mlp_kernel": "fused"},
         {"gradient_checkpointing": "selective_layer"},
         ALL,
     ],
@@ -146,6 +154,23 @@ def test_what_is_kept_for_backward_is_what_the_docstrings_say(dtype: torch.dtype
         4 * NUM_TOKENS,
         NUM_TOKENS * 128 * size,
     ]
+
+    mlp = made(numerics="aligned" if size == 2 else "fp32", mlp_kernel="fused").model.layers[0].mlp
+    assert isinstance(mlp, FusedMLP)
+    ffn = NUM_TOKENS * mlp.up_proj.out_features * size  # gate, up, and their product for down
+    assert saved_bytes(lambda: mlp(rows))[-3:] == [ffn, ffn, ffn]
+    assert sum(stored == ffn for stored in saved_bytes(lambda: mlp(rows))) == 3
+
+
+def test_a_fused_mlp_gives_the_same_bits_and_only_with_silu(tmp_path: Path) -> None:
+    for numerics in ("fp32", "aligned"):
+        found, wanted = (
+            two_micro_steps(made(numerics=numerics, mlp_kernel=kernel)) for kernel in ("fused", "hf")
+        )
+        assert torch.equal(found[1], wanted[1])
+    gelu = LlamaForCausalLM(LlamaConfig(**SMALLEST, hidden_act="gelu"))
+    with pytest.raises(ValueError, match="gelu, not silu\nhint: --mlp_kernel hf"):
+        use_kernels(gelu, loss_kernel="hf", norm_kernel="hf", mlp_kernel="fused")
 
 
 def saved_bytes(forward: Any) -> list[int]:

@@ -167,7 +167,13 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         attn_implementation=config.attn_implementation if plain else "sdpa",
         loss_kernel="hf",
         norm_kernel="hf",
+        mlp_kernel="hf",
+        use_liger_kernel=False,
         torch_compile=False,
+        torch_compile_mode=None,
+        fsdp_prefetch=None,
+        fp8="none",
+        tf32=False,
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
         save_steps=None,

@@ -9,12 +9,19 @@ from math import isfinite
 import orjson
 
 from slm_toolkit.config import SYNTHETIC
-from slm_toolkit.numerics import GRAD_NORM_STEPS, GRAD_NORM_TOLERANCE, LOSS_TOLERANCE, PARITY_STEPS
+from slm_toolkit.numerics import (
+    GRAD_NORM_STEPS,
+    GRAD_NORM_TOLERANCE,
+    LOSS_TOLERANCE,
+    PARITY_STEPS,
+    precision_of,
+)
 from slm_toolkit.record import FP32_REFERENCE, RunRecord
 
 _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways to the same losses
     *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
-    *("loss_kernel", "norm_kernel"),
+    *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8", "tf32"),
+    *("fsdp_prefetch", "dataloader_num_workers"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"),
     *("profile", "save_steps"),
 )
@@ -90,9 +97,9 @@ def compare_with(
     gaps = _gaps(reference, record, num_steps)
     if not gaps:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    numerics = record.asked["config"]["numerics"]
-    allowed = _allowed(numerics, len(gaps))
-    limit = 1 + GRAD_NORM_TOLERANCE[numerics]
+    precision = precision_of(record.asked["config"])
+    allowed = _allowed(precision, len(gaps))
+    limit = 1 + GRAD_NORM_TOLERANCE[precision]
     if control is not None:
         own = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
         allowed = [
@@ -116,8 +123,8 @@ def compare_with(
 
 
 @cache
-def _allowed(numerics: str, num_steps: int) -> list[float]:
-    return [LOSS_TOLERANCE[numerics] * max(1.0, step / PARITY_STEPS) for step in range(1, num_steps + 1)]
+def _allowed(precision: str, num_steps: int) -> list[float]:
+    return [LOSS_TOLERANCE[precision] * max(1.0, step / PARITY_STEPS) for step in range(1, num_steps + 1)]
 
 
 def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float]:

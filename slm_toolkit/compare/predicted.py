@@ -11,13 +11,14 @@ from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_laun
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.host_memory import placement_of
+from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.record import RunRecord
 
 
 def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:
     """What estimates `run` with other settings on its GPU; None where nothing can be said of it."""
     gpu = find_gpu(run.gpu)
-    if gpu is None or gpu.memory_bytes is None:
+    if gpu is None or gpu.memory_bytes is None or unknown_to_estimates(run.config):
         return None
     try:
         placement = placement_of(run.strategy)

@@ -58,6 +58,7 @@ def layer_memory(
     compute: str,
     eager: bool,
     fused_norm: bool,
+    fused_mlp: bool,
     checkpointing: str,
     compiled: bool,
     software: str,
@@ -90,8 +91,10 @@ def layer_memory(
     # and values.
     scores = (4 if compute == FP32 else 6) * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
-    # gate, its SiLU, up, their product; without a gate (a hypothesis, never traced) up and its GELU
-    ffn = ((3 if compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
+    # gate, its SiLU (a fused one makes it again), up, their product; without a gate (a hypothesis, never
+    # traced) up and its GELU
+    ffn = ((3 if fused_mlp or compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
+    in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3  # beside up's gradients: no gate
     below_ffn = 2 * norm + attention + attention_inputs
     extra_of_software = EXTRA_OF_2024 * h if software == "2024" else 0
     everything = below_ffn + ffn_inputs + ffn + extra_of_software
@@ -109,7 +112,7 @@ def layer_memory(
     above = norm + attention_inputs  # what the first norm keeps
     moments = [
         Moment("mlp", below_ffn + ffn_inputs + ffn + 2 * e * i, 1, 0, 0),
-        Moment("mlp", below_ffn + ffn_inputs + e * (h + 3 * i), 2, 0, 0),
+        Moment("mlp", below_ffn + ffn_inputs + e * (h + in_ffn * i), 2, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
         Moment("post_attention_layernorm", norm + attention_inputs + attention + ln, 3, 0, 0),
         *(Moment("self_attn", above + form, 3, 0, 1) for form in softmax),

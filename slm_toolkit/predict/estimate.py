@@ -47,6 +47,7 @@ class Estimate:
     gradient_accumulation_steps: int
     loss_kernel: str
     norm_kernel: str
+    mlp_kernel: str
     torch_compile: bool
     optim: str
     software: str
@@ -166,6 +167,7 @@ def estimate(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         loss_kernel=config.loss_kernel,
         norm_kernel=config.norm_kernel,
+        mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,
         optim=config.optim,
         software=software,

@@ -19,6 +19,7 @@ from slm_toolkit.predict.engine_bytes import (
     replicated,
 )
 from slm_toolkit.predict.optimizer_bytes import optimizer_temporary
+from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.predict.zero_bytes import zero_1_or_2, zero_3, zero_of
 from slm_toolkit.strategy import Strategy
 
@@ -44,8 +45,11 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What `slm_toolkit.train` allocates at its peak on one of `num_gpus` ranks; CUDA's own is not counted.
 
-    `config` has its defaults filled in. Raises ValueError for sizes that can't be.
+    `config` has its defaults filled in. Raises ValueError for sizes that can't be, and for flags that no
+    closed form covers.
     """
+    if unknown := unknown_to_estimates(config):
+        raise ValueError("\n".join(unknown))
     engine = strategy.engine
     dtypes = dtypes_asked(strategy, config)
     compute = compute_of(config.numerics, engine)
@@ -146,6 +150,7 @@ def _layers(spec: ModelSpec, config: RunConfig, compute: str, software: str) -> 
             compute=compute,
             eager=config.attn_implementation == "eager",
             fused_norm=config.norm_kernel == "fused",
+            fused_mlp=config.mlp_kernel == "fused",
             checkpointing=checkpointing,
             compiled=config.torch_compile,
             software=software,

@@ -99,8 +99,9 @@ def observation_key(
     shape = dataclasses.replace(spec, name="", source="", path=None)
     names = (
         *("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "attn_implementation"),
-        *("gradient_checkpointing", "loss_kernel", "norm_kernel", "torch_compile", "numerics"),
-        *("reduce_dtype", "optim"),
+        *("gradient_checkpointing", "loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel"),
+        *("torch_compile", "torch_compile_mode", "numerics", "reduce_dtype", "optim", "fp8", "tf32"),
+        "fsdp_prefetch",
     )
     sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
     return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)

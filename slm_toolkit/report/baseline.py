@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.numerics import LOSS_TOLERANCE, PARITY_STEPS
+from slm_toolkit.numerics import LOSS_TOLERANCE, PARITY_STEPS, precision_of
 from slm_toolkit.record import finite
 from slm_toolkit.report.rows import Row, num_asked_otherwise
 from slm_toolkit.report.stats import overlap
@@ -83,7 +83,7 @@ def _change(row: Row, earlier: Row) -> Change:
     status = "ok"
     if row.status != earlier.status:
         status = "mended" if row.status == "ok" else f"{earlier.status} -> {row.status}"
-    tolerance = LOSS_TOLERANCE[row.numerics]
+    tolerance = LOSS_TOLERANCE[precision_of(row.asked)]
     return Change(
         strategy=row.strategy,
         tokens_per_second_then=earlier.tokens_per_second,

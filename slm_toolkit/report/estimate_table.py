@@ -27,6 +27,7 @@ _SETTINGS = (  # a column where rows differ, else once above: in these words, bu
     ("gradient_checkpointing", "checkpointing", "checkpointing {}", ("none",)),
     ("loss_kernel", "loss kernel", "loss {}", ("hf",)),
     ("norm_kernel", "norm kernel", "norm {}", ("hf",)),
+    ("mlp_kernel", "MLP kernel", "MLP {}", ("hf",)),
     ("torch_compile", "compile", "compiled", (False,)),
     ("optim", "optimizer", "{}", ()),
 )

@@ -24,7 +24,7 @@ PAPER_NUMERICS = "pure_bf16"
 "what the paper's fits and OOMs speak for, see predict/paper.py"
 _SAME_FLAGS = (  # numerics may differ, and are told; clipping and Adam's kernels take next to no time
     *("seq_len", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
-    *("loss_kernel", "norm_kernel"),
+    *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8"),
 )
 
 

@@ -174,6 +174,7 @@ _SETTINGS = (
     "reduce_dtype",
     "attn_implementation",
     "norm_kernel",
+    "mlp_kernel",
     "torch_compile",
     "optim",
 )

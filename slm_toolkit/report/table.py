@@ -18,8 +18,14 @@ _STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": 
 _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "loss_kernel": ("hf", "loss {}"),
     "norm_kernel": ("hf", "norm {}"),
+    "mlp_kernel": ("hf", "MLP {}"),
+    "use_liger_kernel": (False, "Liger"),
     "gradient_checkpointing": ("none", "checkpointing {}"),
     "torch_compile": (False, "compiled"),
+    "torch_compile_mode": (None, "{}"),
+    "fsdp_prefetch": (None, "{} layers prefetched"),
+    "fp8": ("none", "fp8 {}"),
+    "tf32": (False, "TF32"),
 }
 
 

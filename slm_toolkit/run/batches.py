@@ -19,6 +19,8 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
         batch_size=config.per_device_train_batch_size,
         shuffle=shuffle,
         drop_last=train,
+        num_workers=config.dataloader_num_workers,
+        persistent_workers=config.dataloader_num_workers > 0,
         pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
     )
 

@@ -122,6 +122,19 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
 
 
+def prefetch_as_asked(model: torch.nn.Module, num_layers: int | None) -> None:
+    """FSDP2's explicit prefetching: each layer's unit starts the gathers of the next `num_layers`.
+
+    PyTorch's own way, with None, gathers as the host reaches a layer, and in backward one ahead.
+    """
+    if num_layers is None:
+        return
+    layers = list(model.model.layers)
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - num_layers) : index][::-1])
+
+
 def _reduce_in_fp32(
     group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

@@ -35,6 +35,7 @@ from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
     build_optimizer,
     check_engine,
+    prefetch_as_asked,
     probe_engine,
     reduce_as_asked,
     start_accelerator,
@@ -115,6 +116,10 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
     if found := contradictions(launch.strategy, config):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    if config.tf32:
+        if not torch.cuda.is_available():
+            raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16 on a CPU, too")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     gpu = None
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
@@ -179,6 +184,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     loader = loaders[0] if loaders else None
     reduce_as_asked(model, config)
+    prefetch_as_asked(model, config.fsdp_prefetch)
     eval_loader = None
     if job.held_out_set is not None:
         eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))

@@ -10,6 +10,7 @@ from slm_toolkit.models import ModelSpec
 from slm_toolkit.run.attention import transformers_name
 from slm_toolkit.run.checkpointing import enable_checkpointing
 from slm_toolkit.run.kernels import use_kernels
+from slm_toolkit.run.optional_kernels import use_fp8, use_liger
 
 
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
@@ -59,14 +60,20 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
         model,
         loss_kernel=config.loss_kernel,
         norm_kernel=config.norm_kernel,
+        mlp_kernel=config.mlp_kernel,
         compiled=config.torch_compile,
     )
+    if config.use_liger_kernel:
+        use_liger(model)
+    if config.fp8 != "none":
+        use_fp8(model, config.fp8)
     if config.numerics in ("aligned", "pure_bf16"):
         for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()
     if config.torch_compile:
         for layer in model.model.layers:
-            layer.compile()  # in place: names in the state dict stay, and every engine wraps the same module
+            # in place: names in the state dict stay, and every engine wraps the same module
+            layer.compile(mode=config.torch_compile_mode)
     return model.train()
 
 

@@ -31,6 +31,7 @@ _ADAM_KERNELS = (
     (r"aten::_foreach_addcdiv_", "foreach"),
     (r"aten::addcdiv_", "for-loop"),
 )
+_FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
 # gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend's own record, made where the data is sent
 _REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
 _KINETO_DTYPES = {
@@ -117,6 +118,7 @@ class NumericsProbe:
             optimizer_kernel=self._optimizer_kernel(operators),
             compiled=any(operator.name.startswith("Torch-Compiled Region") for operator in operators),
             recomputed=recomputed,
+            float8=_float8(operators),
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
             batch_hashes=[self.batch_hash.hexdigest()[:12]],
             optimizer_class=self._optimizer_class(),
@@ -224,6 +226,12 @@ def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
 def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
     dtypes = {_KINETO_DTYPES.get(op.dtypes[0], op.dtypes[0]) for op in operators if op.name == name}
     return "+".join(sorted(dtypes)) or None
+
+
+def _float8(operators: list[_Operator]) -> str | None:
+    """Of what a GPU's scaled matrix products take, or of what is made of it where they are emulated."""
+    dtypes = {dtype for op in operators if op.name in _FLOAT8_OPERATORS for dtype in op.dtypes[:2]}
+    return "+".join(sorted(name.lower()[5:] for name in dtypes if name.startswith("c10::Float8"))) or None
 
 
 def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:

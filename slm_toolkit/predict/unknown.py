@@ -1,0 +1,34 @@
+"""Flags that no closed form of memory or time covers: an estimate says so instead of guessing."""
+
+from slm_toolkit.config import RunConfig
+
+_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
+)
+
+
+def unknown_to_estimates(config: RunConfig) -> list[str]:
+    """A sentence for each flag of `config` that estimates know nothing of."""
+    found = []
+    if config.attn_implementation not in _ATTENTION:
+        found.append(
+            f"--attn_implementation {config.attn_implementation}: no closed form for it, "
+            f"there are {', '.join(_ATTENTION)}"
+        )
+    if config.use_liger_kernel:
+        found.append(
+            "--use_liger_kernel: no closed form for it; --norm_kernel fused --mlp_kernel fused keep as much"
+        )
+    if config.fp8 != "none":
+        found.append(f"--fp8 {config.fp8}: no closed form for it; a GPU measures it")
+    if config.tf32:
+        found.append("--tf32: no closed form for its speed; its memory is that without the flag")
+    if config.torch_compile_mode not in (None, "default"):
+        found.append(
+            f"--torch_compile_mode {config.torch_compile_mode}: no closed form for it; without the flag it "
+            "is for the default mode"
+        )
+    if config.fsdp_prefetch is not None:
+        found.append(f"--fsdp_prefetch {config.fsdp_prefetch}: no closed form for it; --rehearse N tells")
+    return found

@@ -1,0 +1,58 @@
+"""Kernels of packages that not everybody has: Liger's in Triton, torchao's float8 matrix products."""
+
+import dataclasses
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
+
+FP8_MULTIPLE = 16
+"cuBLAS multiplies float8 matrices of widths that are multiples of it"
+_FP8_CAPABILITY = (8, 9)
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Put Liger's RMSNorm, RoPE and SwiGLU into `model`, in place; the loss stays `--loss_kernel`'s.
+
+    Raises ValueError without a GPU, without the package, or for an architecture that it does not know.
+    """
+    hint = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile need nothing"
+    if not torch.cuda.is_available():
+        raise ValueError(f"--use_liger_kernel needs a GPU: its kernels are Triton's\n{hint}")
+    before = {type(module).forward for module in model.modules()}
+    loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    try:
+        apply_liger_kernel(model, {"rope": True, "rms_norm": True, "swiglu": True, **loss})
+    except ImportError as error:
+        raise ValueError(f"--use_liger_kernel: {error}\nhint: pip install slm-toolkit[liger]") from None
+    after = {getattr(module.forward, "__func__", None) for module in model.modules()}
+    if after <= before:
+        raise ValueError(f"--use_liger_kernel: Liger knows no {type(model).__name__}\n{hint}")
+
+
+def use_fp8(model: PreTrainedModel, recipe: str) -> None:
+    """Let the decoder layers' linear modules multiply in float8, in place; weights and names stay.
+
+    `recipe`: torchao's, tensorwise or rowwise. Widths that are no multiple of 16 stay as they are. On a CPU,
+    and on a GPU without float8, the rounding is emulated: right losses, no speed.
+    Raises ValueError without torchao, or where no width is a multiple of 16.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise ValueError(f"--fp8 {recipe} needs torchao\nhint: pip install slm-toolkit[fp8]") from None
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_fp8)
+    layers = model.model.layers
+    if not any(fits_fp8(module) for module in layers.modules()):
+        raise ValueError(
+            f"--fp8 {recipe}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"
+            "hint: a preset that ends in -hw"
+        )
+    convert_to_float8_training(layers, config=config, module_filter_fn=lambda module, _: fits_fp8(module))
+
+
+def fits_fp8(module: torch.nn.Module) -> bool:
+    if not isinstance(module, torch.nn.Linear):
+        return False
+    return module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0

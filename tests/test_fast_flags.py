@@ -1,0 +1,172 @@
+"""Flags of the fast path: each does what it says where it can, and is refused with a reason elsewhere."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch, record_under, slm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS
+from slm_toolkit.run.optional_kernels import use_fp8
+from slm_toolkit.strategy import contradictions, find_strategy
+
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def trained(folder: Path, *flags: str, strategy: str = "ddp") -> dict:
+    done = launch(*FEW, *flags, "--output_dir", str(folder), config=f"accel_configs/{strategy}.yaml")
+    assert done.code == 0, done.err
+    return record_under(folder)
+
+
+def test_fp8_is_seen_by_the_probe_and_is_the_same_under_every_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    plain = trained(tmp_path / "plain")
+    assert plain["numerics"]["float8"] is None
+    found = {
+        strategy: trained(tmp_path / strategy, "--fp8", "tensorwise", strategy=strategy)
+        for strategy in ("ddp", "ds_zero3")
+    }
+    for record in found.values():
+        # forward's operands have four bits of exponent, the gradient that comes from above has five
+        assert record["numerics"]["float8"] == "float8_e4m3fn+float8_e5m2"
+        assert record["losses"] != plain["losses"]
+        assert record["losses"] == pytest.approx(plain["losses"], abs=0.01)
+    assert found["ds_zero3"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-3)
+
+
+def test_fp8_takes_the_layers_products_whose_widths_it_can() -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=40))  # 40 is no multiple of 16
+    names = list(model.state_dict())
+    use_fp8(model, "rowwise")
+    converted = {name for name, module in model.named_modules() if isinstance(module, float8.Float8Linear)}
+    assert converted == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert list(model.state_dict()) == names
+    odd = LlamaForCausalLM(LlamaConfig(**{**TINY, "hidden_size": 40}, intermediate_size=40))
+    with pytest.raises(ValueError, match="no width of LlamaForCausalLM is a multiple of 16"):
+        use_fp8(odd, "rowwise")
+
+
+def test_layers_asked_for_are_gathered_ahead(tmp_path: Path) -> None:
+    """With so many more layers whole at once, each of which takes its bf16 weights."""
+
+    def gathered(num_layers: int) -> dict[str, int]:
+        folder = tmp_path / str(num_layers)
+        flags = ("--model", "slm-100m", "--loss_kernel", "fused_linear", "--seq_len", "64")
+        done = launch(
+            *(*flags, "--rehearse", "8", "--fsdp_prefetch", str(num_layers), "--output_dir", str(folder)),
+            config="accel_configs/fsdp_full_shard.yaml",
+            launcher=("--num_processes", "1"),
+        )
+        assert done.code == 0, done.err
+        (path,) = folder.rglob("memory_timeline.csv")
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["module"] == "layers.4.mlp"]
+        return {row["phase"]: int(row["gathered_parameters_bytes"]) for row in rows}
+
+    layer = 2 * PRESETS["slm-100m"].params_per_layer
+    one, three = gathered(1), gathered(3)
+    assert {phase: three[phase] - one[phase] for phase in one} == {
+        "forward": pytest.approx(2 * layer, rel=0.01),
+        "backward": pytest.approx(2 * layer, rel=0.01),
+    }
+
+
+def test_prefetching_and_reading_ahead_change_no_loss(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", strategy="fsdp_full_shard")
+    ahead = trained(
+        *(tmp_path / "ahead", "--fsdp_prefetch", "2", "--dataloader_num_workers", "1"),
+        strategy="fsdp_full_shard",
+    )
+    assert ahead["losses"] == plain["losses"]
+    assert ahead["numerics"]["batch_hashes"] == plain["numerics"]["batch_hashes"]
+
+
+def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
+    flags = ("--torch_compile", "--torch_compile_mode", "reduce-overhead")
+    record = trained(tmp_path, *flags, strategy="single")
+    assert record["status"] == "ok"
+    assert record["numerics"]["compiled"]
+    config = RunConfig(torch_compile=True, torch_compile_mode="max-autotune")
+    for name in ("single", "ddp", "ds_zero1", "ds_zero2"):
+        assert contradictions(find_strategy(name), config) == []
+    for name in ("fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero3"):
+        (problem,) = contradictions(find_strategy(name), config)
+        assert "records CUDA graphs" in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--tf32",), "--tf32 with --numerics aligned, which has no fp32 matrix products"),
+        (("--torch_compile_mode", "default"), "--torch_compile_mode default without --torch_compile"),
+        (("--fsdp_prefetch", "1"), "--fsdp_prefetch 1 is for FSDP2: leave it out"),
+        (("--fsdp_prefetch", "-1"), "--fsdp_prefetch is -1: not below 0"),
+        (("--dataloader_num_workers", "-1"), "--dataloader_num_workers is -1: not below 0"),
+        (("--fp8", "rowwise", "--numerics", "fp32"), "--fp8 rowwise with --numerics fp32"),
+        (
+            ("--use_liger_kernel", "--mlp_kernel", "fused"),
+            "--mlp_kernel fused with --use_liger_kernel, which has its own",
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    flags: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    done = slm("compare", "--strategy", "ddp", *flags, "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert says in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--tf32", "--numerics", "fp32"), "error: --tf32 needs a GPU"),
+        (("--use_liger_kernel",), "error: --use_liger_kernel needs a GPU: its kernels are Triton's"),
+    ],
+    ids=str,
+)
+def test_what_needs_a_gpu_says_so(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = launch(*FEW, *flags, "--output_dir", str(tmp_path), config="accel_configs/single.yaml")
+    assert done.code != 0
+    assert done.err.startswith(says)
+    assert "\nhint: " in done.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--use_liger_kernel",),
+        ("--fp8", "tensorwise"),
+        ("--tf32", "--numerics", "fp32"),
+        ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
+        ("--fsdp_prefetch", "2", "--strategy", "fsdp_full_shard"),
+    ],
+    ids=str,
+)
+def test_estimates_say_what_they_know_nothing_of(flags: tuple[str, ...]) -> None:
+    done = slm("estimate", "--model", "slm-100m", *flags)
+    assert done.code == 2
+    assert "no closed form for it" in done.err
+    assert done.err.count("error:") == 1
+
+
+def test_estimates_of_a_fused_mlp_keep_an_ffn_width_less_per_token() -> None:
+    peaks = {}
+    for kernel in ("hf", "fused"):
+        flags = ("--model", "slm-1b", "--strategy", "ddp", "--loss_kernel", "fused_linear")
+        done = slm("estimate", "--json", *flags, "--mlp_kernel", kernel)
+        (peaks[kernel],) = json.loads(done.out)
+    spec = PRESETS["slm-1b"]
+    less = 2 * spec.ffn_size * 4 * 1024 * spec.num_layers  # bf16, batch 4, sequence 1024
+    assert peaks["hf"]["parts"]["activations"] - peaks["fused"]["parts"]["activations"] == less
