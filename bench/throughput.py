@@ -3,6 +3,7 @@
     python bench/throughput.py                                  # two cores will do: one is used
     python bench/throughput.py --numerics fp32 --allocator tcmalloc --rounds 7
     python bench/throughput.py --models slm-100m slm-500m slm-1b slm-2b    # on a GPU
+    python bench/throughput.py --arms plain fused_norm fused_mlp fused_loss compile --against plain
 
 Each round runs every arm once, a process each: A B C, A B C, ...; ratios are taken within a round, and their
 median and range printed. Losses that differ end it with exit code 1; times never do. LitGPT wants other
@@ -16,13 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from throughput_rows import Result, rows_of, table_of
 
 HERE = Path(__file__).parent
 FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head is then half of the work
@@ -38,10 +37,22 @@ FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head i
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-OURS = {
+BEST = {
     "ours": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused"),
     "ours_compile": ("--loss_kernel", "fused_linear", "--torch_compile"),
 }
+FEATURES = {  # ours, one thing at a time
+    "plain": (),
+    "eager_attention": ("--attn_implementation", "eager"),
+    "fused_norm": ("--norm_kernel", "fused"),
+    "fused_mlp": ("--mlp_kernel", "fused"),
+    "fused_loss": ("--loss_kernel", "fused_linear"),
+    "all_fused": ("--loss_kernel", "fused_linear", "--norm_kernel", "fused", "--mlp_kernel", "fused"),
+    "compile": ("--torch_compile",),
+    "unfused_adamw": ("--optim", "adamw_torch"),
+    "pure_bf16": ("--numerics", "pure_bf16"),
+}
+OURS = {**BEST, **FEATURES}
 ALLOCATORS = {  # for every arm alike
     "glibc": {},
     "huge_pages": {"THP_MEM_ALLOC_ENABLE": "1"},
@@ -49,20 +60,6 @@ ALLOCATORS = {  # for every arm alike
 }
 LOSS_TOLERANCE = {"bf16": 0.02, "fp32": 0.002}
 "of a step's loss, some 10 at first; bf16 itself moves it by 0.001 to 0.01"
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one launch of an arm told of itself."""
-
-    step_seconds: list[float]
-    losses: list[float]
-    peak_rss_bytes: int
-    peak_allocated_bytes: int | None
-
-    @property
-    def seconds(self) -> float:
-        return median(self.step_seconds)
 
 
 def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -163,72 +160,6 @@ def of_rounds(numerics: str, work: dict[str, Any], args: argparse.Namespace) -> 
     return results
 
 
-def ratios(of: list[Result], to: list[Result]) -> list[float]:
-    """How often `of` does a step while `to` does one, round by round."""
-    return [theirs.seconds / ours.seconds for ours, theirs in zip(of, to, strict=True)]
-
-
-def farthest_loss(of: list[Result], to: list[Result]) -> float:
-    """The largest difference of a step's loss in any round."""
-    return max(
-        abs(a - b)
-        for one, other in zip(of, to, strict=True)
-        for a, b in zip(one.losses, other.losses, strict=True)
-    )
-
-
-def peak_bytes(results: list[Result]) -> float:
-    """The median peak: of GPU memory where there is a GPU, else of resident memory."""
-    return median(result.peak_allocated_bytes or result.peak_rss_bytes for result in results)
-
-
-def rows_of(
-    results: dict[str, list[Result]], baselines: tuple[str, ...], tokens: int
-) -> list[dict[str, Any]]:
-    """One row per arm, with its speed and memory against each baseline that ran."""
-    rows = []
-    for arm, mine in results.items():
-        row: dict[str, Any] = {
-            "arm": arm,
-            "step_seconds": median(result.seconds for result in mine),
-            "tokens_per_second": tokens / median(result.seconds for result in mine),
-            "peak_bytes": peak_bytes(mine),
-            "final_loss": mine[-1].losses[-1],
-            "against": {},
-        }
-        for baseline in baselines:
-            theirs = results[baseline]
-            found = ratios(mine, theirs)
-            row["against"][baseline] = {
-                "speed": [median(found), min(found), max(found)],
-                "memory": peak_bytes(mine) / peak_bytes(theirs),
-                "loss_difference": farthest_loss(mine, theirs),
-            }
-        rows.append(row)
-    return rows
-
-
-def table_of(rows: list[dict[str, Any]], baselines: tuple[str, ...], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("arm", "s/step", "tokens/s", "peak MiB", "final loss"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for baseline in baselines:
-        table.add_column(f"speed against\n{baseline}", justify="right")
-        table.add_column("peak", justify="right")
-    if baselines:
-        table.add_column(f"farthest loss\nfrom {baselines[0]}", justify="right")
-    for row in rows:
-        cells = [row["arm"], f"{row['step_seconds']:.3f}", f"{row['tokens_per_second']:,.0f}"]
-        cells += [f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['final_loss']:.4f}"]
-        for baseline in baselines:
-            middle, low, high = row["against"][baseline]["speed"]
-            memory = row["against"][baseline]["memory"] - 1
-            cells += [f"{middle:.2f}x ({low:.2f}-{high:.2f})", f"{memory:+.0%}"]
-        cells += [f"{row['against'][name]['loss_difference']:.4f}" for name in baselines[:1]]
-        table.add_row(*cells)
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -250,8 +181,9 @@ def main() -> None:
     parser.add_argument(
         "--arms",
         nargs="+",
-        default=["trainer", "trainer_compile", "bare", "bare_compile", "litgpt_compile", *OURS],
+        default=["trainer", "trainer_compile", "bare", "bare_compile", "litgpt_compile", *BEST],
     )
+    parser.add_argument("--against", nargs="+", metavar="ARM", help="default: Trainer's")
     parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help="of every arm")
     parser.add_argument("--core", type=int, help="the core of every arm (on a CPU: 0; -1: any)")
     parser.add_argument("--threads", type=int, default=1)
@@ -263,8 +195,9 @@ def main() -> None:
     args.python = dict(pair.split("=", 1) for pair in args.python)
     if args.steps <= args.warmup:
         parser.error(f"--steps {args.steps} leaves none to time after --warmup {args.warmup}")
-    if not any(arm.startswith("trainer") for arm in args.arms):
-        parser.error("--arms without a trainer leaves nothing to compare with: add trainer")
+    against = args.against or [arm for arm in args.arms if arm.startswith("trainer")]
+    if not set(against) & set(args.arms):
+        parser.error("nothing to compare with: add trainer to --arms, or name one of them --against")
 
     import torch
 
@@ -285,7 +218,7 @@ def main() -> None:
             work = prepare(folder, model, args)
             for numerics in args.numerics:
                 results = of_rounds(numerics, work, args)
-                baselines = tuple(arm for arm in results if arm.startswith("trainer"))
+                baselines = tuple(arm for arm in results if arm in against)
                 rows = rows_of(results, baselines, args.batch_size * args.seq_len)
                 title = f"{Path(model).stem}, {numerics}, sequence {args.seq_len}, batch {args.batch_size}, "
                 title += f"{args.rounds} rounds" + ("" if on_gpu else f", allocator {args.allocator}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from slm_toolkit.allocator import ADVICE, DEFAULT, allocator
 from slm_toolkit.compare_flags import add_grid_flags
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.errors import user_errors
@@ -92,6 +93,8 @@ def _compare(args: argparse.Namespace) -> int:
             return _print_commands(runs, args)
         if num_left_over:
             console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+        if machine.num_gpus == 0 and not args.rehearse and allocator() == DEFAULT:
+            console.print(ADVICE, soft_wrap=True)
         return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
 
 

@@ -253,7 +253,7 @@ def labels(rows: list["Row"]) -> list[str]:
     """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
     names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"] and f.name != "rehearse"]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
-    of_rows = ("evidence", "world_size", "gpu")  # the first two tell rehearsals apart
+    of_rows = ("evidence", "world_size", "gpu", "allocator")  # the first two tell rehearsals apart
     machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
 
     def words(row: "Row") -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from slm_toolkit.allocator import DEFAULT, allocator
 from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
@@ -167,8 +168,10 @@ class RunRecord:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides a run's speed, by package."""
+    """Versions of what decides a run's speed, by package; and the allocator where it is no plain malloc."""
     found = {"python": platform.python_version()}
+    if allocator() != DEFAULT:
+        found["allocator"] = allocator()
     for package in _PACKAGES:
         try:
             found[package] = version(package)
@@ -236,7 +239,11 @@ def flags_asked(record: RunRecord) -> dict[str, Any]:
     """The flags of a run, in today's words; those that came later have their defaults."""
     asked = record.asked["config"]
     checkpointing = str(asked["gradient_checkpointing"]).lower()
-    return {**_DEFAULTS, **asked, "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing)}
+    return {
+        **_DEFAULTS,
+        **asked,
+        "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing),
+    }
 
 
 def config_of(record: RunRecord) -> RunConfig:

@@ -27,6 +27,7 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("model", "model"),
     ("evidence", "evidence"),
     ("gpu", "GPU"),
+    ("allocator", "allocator"),
     ("world_size", "ranks"),
     ("numerics", "numerics"),
     ("seq_len", "seq"),

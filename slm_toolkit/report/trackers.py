@@ -15,7 +15,17 @@ PROJECT = "slm_comparisons"
 "in trackio and wandb; the runs that training itself reports are in another"
 _SETTINGS = (  # beside the flags; what of a row is neither of both and a number is a result
     *("model", "strategy", "status", "reason", "evidence", "engine", "zero_stage", "reshard_after_forward"),
-    *("world_size", "gpu", "cpu", "started_at", "price", "numerics_reference", "parity", "record"),
+    *(
+        "world_size",
+        "gpu",
+        "cpu",
+        "allocator",
+        "started_at",
+        "price",
+        "numerics_reference",
+        "parity",
+        "record",
+    ),
 )
 
 
