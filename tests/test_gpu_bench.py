@@ -28,7 +28,7 @@ def test_a_sample_of_its_parts_works(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_other_parts_work(tmp_path: Path) -> None:
-    runs = smoke(tmp_path, "ladder", "memory", "trainer")
+    runs = smoke(tmp_path, "ladder", "memory", "trainer", "extras")
     for found in runs:
         if found["part"] == "memory":  # of so small a model, buffers of some KiB show
             assert found["peak_allocated_bytes"] == pytest.approx(found["estimated_peak_bytes"], rel=0.05)

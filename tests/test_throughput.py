@@ -27,7 +27,8 @@ def test_losses_that_differ_end_it_with_exit_code_1_and_missing_arms_are_told(tm
     # LitGPT is not installed beside us; a learning rate of its own makes another run of `bare`
     bench = tmp_path / "bench"
     bench.mkdir()
-    (bench / "throughput.py").write_text((ROOT / "bench/throughput.py").read_text())
+    for name in ("throughput.py", "throughput_rows.py"):
+        (bench / name).write_text((ROOT / "bench" / name).read_text())
     arms_file = (ROOT / "bench/throughput_arms.py").read_text()
     assert arms_file.count("lr=work") == 1
     (bench / "throughput_arms.py").write_text(arms_file.replace("lr=work", "lr=10 * work"))

@@ -5,7 +5,8 @@
     python bench/gpu/measure.py --smoke                     # on a CPU: tiny, to see that all of it works
 
 gemms: the GPU's ceilings and the price of unaligned widths. ladder: speed of the paper's models and their
-aligned siblings, a feature more each time. memory: rehearsed peaks of every strategy against the estimate.
+aligned siblings, a feature more each time. extras: CUDA graphs and float8 (torchao, if carried). memory:
+rehearsed peaks of every strategy against the estimate.
 trainer: ours against Hugging Face's Trainer. flash: vanilla attention against FlashAttention by batch.
 Records and `measured.json` go to --out; the table is printed last.
 """
@@ -67,6 +68,19 @@ def ladder(out: Path, smoke: bool) -> Iterator[Run]:
                 yield train("ladder", f"{sibling} {rung}", out, *size(sibling, batch, smoke), *above)
 
 
+def extras(out: Path, smoke: bool) -> Iterator[Run]:
+    """On top of the ladder's best: CUDA graphs where launches bind, float8 where widths allow, cuDNN."""
+    best = [word for flags in list(LADDER.values())[1:] for word in flags]
+    graphs, fp8 = ("--torch_compile_mode", "reduce-overhead"), ("--fp8", "tensorwise")
+    cudnn = ("--attn_implementation", "sdpa_cudnn")
+    wanted = [("slm-100m", "CUDA graphs", graphs), ("slm-500m", "CUDA graphs", graphs)]
+    wanted += [(f"{model}-hw", "fp8", fp8) for model in MODELS]
+    wanted += [("slm-1b", "sdpa_cudnn", cudnn)]
+    for model, name, flags in [("slm-1m", "CUDA graphs", graphs)] if smoke else wanted:
+        batch = BATCHES.get(model.removesuffix("-hw"), 2)
+        yield train("extras", f"{model} {name}", out, *size(model, batch, smoke), *best, *flags)
+
+
 def memory(out: Path, smoke: bool) -> Iterator[Run]:
     for model in ("slm-1m",) if smoke else ("slm-500m", "slm-2b"):
         for num_ranks in (1, 8, 64):
@@ -101,7 +115,14 @@ def size(model: str, batch: int, smoke: bool) -> tuple[str, ...]:
     return ("--model", model, "--per_device_train_batch_size", str(batch), *shape)
 
 
-PARTS = {"gemms": gemms, "ladder": ladder, "memory": memory, "trainer": trainer, "flash": flash}
+PARTS = {
+    "gemms": gemms,
+    "ladder": ladder,
+    "memory": memory,
+    "trainer": trainer,
+    "extras": extras,
+    "flash": flash,
+}
 
 
 def execute(run: Run, seconds_left: float) -> dict[str, Any]:

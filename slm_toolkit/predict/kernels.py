@@ -26,6 +26,7 @@ _TWO_EAGER_RMS_NORMS = 180
 _TWO_FUSED_NORMS = 20  # each reads and writes 2 + 2 in forward, 2 + 2 + 2 in backward
 _ROPE_AND_RESIDUAL = 188  # rotate, cos, sin, add on query and key: 132; transposed copies: 32; two adds: 24
 _EAGER_SWIGLU = 28  # x f: silu 4, product 6; their backward 10 + 8
+_RECOMPUTING_SWIGLU = 32  # silu 4, product 6; backward: silu again 4, then products of two: 6 each
 _COMPILED_LLAMA = (60, 12)  # x h, x f: a norm, a residual add and RoPE each in one kernel, SwiGLU in one
 _GPT = (86, 12)  # x h, x f: two fused LayerNorms 20, two adds 24, copies 32, biases' gradients 10; GELU 12
 _COMPILED_GPT = (44, 6)  # the adds go into the norms; GELU and its backward once each
@@ -37,8 +38,10 @@ _EAGER_GPT_KERNELS = (
 _FUSED_NORM_SAVES = 10
 
 
-def layer_traffic(spec: ModelSpec, *, compiled: bool, fused_norm: bool) -> LayerTraffic:
-    """Of one decoder layer; a compiled one has its norms fused anyway."""
+def layer_traffic(
+    spec: ModelSpec, *, compiled: bool, fused_norm: bool, fused_mlp: bool = False
+) -> LayerTraffic:
+    """Of one decoder layer; a compiled one has its norms and its MLP fused anyway."""
     h, f = spec.hidden_size, spec.ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
@@ -46,8 +49,9 @@ def layer_traffic(spec: ModelSpec, *, compiled: bool, fused_norm: bool) -> Layer
     if not spec.gated_ffn:
         return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
+    swiglu = _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
     return LayerTraffic(
-        (norms + _ROPE_AND_RESIDUAL) * h + _EAGER_SWIGLU * f,
+        (norms + _ROPE_AND_RESIDUAL) * h + swiglu * f,
         _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm,
         is_compiled=False,
     )

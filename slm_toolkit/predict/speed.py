@@ -177,7 +177,12 @@ def _micro_step(
     attention_forward, attention_backward = (
         spec.num_layers * seconds for seconds in _attention(spec, config, tokens, rates, software)
     )
-    traffic = layer_traffic(spec, compiled=compiled, fused_norm=config.norm_kernel == "fused")
+    traffic = layer_traffic(
+        spec,
+        compiled=compiled,
+        fused_norm=config.norm_kernel == "fused",
+        fused_mlp=config.mlp_kernel == "fused",
+    )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
     elementwise = spec.num_layers * slowdown * traffic.bytes_per_token * tokens / rates.memory_bytes

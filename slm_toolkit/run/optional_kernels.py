@@ -4,7 +4,6 @@ import dataclasses
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 
 FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices of widths that are multiples of it"
@@ -19,6 +18,8 @@ def use_liger(model: PreTrainedModel) -> None:
     hint = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile need nothing"
     if not torch.cuda.is_available():
         raise ValueError(f"--use_liger_kernel needs a GPU: its kernels are Triton's\n{hint}")
+    from transformers.integrations.liger import apply_liger_kernel  # half a second, with what it imports
+
     before = {type(module).forward for module in model.modules()}
     loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     try:

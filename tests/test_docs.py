@@ -1,0 +1,25 @@
+"""What docs/ shows is what the commands beside it print, and what results/ keeps."""
+
+import json
+import subprocess
+import sys
+
+from conftest import ROOT
+
+FAST_PATH = (ROOT / "docs" / "fast_path.md").read_text()
+
+
+def test_the_predicted_table_is_what_its_command_prints() -> None:
+    command = (sys.executable, "bench/features.py")
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed in FAST_PATH
+
+
+def test_the_measured_table_is_what_was_kept() -> None:
+    kept = ROOT / "results" / "throughput" / "features-cpu-glibc-bf16.json"
+    (model,) = json.loads(kept.read_text())
+    for row in model["rows"]:
+        middle, low, high = row["against"]["plain"]["speed"]
+        cells = f"{row['step_seconds']:.3f} | {middle:.2f} ({low:.2f}-{high:.2f}) | "
+        assert f"| {cells}{row['peak_bytes'] / 2**20:,.0f} |" in FAST_PATH
+    assert all(f" {row['arm']}" in FAST_PATH for row in model["rows"])
