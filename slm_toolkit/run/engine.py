@@ -15,7 +15,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
@@ -69,6 +69,8 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             DistributedType.MULTI_GPU
         )  # private: nothing public does it
         accelerator = Accelerator(**options)
+        if accelerator.state.fsdp_plugin.cpu_offload:  # pinned memory is a GPU's
+            accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     else:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
