@@ -52,7 +52,7 @@ def all_of(problems: list[str]) -> ValueError:
 
 
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
-    """Each value beside the others' first; RunConfig has no rule on two grid flags but on numerics' pair."""
+    """Each value beside the others' first; of flags that estimates know, RunConfig has rules on one pair."""
     first = {name: values[0] for name, values in several.items()}
     pair = [
         {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
