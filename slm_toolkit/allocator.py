@@ -3,6 +3,10 @@
 import os
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DEFAULT = "malloc"
 _LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
@@ -12,6 +16,12 @@ ADVICE = (
     "before the command does without"
 )
 "for who trains on a CPU under the default; measured in the README"
+
+
+def advise(console: "Console") -> None:
+    """Tell who is about to train on a CPU under the default."""
+    if allocator() == DEFAULT:
+        console.print(ADVICE, soft_wrap=True)
 
 
 @cache

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slm_toolkit.allocator import ADVICE, DEFAULT, allocator
+from slm_toolkit.allocator import advise
 from slm_toolkit.compare_flags import add_grid_flags
-from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.export_output import check_exports, exports_asked
 from slm_toolkit.flags import add_flags
@@ -55,6 +55,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.output_lock import locked
     from slm_toolkit.compare.slurm import SlurmJobs
+    from slm_toolkit.compare.torch_checks import check_with_torch
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
         number = getattr(signal, name, None)
@@ -81,7 +82,7 @@ def _compare(args: argparse.Namespace) -> int:
             else:
                 machine = nodes.machine
             runs, slots = _plan(args, machine, nodes)
-            _check_what_needs_torch(runs, console)
+            check_with_torch(runs, console)
             jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
             if args.slurm_only_write:
                 todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
@@ -93,8 +94,8 @@ def _compare(args: argparse.Namespace) -> int:
             return _print_commands(runs, args)
         if num_left_over:
             console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
-        if machine.num_gpus == 0 and not args.rehearse and allocator() == DEFAULT:
-            console.print(ADVICE, soft_wrap=True)
+        if machine.num_gpus == 0 and not args.rehearse:
+            advise(console)
         return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
 
 
@@ -278,24 +279,3 @@ def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
     commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
     print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
     return 0
-
-
-def _check_what_needs_torch(runs: list, console: Console) -> None:
-    """Let data, a tracker or an attention kernel that can't serve be an error before anything is launched."""
-    config = runs[-1].config  # the first may be references, which report to nobody
-    if config.report_to != "none":
-        from slm_toolkit.run.trackers import check_tracker
-
-        check_tracker(config.report_to)
-    if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:
-        from slm_toolkit.run.model import check_attention
-
-        for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
-            if run.config.attn_implementation in kernels:
-                check_attention(run.spec, run.config)
-    if config.dataset != SYNTHETIC:
-        from slm_toolkit.run.data import load_datasets
-
-        with console.status("reading the dataset"):
-            for run in {(run.spec.name, run.config.seq_len): run for run in runs}.values():
-                load_datasets(run.config, run.spec, num_sequences=0)

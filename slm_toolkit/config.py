@@ -7,6 +7,8 @@ from typing import Any
 SYNTHETIC = "synthetic"
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
+FP8_MULTIPLE = 16
+"cuBLAS multiplies float8 matrices of widths that are multiples of it"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
 "--gradient_checkpointing was a switch once: scripts and records still say so"
 
@@ -84,8 +86,8 @@ class RunConfig:
     )
     use_liger_kernel: bool = _flag(
         False,
-        "Liger's Triton kernels for RMSNorm, RoPE, SwiGLU and, unless --loss_kernel names another, head and "
-        "loss; on a GPU, with `pip install slm-toolkit[liger]`",
+        "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
+        "`pip install slm-toolkit[liger]`",
         group="model",
         grid=True,
     )
@@ -103,18 +105,18 @@ class RunConfig:
     torch_compile: bool = _flag(
         False, "compile the decoder layers with torch.compile", group="model", grid=True
     )
-    torch_compile_mode: str | None = _flag(
-        None,
+    torch_compile_mode: str = _flag(
+        "default",
         "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
         "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
         group="model",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         grid=True,
     )
-    fsdp_prefetch: int | None = _flag(
-        None,
+    fsdp_prefetch: int = _flag(
+        0,
         "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
-        "memory (default: PyTorch's own way, about one)",
+        "memory; 0: PyTorch's own way, about one",
         group="model",
         grid=True,
     )
@@ -281,6 +283,11 @@ class RunConfig:
         if self.max_steps is None and self.num_train_epochs is None:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether torch.compile records CUDA graphs, which reuse their memory."""
+        return self.torch_compile_mode in ("reduce-overhead", "max-autotune")
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.config import FP8_MULTIPLE, SYNTHETIC, RunConfig
 
 
 def problems_of(config: RunConfig) -> list[str]:
@@ -36,8 +36,13 @@ def problems_of(config: RunConfig) -> list[str]:
         choices = f.metadata["choices"]
         if choices and values[f.name] is not None and values[f.name] not in choices:
             found.append(f"--{f.name} is {values[f.name]!r}: one of {', '.join(choices)}")
-    if config.torch_compile_mode is not None and not config.torch_compile:
+    if config.torch_compile_mode != "default" and not config.torch_compile:
         found.append(f"--torch_compile_mode {config.torch_compile_mode} without --torch_compile")
+    if config.records_graphs and config.gradient_accumulation_steps > 1:
+        found.append(
+            f"--torch_compile_mode {config.torch_compile_mode} with --gradient_accumulation_steps "
+            f"{config.gradient_accumulation_steps}: CUDA graphs overwrite the gradients of the pass before"
+        )
     if config.tf32 and config.numerics != "fp32":
         found.append(f"--tf32 with --numerics {config.numerics}, which has no fp32 matrix products")
     if config.use_liger_kernel:
@@ -48,6 +53,12 @@ def problems_of(config: RunConfig) -> list[str]:
         ]
     if config.fp8 != "none" and config.numerics == "fp32":
         found.append(f"--fp8 {config.fp8} with --numerics fp32, which has no low precision")
+    num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE)
+    if config.fp8 != "none" and num_tokens % FP8_MULTIPLE:
+        found.append(
+            f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
+            f"multiple of {FP8_MULTIPLE}"
+        )
     if config.reduce_dtype is not None and config.numerics == "stock":
         found.append(f"--reduce_dtype {config.reduce_dtype} with --numerics stock: each engine has its own")
     if config.reduce_dtype == "bf16" and config.numerics == "fp32":

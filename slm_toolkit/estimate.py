@@ -23,6 +23,7 @@ from slm_toolkit.estimate_checks import (
     placement_problems,
 )
 from slm_toolkit.flags import add_flags
+from slm_toolkit.groups import fit_groups
 from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
@@ -163,10 +164,9 @@ def estimates(
         for values in itertools.product(*several.values())
     ]
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
-    placed = [(strategy_as_launched(strategy), placement_of(strategy)) for strategy in strategies]
     problems = [
         problem
-        for strategy, _ in placed
+        for strategy in map(strategy_as_launched, strategies)
         for config in configs
         for problem in contradictions(strategy, config)
     ]
@@ -177,11 +177,18 @@ def estimates(
     needs, version = deepspeed_needs, ESTIMATOR_VERSION
     if live_deepspeed:
         needs, version = _live_deepspeed()
+    placed = {
+        count: [
+            (strategy_as_launched(fitted), placement_of(fitted))
+            for strategy in strategies
+            for fitted in [fit_groups(strategy, num_ranks=count, ranks_per_node=min(count, gpus_per_node))]
+        ]
+        for count in num_gpus
+    }
     rows: dict[tuple, Estimate] = {}
     for number, config in enumerate(configs):
-        for gpu, count, (index, (strategy, placement)) in itertools.product(
-            found_gpus, num_gpus, enumerate(placed)
-        ):
+        for gpu, count, index in itertools.product(found_gpus, num_gpus, range(len(strategies))):
+            strategy, placement = placed[count][index]
             count = 1 if strategy.engine == "single" else count
             key = (number, gpu and gpu.name, count, index)
             if key in rows:

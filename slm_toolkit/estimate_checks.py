@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.groups import fit_groups
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.strategy import Strategy
@@ -52,7 +53,7 @@ def all_of(problems: list[str]) -> ValueError:
 
 
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
-    """Each value beside the others' first; RunConfig has no rule on two grid flags but on numerics' pair."""
+    """Each value beside the others' first; of flags that estimates know, RunConfig has rules on one pair."""
     first = {name: values[0] for name, values in several.items()}
     pair = [
         {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
@@ -108,14 +109,17 @@ def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_
     """Shards and copies that don't divide the GPUs."""
     from slm_toolkit.predict.host_memory import placement_of
 
-    return [
-        f"{strategy.path}: {problem}"
-        for strategy in strategies
-        for count in num_gpus
-        for problem in placement_of(strategy).problems(
-            num_gpus=count, gpus_per_node=min(count, gpus_per_node)
-        )
-    ]
+    found = []
+    for strategy, count in itertools.product(strategies, num_gpus):
+        per_node = min(count, gpus_per_node)
+        try:
+            fitted = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
+        except ValueError as error:
+            found.append(str(error).splitlines()[0])
+            continue
+        problems = placement_of(fitted).problems(num_gpus=count, gpus_per_node=per_node)
+        found += [f"{strategy.path}: {problem}" for problem in problems]
+    return found
 
 
 def model_to_estimate(name: str) -> ModelSpec:

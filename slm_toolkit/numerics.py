@@ -7,17 +7,26 @@ from typing import Any
 
 PARITY_STEPS = 20
 "over which two runs are held against each other; training itself lets rounding grow beyond"
-LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2}
+LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2, "tf32": 5e-3}
 "absolute, of each of the first PARITY_STEPS steps' losses, by `precision_of`"
 GRAD_NORM_STEPS = 5
 "over which gradient norms are compared: at a high learning rate they drift apart sooner than losses"
-GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "aligned": 5e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2}
+GRAD_NORM_TOLERANCE = {
+    "fp32": 1e-3,
+    "aligned": 5e-2,
+    "stock": 5e-2,
+    "pure_bf16": 5e-2,
+    "fp8": 5e-2,
+    "tf32": 1e-2,
+}
 "how far from 1 the ratio of gradient norms may lie"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """fp8 where a run's `config` asks for it, else its `--numerics`: what decides how far losses may lie."""
-    return "fp8" if config.get("fp8", "none") != "none" else config["numerics"]
+    """What decides how far losses may lie: fp8 or tf32 where `config` asks for it, else `--numerics`."""
+    if config.get("fp8", "none") != "none":
+        return "fp8"
+    return "tf32" if config.get("tf32") else config["numerics"]
 
 
 def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:
@@ -73,10 +82,11 @@ class Numerics:
         settings=("gradient_checkpointing", "torch_compile", "attn_implementation"),
     )
     float8: str | None = _probed(
-        "float8 types that the decoder layers' matrix products are rounded to; None: they are not",
-        settings=("fp8",),
+        "float8 types that the decoder layers' matrix products are rounded to; None where they are not, or "
+        "where torch.compile hides it",
+        settings=("fp8", "torch_compile"),
     )
-    tf32: bool | None = _probed("whether fp32 matrix products may round to TF32")
+    tf32: bool | None = _probed("whether fp32 matrix products may round to TF32", settings=("tf32",))
     batch_hashes: list[str] | None = _probed(
         "of the tokens of each rank's first step",
         settings=(

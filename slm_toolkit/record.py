@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slm_toolkit.allocator import DEFAULT, allocator
+from slm_toolkit.allocator import allocator
 from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
@@ -168,10 +168,8 @@ class RunRecord:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides a run's speed, by package; and the allocator where it is no plain malloc."""
-    found = {"python": platform.python_version()}
-    if allocator() != DEFAULT:
-        found["allocator"] = allocator()
+    """Versions of what decides a run's speed, by package, and which memory allocator it runs on."""
+    found = {"python": platform.python_version(), "allocator": allocator()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

@@ -207,10 +207,9 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
             f"with --gradient_checkpointing {config.gradient_checkpointing}"
         )
     where = strategy.path or strategy.name
-    if config.fsdp_prefetch is not None and strategy.engine != "fsdp2":
+    if config.fsdp_prefetch and strategy.engine != "fsdp2":
         problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
-    graphs = config.torch_compile_mode in ("reduce-overhead", "max-autotune")
-    if graphs and "parameters" in strategy.sharded_parts:
+    if config.records_graphs and "parameters" in strategy.sharded_parts:
         problems.append(
             f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
             "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"

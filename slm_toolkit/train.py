@@ -122,7 +122,9 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
             rate = record.tokens_per_step / max(gather_to_all(watch.clock.last_seconds))
             accelerator.log({"loss": mean_loss, "learning_rate": lr, "tokens_per_second": rate}, step=done)
         if prepared.eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
-            eval_loss = evaluate(accelerator, prepared, config.eval_batches)
+            eval_loss = evaluate(
+                accelerator, prepared, config.eval_batches, records_graphs=config.records_graphs
+            )
             eval_losses.append({"step": done, "loss": finite(eval_loss)})
             if progress is not None:
                 progress.say(f"step {done}: eval loss {eval_loss:.4f}")
@@ -203,7 +205,7 @@ def train_step(
         with watch.phase("data"):
             tokens = next(batches)["input_ids"]
         watch.drew(tokens)
-        if job.config.torch_compile_mode is not None:
+        if job.config.records_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave may be overwritten
         with accelerator.accumulate(model):
             with watch.phase("forward"):
@@ -221,11 +223,15 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, prepared: Prepared, num_batches: int) -> float:
+def evaluate(
+    accelerator: Accelerator, prepared: Prepared, num_batches: int, *, records_graphs: bool
+) -> float:
     """Mean loss over the first `num_batches` held-out batches of every rank."""
     prepared.model.eval()
     losses = []
     for _, batch in zip(range(num_batches), prepared.eval_loader, strict=False):
+        if records_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         prepared.model(input_ids=batch["input_ids"], labels=batch["input_ids"])
         losses.append(prepared.loss_recorder.last)
     prepared.model.train()

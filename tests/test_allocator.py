@@ -49,5 +49,7 @@ def test_runs_under_two_allocators_are_two_rows_that_say_so(tmp_path: Path) -> N
     both = slm("report", str(tmp_path))
     assert "allocator" in both.out
     assert "huge pages" in both.out
+    stripped = json.loads(first.out)[0]
+    assert stripped["allocator"] == "malloc"
     alike = slm("report", str(tmp_path), "--json")
     assert sorted(row["allocator"] for row in json.loads(alike.out)) == ["malloc", "malloc, huge pages"]

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, record_under, slm
+from conftest import H100, ROOT, launch, record_under, slm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.predicted import check_skippable
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
-from slm_toolkit.run.optional_kernels import use_fp8
+from slm_toolkit.numerics import Numerics, differences, precision_of
+from slm_toolkit.run.optional_kernels import check_optional, use_fp8
 from slm_toolkit.strategy import contradictions, find_strategy
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
@@ -24,7 +27,7 @@ def trained(folder: Path, *flags: str, strategy: str = "ddp") -> dict:
     return record_under(folder)
 
 
-def test_fp8_is_seen_by_the_probe_and_is_the_same_under_every_engine(tmp_path: Path) -> None:
+def test_fp8_is_seen_by_the_probe_and_is_the_same_under_ddp_and_zero_3(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     plain = trained(tmp_path / "plain")
     assert plain["numerics"]["float8"] is None
@@ -104,43 +107,55 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--tf32",), "--tf32 with --numerics aligned, which has no fp32 matrix products"),
-        (("--torch_compile_mode", "default"), "--torch_compile_mode default without --torch_compile"),
-        (("--fsdp_prefetch", "1"), "--fsdp_prefetch 1 is for FSDP2: leave it out"),
-        (("--fsdp_prefetch", "-1"), "--fsdp_prefetch is -1: not below 0"),
-        (("--dataloader_num_workers", "-1"), "--dataloader_num_workers is -1: not below 0"),
-        (("--fp8", "rowwise", "--numerics", "fp32"), "--fp8 rowwise with --numerics fp32"),
+        ({"tf32": True}, "--tf32 with --numerics aligned, which has no fp32 matrix products"),
         (
-            ("--use_liger_kernel", "--mlp_kernel", "fused"),
+            {"torch_compile_mode": "max-autotune"},
+            "--torch_compile_mode max-autotune without --torch_compile",
+        ),
+        (
+            {
+                **{"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+                "gradient_accumulation_steps": 2,
+            },
+            "--torch_compile_mode reduce-overhead with --gradient_accumulation_steps 2: CUDA graphs "
+            "overwrite the gradients of the pass before",
+        ),
+        (
+            {"fp8": "rowwise", "seq_len": 30, "per_device_train_batch_size": 1},
+            "--fp8 rowwise with 30 tokens per process: float8 matrix products take a multiple of 16",
+        ),
+        ({"fsdp_prefetch": -1}, "--fsdp_prefetch is -1: not below 0"),
+        ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),
+        (
+            {"fp8": "rowwise", "numerics": "fp32"},
+            "--fp8 rowwise with --numerics fp32, which has no low precision",
+        ),
+        (
+            {"use_liger_kernel": True, "mlp_kernel": "fused"},
             "--mlp_kernel fused with --use_liger_kernel, which has its own",
         ),
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(
-    flags: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
-    done = slm("compare", "--strategy", "ddp", *flags, "--output_dir", str(tmp_path / "runs"))
-    assert done.code == 2
-    assert says in done.err
-    assert not (tmp_path / "runs").exists()
+def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
+    assert RunConfig(**flags).problems() == [says]
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--tf32", "--numerics", "fp32"), "error: --tf32 needs a GPU"),
-        (("--use_liger_kernel",), "error: --use_liger_kernel needs a GPU: its kernels are Triton's"),
-    ],
-    ids=str,
-)
-def test_what_needs_a_gpu_says_so(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_prefetching_is_for_fsdp2() -> None:
+    (problem,) = contradictions(find_strategy("ds_zero3"), RunConfig(fsdp_prefetch=1))
+    assert problem.endswith("--fsdp_prefetch 1 is for FSDP2: leave it out")
+    assert contradictions(find_strategy("fsdp_shard_grad_op"), RunConfig(fsdp_prefetch=1)) == []
+
+
+def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = launch(*FEW, *flags, "--output_dir", str(tmp_path), config="accel_configs/single.yaml")
-    assert done.code != 0
-    assert done.err.startswith(says)
-    assert "\nhint: " in done.err
+    with pytest.raises(ValueError, match="--tf32 needs a GPU\nhint: "):
+        check_optional(RunConfig(tf32=True, numerics="fp32"))
+    done = slm("compare", "--strategy", "ddp", "--use_liger_kernel", "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert done.err.startswith("error: --use_liger_kernel needs a GPU: its kernels are Triton's\nhint: ")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -170,3 +185,52 @@ def test_estimates_of_a_fused_mlp_keep_an_ffn_width_less_per_token() -> None:
     spec = PRESETS["slm-1b"]
     less = 2 * spec.ffn_size * 4 * 1024 * spec.num_layers  # bf16, batch 4, sequence 1024
     assert peaks["hf"]["parts"]["activations"] - peaks["fused"]["parts"]["activations"] == less
+
+
+def test_prefetching_finds_layers_in_the_wrapper_of_fsdps_own_checkpointing(tmp_path: Path) -> None:
+    shipped = (ROOT / "accel_configs" / "fsdp_full_shard.yaml").read_text()
+    own = tmp_path / "own.yaml"
+    off = "fsdp_activation_checkpointing: false"
+    own.write_text(shipped.replace(off, "fsdp_activation_checkpointing: true"))
+    assert off in shipped
+
+    def gathered(*flags: str) -> int:
+        folder = tmp_path / "-".join(("runs", *flags))
+        few = ("--model", "slm-10m", "--seq_len", "64", "--loss_kernel", "fused_linear", "--rehearse", "8")
+        done = launch(
+            *few, *flags, "--output_dir", str(folder), config=own, launcher=("--num_processes", "1")
+        )
+        assert done.code == 0, done.err
+        (path,) = folder.rglob("memory_timeline.csv")
+        with path.open(newline="") as file:
+            return max(int(row["gathered_parameters_bytes"]) for row in csv.DictReader(file))
+
+    assert gathered("--fsdp_prefetch", "3") > gathered()
+
+
+def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text " * 999)
+    stream = ("--dataset", str(text), "--streaming", "true", "--dataloader_num_workers", "2")
+    done = slm("compare", "--strategy", "ddp", *FEW, *stream, "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert "--dataloader_num_workers 2 with a stream, which one process reads in order" in done.err
+
+
+def test_skip_oom_refuses_what_no_estimate_knows() -> None:
+    spec, ddp = PRESETS["slm-1m"], find_strategy("ddp")
+    config = RunConfig(model="slm-1m", fp8="rowwise")
+    run = PlannedRun(config, spec, ddp, 2, H100, {}, {}, "0", "r")
+    with pytest.raises(ValueError, match="--skip_oom: --fp8 rowwise: no closed form for it"):
+        check_skippable([run], searching=False)
+
+
+def test_a_flag_explains_what_it_changes_in_the_numerics() -> None:
+    with_tf32, without = Numerics(tf32=True), Numerics(tf32=False)
+    assert differences(with_tf32, without, other_settings=frozenset({"tf32"})) == []
+    assert len(differences(with_tf32, without)) == 1
+    fp32 = {"numerics": "fp32", "fp8": "none", "tf32": False}
+    assert precision_of(fp32) == "fp32"
+    assert precision_of({**fp32, "tf32": True}) == "tf32"
+    assert precision_of({"numerics": "aligned", "fp8": "rowwise"}) == "fp8"
+    assert precision_of({"numerics": "aligned"}) == "aligned"  # of a record from before there was fp8

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.gpt_configs import check_trainable
+from slm_toolkit.groups import fit_groups, is_hybrid
 from slm_toolkit.hardware import Machine
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
@@ -17,7 +18,7 @@ from slm_toolkit.record import (
     installed_versions,
     run_name_of,
 )
-from slm_toolkit.strategy import Strategy, contradictions, find_strategy
+from slm_toolkit.strategy import Strategy, contradictions, find_strategy, num_machines
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def plan_runs(
         for values in itertools.product(*several.values())
         for config in [RunConfig(**dict(zip(several, values, strict=True)))]
     ]
-    default_processes = machine.num_gpus or 2
+    # a hybrid shard has two copies of two
+    default_processes = machine.num_gpus or (4 if any(map(is_hybrid, strategies)) else 2)
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
     if "rehearse" in given:
@@ -99,6 +101,9 @@ def plan_runs(
         count = 1 if strategy.engine == "single" else config.rehearse or processes
         if config.rehearse is not None:
             config = dataclasses.replace(config, rehearse=count)
+        nodes = num_machines(strategy)
+        per_node = min(count, REHEARSED_RANKS_PER_NODE) if config.rehearse else max(1, count // nodes)
+        strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
         if parity_steps is not None:
             single = find_strategy("single")
             for numerics in dict.fromkeys(("fp32", config.numerics)):
@@ -170,8 +175,8 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         mlp_kernel="hf",
         use_liger_kernel=False,
         torch_compile=False,
-        torch_compile_mode=None,
-        fsdp_prefetch=None,
+        torch_compile_mode="default",
+        fsdp_prefetch=0,
         fp8="none",
         tf32=False,
         profile=False,

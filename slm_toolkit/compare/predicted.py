@@ -53,6 +53,8 @@ def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
             "--skip_oom without a GPU, where runs take what RAM there is\n"
             "hint: `slm estimate --gpu NAME` says which runs fit where"
         )
+    if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config)]:
+        raise ValueError(f"--skip_oom: {unknown[0]}\nhint: leave --skip_oom out")
     if known is None or known.memory_bytes is None:
         raise ValueError(f"--skip_oom: no estimate knows the memory of {gpu}\nhint: leave it out")
 

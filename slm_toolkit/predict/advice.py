@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.groups import fit_groups
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
@@ -40,14 +41,16 @@ class Setting:
 
     def estimate(self, spec: ModelSpec | None = None, config: RunConfig | None = None) -> Estimate:
         """Of this setting, or of another model or configuration in its place."""
-        strategy = strategy_as_launched(self.strategy)
+        per_node = min(self.num_gpus, self.gpus_per_node)
+        fitted = fit_groups(self.strategy, num_ranks=self.num_gpus, ranks_per_node=per_node)
+        strategy = strategy_as_launched(fitted)
         return estimate(
             spec or self.spec,
             strategy,
-            placement_of(self.strategy),
+            placement_of(fitted),
             config_as_launched(config or self.config, strategy),
             num_gpus=self.num_gpus,
-            gpus_per_node=min(self.num_gpus, self.gpus_per_node),
+            gpus_per_node=per_node,
             gpu=self.gpu,
             deepspeed_needs=deepspeed_needs,
             deepspeed_version=ESTIMATOR_VERSION,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.groups import fit_groups
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
@@ -164,8 +165,13 @@ def _search_strategy(
     software: str,
     found: Search,
 ) -> None:
-    placement, launched_strategy = placement_of(strategy), strategy_as_launched(strategy)
     where = f"{nodes['num_gpus']} x {offer.gpu.name} {strategy.name}"
+    try:
+        strategy = fit_groups(strategy, num_ranks=nodes["num_gpus"], ranks_per_node=nodes["gpus_per_node"])
+    except ValueError as error:
+        found.left_out.append(str(error).splitlines()[0])
+        return
+    placement, launched_strategy = placement_of(strategy), strategy_as_launched(strategy)
     if problems := placement.problems(**nodes):
         found.left_out.extend(f"{where}: {problem}" for problem in problems)
         return

@@ -24,11 +24,11 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
         found.append(f"--fp8 {config.fp8}: no closed form for it; a GPU measures it")
     if config.tf32:
         found.append("--tf32: no closed form for its speed; its memory is that without the flag")
-    if config.torch_compile_mode not in (None, "default"):
+    if config.torch_compile_mode != "default":
         found.append(
             f"--torch_compile_mode {config.torch_compile_mode}: no closed form for it; without the flag it "
             "is for the default mode"
         )
-    if config.fsdp_prefetch is not None:
+    if config.fsdp_prefetch:
         found.append(f"--fsdp_prefetch {config.fsdp_prefetch}: no closed form for it; --rehearse N tells")
     return found

@@ -49,9 +49,9 @@ class Change:
 def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     """Each run of `now` that the baseline has too, and those that it lacks.
 
-    Two runs are the same if model, strategy, GPU (without one: CPU), allocator, ranks and every flag known to
-    both are;
-    versions may differ. Of several in the baseline the most alike counts, of those the newest.
+    Two runs are the same if model, strategy, GPU (without one: CPU), ranks, the allocator where both say it,
+    and every flag are; versions may differ. Of several in the baseline the most alike counts, of those the
+    newest.
     """
     found, missing = [], []
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
@@ -66,12 +66,14 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
 
 
 def _same_run(row: Row, other: Row) -> bool:
-    names = ("model", "strategy", "gpu", "allocator", "evidence")
+    names = ("model", "strategy", "gpu", "evidence")
     names += () if row.gpu or row.is_rehearsed else ("cpu",)
     known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
     ranks = row.world_size == other.world_size or None in (row.world_size, other.world_size)
+    allocators = row.allocator == other.allocator or None in (row.allocator, other.allocator)
     return (
         ranks
+        and allocators
         and all(getattr(row, name) == getattr(other, name) for name in names)
         and all(row.asked[name] == other.asked[name] for name in known)
     )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.allocator import DEFAULT
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.cost import usd_per_million_tokens
@@ -34,8 +33,8 @@ class Row:
     world_size: int | None
     gpu: str | None
     cpu: str
-    allocator: str
-    "malloc, or what was in its place"
+    allocator: str | None
+    "malloc, or what was in its place; None in records that don't say"
     started_at: str
     numerics: str
     attn_implementation: str | None
@@ -175,7 +174,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         world_size=shown.world_size,
         gpu=shown.gpu,
         cpu=shown.cpu,
-        allocator=shown.versions.get("allocator", DEFAULT),
+        allocator=shown.versions.get("allocator"),
         started_at=shown.started_at,
         attn_implementation=shown.attn_implementation,
         **{

@@ -22,8 +22,8 @@ _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "use_liger_kernel": (False, "Liger"),
     "gradient_checkpointing": ("none", "checkpointing {}"),
     "torch_compile": (False, "compiled"),
-    "torch_compile_mode": (None, "{}"),
-    "fsdp_prefetch": (None, "{} layers prefetched"),
+    "torch_compile_mode": ("default", "{}"),
+    "fsdp_prefetch": (0, "{} layers prefetched"),
     "fp8": ("none", "fp8 {}"),
     "tf32": (False, "TF32"),
 }

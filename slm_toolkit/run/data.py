@@ -245,6 +245,11 @@ class _PackedStream(IterableDataset):
 
 def _split_stream(documents: Any, tokenizer: Any, config: RunConfig, evaluate: bool) -> tuple[Any, Any, Any]:
     """Streamed documents: the first sequences, as many as `eval_batches` hold, are held out in memory."""
+    if config.dataloader_num_workers > 1:  # each would read it whole, or in another order
+        raise ValueError(
+            f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
+            "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
+        )
     num_held_out = config.eval_batches * config.per_device_train_batch_size if evaluate else 0
     stream = _PackedStream(documents, tokenizer, config)
     held_out = list(itertools.islice(iter(stream), num_held_out))

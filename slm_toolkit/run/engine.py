@@ -15,7 +15,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
@@ -124,17 +124,24 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
 
 
-def prefetch_as_asked(model: torch.nn.Module, num_layers: int | None) -> None:
+def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
     """FSDP2's explicit prefetching: each layer's unit starts the gathers of the next `num_layers`.
 
-    PyTorch's own way, with None, gathers as the host reaches a layer, and in backward one ahead.
+    PyTorch's own way, with 0, gathers as the host reaches a layer, and in backward one ahead.
     """
-    if num_layers is None:
+    if not num_layers:
         return
-    layers = list(model.model.layers)
+    # FSDP's own checkpointing puts a wrapper around the unit that holds the layer's parameters
+    layers = [units[0] for layer in model.model.layers if (units := _units_of(layer))]
     for index, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - num_layers) : index][::-1])
+
+
+def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
+    """The units in `module` that FSDP2 gathers, the outermost first."""
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
 
 
 def _reduce_in_fp32(
@@ -236,7 +243,7 @@ def optimizer_step(
 
 def probe_engine(model: torch.nn.Module) -> RunningEngine:
     """Read engine, stage and world size off a prepared model, never off a configuration."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     if hasattr(
         model, "zero_optimization_stage"
@@ -244,15 +251,12 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
-        layers = model.model.layers.modules()  # a layer may be wrapped, as by FSDP's own checkpointing
-        states = [module._get_fsdp_state() for module in layers if isinstance(module, FSDPModule)]
-        groups = [state._fsdp_param_group for state in states]  # private: nothing public says it
-        group = next((group for group in groups if group is not None), None)
-        if group is None:
+        units = _units_of(model.model.layers)
+        if not units:
             raise ValueError(
                 "FSDP2 sharded no decoder layer\nhint: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
             )
-        reshard = group._reshard_after_forward
+        reshard = units[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward  # private
         return RunningEngine("fsdp2", None, reshard, world_size)
     if isinstance(model, FullyShardedDataParallel):
         return RunningEngine("fsdp1", None, None, model.process_group.size())

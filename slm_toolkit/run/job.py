@@ -50,6 +50,7 @@ from slm_toolkit.run.launched import (
 )
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.model import build_model
+from slm_toolkit.run.optional_kernels import check_optional
 from slm_toolkit.run.ranks import rank_0_first
 from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
@@ -102,6 +103,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
             f"--rehearse {config.rehearse} with --torch_compile and no GPU: fake tensors can't be compiled\n"
             "hint: leave --torch_compile out; `slm estimate --torch_compile` knows compiled layers"
         )
+    if is_fake(config) and config.fp8 != "none":
+        raise ValueError(
+            f"--rehearse {config.rehearse} with --fp8 {config.fp8} and no GPU, where float8 is emulated and "
+            "takes more\nhint: leave --fp8 out; a GPU rehearses it"
+        )
     if is_fake(config) and launch.strategy.offloads:
         raise ValueError(
             f"--rehearse {config.rehearse} without a GPU: {launch.strategy.path or launch.strategy.name} "
@@ -116,10 +122,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
     if found := contradictions(launch.strategy, config):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    check_optional(config)
     if config.tf32:
-        if not torch.cuda.is_available():
-            raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16 on a CPU, too")
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")
     gpu = None
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
@@ -184,13 +189,13 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     loader = loaders[0] if loaders else None
     reduce_as_asked(model, config)
-    prefetch_as_asked(model, config.fsdp_prefetch)
     eval_loader = None
     if job.held_out_set is not None:
         eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))
     with user_errors():
         running = probe_engine(model)
         check_engine(running, job.launch)
+        prefetch_as_asked(model, config.fsdp_prefetch)
         num_steps = count_steps(config, loader) if loader is not None else NUM_TRACED_STEPS
         if record.first_step >= num_steps:
             raise ValueError(

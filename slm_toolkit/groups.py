@@ -1,0 +1,54 @@
+"""Hybrid shards and hpZ of our own files fitted to the ranks that run: the files name two by two."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.strategy import Strategy, config_dir
+
+_COPIES, _SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+
+
+def is_hybrid(strategy: Strategy) -> bool:
+    """Whether FSDP2 keeps several copies of the training state, each sharded over some ranks."""
+    return strategy.engine == "fsdp2" and _COPIES in _parallelism(strategy)
+
+
+def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> Strategy:
+    """A shipped strategy whose groups of ranks follow the nodes: a copy, or a second one, on each.
+
+    On one node a hybrid shard keeps two copies, and hpZ the groups of the file. A user's own file is taken as
+    it is. Raises ValueError for ranks that can't be divided so.
+    """
+    if not _is_shipped(strategy):
+        return strategy
+    num_nodes = -(-num_ranks // ranks_per_node)
+    if is_hybrid(strategy):
+        copies = num_nodes if num_nodes > 1 else 2
+        shard, left = divmod(num_ranks, copies)
+        if left or shard < 2:
+            raise ValueError(
+                f"{strategy.name} on {num_ranks} ranks: two copies or more, of at least two ranks each\n"
+                "hint: an even number of ranks, at least 4"
+            )
+        sizes = {**_parallelism(strategy), _COPIES: copies, _SHARD: shard}
+        config = {**strategy.accelerate_config, "parallelism_config": sizes}
+        return dataclasses.replace(strategy, accelerate_config=config)
+    zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+    if (own := zero.get("zero_hpz_partition_size")) is None:
+        return strategy
+    size = ranks_per_node if num_nodes > 1 else own if num_ranks % own == 0 else num_ranks
+    deepspeed = {
+        **strategy.deepspeed_config,
+        "zero_optimization": {**zero, "zero_hpz_partition_size": size},
+    }
+    return dataclasses.replace(strategy, deepspeed_config=deepspeed)
+
+
+def _parallelism(strategy: Strategy) -> dict[str, Any]:
+    return (strategy.accelerate_config or {}).get("parallelism_config") or {}
+
+
+def _is_shipped(strategy: Strategy) -> bool:
+    path = Path(strategy.path or "").resolve()
+    return path.parent == config_dir("accel_configs").resolve()
