@@ -111,8 +111,8 @@ _TAKES = (
         ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
     ),
     (
-        "a whole number of at least 1",
-        lambda value: isinstance(value, int) and _is_number(value) and value >= 1,
+        'a whole number of at least 1 or "auto"',  # auto is ours: the ranks of a node
+        lambda value: value == "auto" or (isinstance(value, int) and _is_number(value) and value >= 1),
         ".zero_hpz_partition_size",
     ),
 )

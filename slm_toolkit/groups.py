@@ -1,6 +1,7 @@
 """Hybrid shards and hpZ of our own files fitted to the ranks that run: the files name two by two."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ def is_hybrid(strategy: Strategy) -> bool:
 
 
 def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> Strategy:
-    """A shipped strategy whose groups of ranks follow the nodes: a copy, or a second one, on each.
+    """The strategy with groups of ranks that follow the nodes: a copy, or a second one, on each.
 
-    On one node a hybrid shard keeps two copies, and hpZ the groups of the file. A user's own file is taken as
-    it is. Raises ValueError for ranks that can't be divided so.
+    Done for the shipped hybrid shard, which on one node keeps two copies, and for hpZ of size "auto"; a size
+    in a user's own file is taken as it is. Raises ValueError for ranks that can't be divided so.
     """
-    if not _is_shipped(strategy):
-        return strategy
     num_nodes = -(-num_ranks // ranks_per_node)
-    if is_hybrid(strategy):
+    if is_hybrid(strategy) and _is_shipped(strategy):
         copies = num_nodes if num_nodes > 1 else 2
         shard, left = divmod(num_ranks, copies)
         if left or shard < 2:
@@ -35,14 +34,29 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
         config = {**strategy.accelerate_config, "parallelism_config": sizes}
         return dataclasses.replace(strategy, accelerate_config=config)
     zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
-    if (own := zero.get("zero_hpz_partition_size")) is None:
+    if zero.get("zero_hpz_partition_size") != "auto":
         return strategy
-    size = ranks_per_node if num_nodes > 1 else own if num_ranks % own == 0 else num_ranks
-    deepspeed = {
-        **strategy.deepspeed_config,
-        "zero_optimization": {**zero, "zero_hpz_partition_size": size},
-    }
+    zero = {**zero, "zero_hpz_partition_size": ranks_per_node}
+    deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
     return dataclasses.replace(strategy, deepspeed_config=deepspeed)
+
+
+def group_options(strategy: Strategy) -> list[str]:
+    """Words of `accelerate launch` that go before the groups of a hybrid shard's YAML; none for others."""
+    if not is_hybrid(strategy):
+        return []
+    sizes = _parallelism(strategy)
+    return [word for name in (_COPIES, _SHARD) for word in (f"--{name}", str(sizes[name]))]
+
+
+def with_group_options(strategy: Strategy, option: Callable[[str], str | bool | None]) -> Strategy:
+    """The strategy with the groups that `option(name)` of its launch says, where it says any."""
+    said = {name: int(size) for name in (_COPIES, _SHARD) if (size := option(name))}
+    if not said:
+        return strategy
+    sizes = {**_parallelism(strategy), **said}
+    config = {**strategy.accelerate_config, "parallelism_config": sizes}
+    return dataclasses.replace(strategy, accelerate_config=config)
 
 
 def _parallelism(strategy: Strategy) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.flags import flags_of
 from slm_toolkit.gpt_configs import check_trainable
+from slm_toolkit.groups import group_options
 from slm_toolkit.predict.plans import Plan
 from slm_toolkit.skypilot import SKYPILOT_FILE, skypilot_task
 from slm_toolkit.strategy import config_dir, num_machines, on_nodes, write_resolved
@@ -26,6 +27,7 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
     if num_nodes > 1 or num_machines(plan.strategy) > 1:
         words += ["--num_machines", str(num_nodes)]
+    words += group_options(plan.strategy)
     script = ["-m", "slm_toolkit.train", *_flags(plan), "--max_steps", str(num_steps or plan.num_steps)]
     dataset = "" if num_steps or plan.config.dataset != SYNTHETIC else f" --dataset {_DATASET}"
     return f"{shlex.join(words)}{several} {shlex.join(script)}{dataset}"

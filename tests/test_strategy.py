@@ -34,6 +34,12 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
         ("ds_zero1", "deepspeed", 1, None),
         ("ds_zero2", "deepspeed", 2, None),
         ("ds_zero3", "deepspeed", 3, None),
+        ("fsdp_full_shard_offload", "fsdp2", None, True),
+        ("fsdp_hybrid_shard", "fsdp2", None, True),
+        ("ds_zero2_offload", "deepspeed", 2, None),
+        ("ds_zero3_offload", "deepspeed", 3, None),
+        ("ds_zero3_nvme", "deepspeed", 3, None),
+        ("ds_zeropp", "deepspeed", 3, None),
     ],
 )
 def test_a_shipped_yaml_means_what_its_name_says(
@@ -45,7 +51,9 @@ def test_a_shipped_yaml_means_what_its_name_says(
         zero_stage,
         reshard,
     )
-    assert strategy.num_processes == (1 if name == "single" else 2)
+    of_two_nodes = ("fsdp_hybrid_shard", "ds_zeropp")
+    assert strategy.num_processes == (1 if name == "single" else 4 if name in of_two_nodes else 2)
+    assert strategy.offloads == name.endswith(("_offload", "_nvme"))
 
 
 def test_every_key_of_a_shipped_yaml_is_annotated_on_its_line() -> None:
@@ -130,7 +138,8 @@ def test_a_json_that_contradicts_the_flags_is_named_with_both_values(tmp_path: P
 def test_copy_writes_both_folders_and_overwrites_nothing(tmp_path: Path) -> None:
     paths = copy_configs(tmp_path)
     assert {path.parent.name for path in paths} == {"accel_configs", "ds_configs"}
-    assert len(paths) == len(shipped_strategies()) + 3
+    jsons = list(config_dir("ds_configs").glob("*.json"))
+    assert len(paths) == len(shipped_strategies()) + len(jsons)
     assert read_strategy(tmp_path / "accel_configs" / "ds_zero1.yaml").zero_stage == 1
     with pytest.raises(ValueError, match="exists"):
         copy_configs(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.groups import fit_groups
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
@@ -65,10 +66,12 @@ def _what_ran(facts: bytes) -> _Ran | None:
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)
-        spec, config, placement = spec_of(record), config_that_ran(record), placement_of(strategy)
+        spec, config = spec_of(record), config_that_ran(record)
         num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
         nodes = {"num_gpus": num_ranks, "gpus_per_node": max(1, per_node)}
+        strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=nodes["gpus_per_node"])
+        placement = placement_of(strategy)
         memory = memory_of_rank(
             spec, strategy, config, placement, num_ranks=placement.ranks_of_a_copy(**nodes)
         )

@@ -98,6 +98,9 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
     if config.numerics == "pure_bf16":
         in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         deepspeed["bf16"] = {**deepspeed.get("bf16", {}), **in_bf16}
+    zero = deepspeed.get("zero_optimization") or {}
+    if zero.get("zero_hpz_partition_size") == "auto":  # a second copy of the parameters on each node
+        zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if _reduces_in_fp32(config):  # one of the two alone changes nothing
         deepspeed["communication_data_type"] = "fp32"
         deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}

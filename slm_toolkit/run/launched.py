@@ -1,5 +1,6 @@
 """What `accelerate launch` was asked for, seen from inside a process that it started."""
 
+import functools
 import os
 import shlex
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from slm_toolkit.deepspeed_json import deepspeed_config_path
+from slm_toolkit.groups import with_group_options
 from slm_toolkit.strategy import Strategy, read_strategy
 
 
@@ -59,6 +61,7 @@ def find_launch() -> Launch:
         if config_file is None:
             return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), command)
         strategy = read_strategy(Path(folder, config_file))
+        strategy = with_group_options(strategy, functools.partial(_option, command))
         asked = _option(command, "num_processes")
         return Launch(strategy, int(asked) if asked else strategy.num_processes, command)
     return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), ())
