@@ -32,7 +32,8 @@ P = 130_569_920  # parameters of slm-100m
 KEYS = {
     *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
     *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "gradient_checkpointing"),
-    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "torch_compile", "optim", "software"),
+    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "mlp_kernel"),
+    *("torch_compile", "optim", "software"),
     *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
     *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
     *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "batch_with_margin", "deepspeed_bytes"),
