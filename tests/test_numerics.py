@@ -32,6 +32,7 @@ ALIGNED = {
     "optimizer_kernel": "fused",
     "compiled": False,
     "recomputed": False,
+    "float8": None,
     "tf32": False,
 }
 
