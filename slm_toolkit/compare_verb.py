@@ -94,7 +94,7 @@ def _compare(args: argparse.Namespace) -> int:
             return _print_commands(runs, args)
         if num_left_over:
             console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
-        if machine.num_gpus == 0 and not args.rehearse:
+        if machine.num_gpus == 0 and nodes is None and not args.rehearse:  # Slurm's jobs have their own
             advise(console)
         return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
 
