@@ -68,8 +68,8 @@ def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any
 
     from slm_toolkit.config import RunConfig
     from slm_toolkit.models import find_model
-    from slm_toolkit.run.data import MarkovTokens
     from slm_toolkit.run.model import build_model
+    from slm_toolkit.run.synthetic import MarkovTokens
 
     config = RunConfig(model=model, seq_len=args.seq_len, numerics="fp32")
     spec = find_model(model)

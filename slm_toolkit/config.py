@@ -1,68 +1,41 @@
 """RunConfig: what must be equal for a fair comparison; `flags.py` makes every verb's flags of its fields."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-SYNTHETIC = "synthetic"
+from slm_toolkit.config_data import SYNTHETIC, DataConfig
+from slm_toolkit.config_field import flag
+
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices of widths that are multiples of it"
+ADAPTER_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter")
+"that mean nothing without --peft; the first three are LoRA's alone"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
 "--gradient_checkpointing was a switch once: scripts and records still say so"
 
 
-def _flag(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    choices: tuple[str, ...] | None = None,
-    aliases: tuple[str, ...] = (),
-    bare: str | None = None,
-    synonyms: dict[str, str] | None = None,
-    grid: bool = False,
-    identity: bool = True,
-) -> Any:
-    """A field and its flag; `grid`: several values in `compare`, `identity`: makes another run.
-
-    `bare`: the value of the flag without one, `synonyms`: other words for values.
-    """
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "group": group,
-            "choices": choices,
-            "aliases": aliases,
-            "bare": bare,
-            "synonyms": synonyms or {},
-            "grid": grid,
-            "id": identity,
-        },
-    )
-
-
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(DataConfig):
     """What one run is asked to do. None means: decided by the machine, see `with_defaults`."""
 
-    model: str | None = _flag(
+    model: str | None = flag(
         None,
         "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
         group="model",
         aliases=("model_name_or_path",),
         grid=True,
     )
-    attn_implementation: str = _flag(
+    attn_implementation: str = flag(
         "sdpa",
         "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
         "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
         grid=True,
     )
-    loss_kernel: str = _flag(
+    loss_kernel: str = flag(
         "hf",
         "hf: transformers' own, fp32 copies of all logits; fused_logits: in chunks, the logits' gradient in "
         "their place; fused_linear: head and loss in chunks of tokens, logits are never whole",
@@ -70,28 +43,28 @@ class RunConfig:
         choices=("hf", "fused_logits", "fused_linear"),
         grid=True,
     )
-    norm_kernel: str = _flag(
+    norm_kernel: str = flag(
         "hf",
         "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
     )
-    mlp_kernel: str = _flag(
+    mlp_kernel: str = flag(
         "hf",
         "hf: transformers' own SwiGLU; fused: one that does not keep the SiLU of the gate for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
     )
-    use_liger_kernel: bool = _flag(
+    use_liger_kernel: bool = flag(
         False,
         "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
         "`pip install slm-toolkit[liger]`",
         group="model",
         grid=True,
     )
-    gradient_checkpointing: str = _flag(
+    gradient_checkpointing: str = flag(
         "none",
         "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
         "about a third more time; selective_layer: of every second; selective_op: all but attention and each "
@@ -102,10 +75,10 @@ class RunConfig:
         synonyms=CHECKPOINTING_SYNONYMS,
         grid=True,
     )
-    torch_compile: bool = _flag(
+    torch_compile: bool = flag(
         False, "compile the decoder layers with torch.compile", group="model", grid=True
     )
-    torch_compile_mode: str = _flag(
+    torch_compile_mode: str = flag(
         "default",
         "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
         "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
@@ -113,14 +86,14 @@ class RunConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         grid=True,
     )
-    fsdp_prefetch: int = _flag(
+    fsdp_prefetch: int = flag(
         0,
         "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
         "memory; 0: PyTorch's own way, about one",
         group="model",
         grid=True,
     )
-    numerics: str = _flag(
+    numerics: str = flag(
         "aligned",
         "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
         "stock: what accelerate's mixed_precision bf16 gives each engine; pure_bf16: as aligned, but "
@@ -129,7 +102,7 @@ class RunConfig:
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,
     )
-    reduce_dtype: str | None = _flag(
+    reduce_dtype: str | None = flag(
         None,
         "what gradients are reduced in, with --numerics aligned or pure_bf16 (default: bf16); "
         "ZeRO-1 can't do fp32",
@@ -137,7 +110,7 @@ class RunConfig:
         choices=("bf16", "fp32"),
         grid=True,
     )
-    fp8: str = _flag(
+    fp8: str = flag(
         "none",
         "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
         "of compute capability 8.9 or more, emulated elsewhere; with `pip install slm-toolkit[fp8]`",
@@ -145,118 +118,132 @@ class RunConfig:
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
     )
-    tf32: bool = _flag(
+    tf32: bool = flag(
         False, "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)", group="model", grid=True
     )
-    seq_len: int | None = _flag(
+    peft: str = flag(
+        "none",
+        "lora: train low-rank matrices beside the frozen weights; qlora: beside weights in 4 bits (NF4); "
+        "ia3: train a scale per channel; with `pip install slm-toolkit[peft]`",
+        group="adapters",
+        choices=("none", "lora", "qlora", "ia3"),
+        grid=True,
+    )
+    lora_r: int = flag(16, "rank of LoRA's matrices", group="adapters", grid=True)
+    lora_alpha: float = flag(32.0, "LoRA's scale, over its rank", group="adapters", grid=True)
+    lora_dropout: float = flag(0.0, "dropout before LoRA's matrices", group="adapters")
+    lora_target_modules: str = flag(
+        "all-linear",
+        "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers",
+        group="adapters",
+    )
+    merge_adapter: bool = flag(
+        False,
+        "write the base model with the adapter merged in beside the adapter",
+        group="adapters",
+        identity=False,
+    )
+    seq_len: int | None = flag(
         None,
         "tokens per sequence (1024 on a GPU, 128 on CPU)",
         group="batch",
         aliases=("max_length",),
         grid=True,
     )
-    per_device_train_batch_size: int = _flag(
+    per_device_train_batch_size: int = flag(
         4, "sequences per process and micro-step", group="batch", grid=True
     )
-    gradient_accumulation_steps: int = _flag(1, "micro-steps per optimizer step", group="batch", grid=True)
-    dataset: str = _flag(
-        SYNTHETIC,
-        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; "
-        "synthetic: a Markov chain, generated, the same on every machine",
-        group="data",
-        aliases=("dataset_name",),
-    )
-    dataset_config_name: str | None = _flag(None, "configuration of a hub dataset", group="data")
-    text_column: str = _flag("text", "column that holds the documents", group="data")
-    tokenizer_name: str | None = _flag(
-        None, "hub id or folder; byte: needs no download (default: the model's own, else byte)", group="data"
-    )
-    streaming: bool | None = _flag(
-        None, "read documents as they are needed (default: where they are over 1 GiB)", group="data"
-    )
-    dataloader_num_workers: int = _flag(
-        0, "processes per rank that read batches ahead", group="data", grid=True
-    )
-    validation_split_percentage: int = _flag(
-        5,
-        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
-        group="data",
-    )
-    epoch_multiple: int = _flag(
-        1,
-        "leave out an epoch's last batches so that their number is a multiple of this: one process then sees "
-        "what so many see together (--parity sets it)",
-        group="data",
-    )
-    max_steps: int | None = _flag(
+    gradient_accumulation_steps: int = flag(1, "micro-steps per optimizer step", group="batch", grid=True)
+    max_steps: int | None = flag(
         None,
         "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
         group="length",
     )
-    num_train_epochs: float | None = _flag(
+    num_train_epochs: float | None = flag(
         None, "passes over the dataset, instead of --max_steps", group="length"
     )
-    timing_warmup_steps: int | None = _flag(
+    timing_warmup_steps: int | None = flag(
         None,
         "first steps of which the time is not counted (default: those seen to be slow or to compile)",
         group="length",
     )
-    profile: bool = _flag(
+    profile: bool = flag(
         False,
         "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
         group="length",
     )
-    rehearse: int | None = _flag(
+    rehearse: int | None = flag(
         None,
         "let one process play rank 0 of so many: the real engine and sizes, nothing is sent and losses mean "
         "nothing; without a GPU tensors take no memory, and every allocation is traced",
         group="length",
         grid=True,
     )
-    trace_memory: bool = _flag(
+    trace_memory: bool = flag(
         False,
         "after the last timed step, follow every allocation of two more: a memory timeline by part and "
         "module (a rehearsal without a GPU always does)",
         group="length",
     )
-    optim: str = _flag(
+    optim: str = flag(
         "adamw_torch_fused",
         "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused"),
         grid=True,
     )
-    learning_rate: float = _flag(
+    learning_rate: float = flag(
         3e-4, "peak learning rate; it falls to a tenth on a cosine", group="optimizer"
     )
-    warmup_steps: int = _flag(0, "steps over which the learning rate rises", group="optimizer")
-    weight_decay: float = _flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
-    adam_beta1: float = _flag(0.9, "AdamW's first moment decay", group="optimizer")
-    adam_beta2: float = _flag(0.95, "AdamW's second moment decay", group="optimizer")
-    max_grad_norm: float | None = _flag(
+    scale_lr: str = flag(
+        "none",
+        "change the learning rate with the batch of a step, over --base_batch_size: by the ratio's square "
+        "root (Adam) or by the ratio",
+        group="optimizer",
+        choices=("none", "sqrt", "linear"),
+        grid=True,
+    )
+    base_batch_size: int | None = flag(
+        None,
+        "sequences per step that --learning_rate is meant for, with --scale_lr (default: one process's "
+        "micro-step)",
+        group="optimizer",
+    )
+    warmup_steps: int = flag(0, "steps over which the learning rate rises", group="optimizer")
+    weight_decay: float = flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
+    adam_beta1: float = flag(0.9, "AdamW's first moment decay", group="optimizer")
+    adam_beta2: float = flag(0.95, "AdamW's second moment decay", group="optimizer")
+    max_grad_norm: float | None = flag(
         None,
         "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
         group="optimizer",
     )
-    seed: int = _flag(0, "of weights and data", group="optimizer", grid=True)
-    eval_steps: int | None = _flag(None, "evaluate every so many steps and at the end", group="saving")
-    eval_batches: int = _flag(20, "batches per process of one evaluation", group="saving")
-    save_steps: int | None = _flag(None, "write a checkpoint every so many steps", group="saving")
-    save_total_limit: int = _flag(2, "checkpoints kept", group="saving", identity=False)
-    save_final_model: bool | None = _flag(
+    seed: int = flag(0, "of weights and data", group="optimizer", grid=True)
+    eval_steps: int | None = flag(None, "evaluate every so many steps and at the end", group="saving")
+    eval_batches: int = flag(20, "batches per process of one evaluation", group="saving")
+    save_steps: int | None = flag(None, "write a checkpoint every so many steps", group="saving")
+    save_total_limit: int = flag(2, "checkpoints kept", group="saving", identity=False)
+    save_final_model: bool | None = flag(
         None,
         "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no)",
         group="saving",
         identity=False,
     )
-    resume_from_checkpoint: str | None = _flag(
+    resume_from_checkpoint: str | None = flag(
         None, "a checkpoint folder, or latest: the newest of this very run", group="saving", identity=False
     )
-    report_to: str = _flag(
+    lm_eval_tasks: str | None = flag(
+        None,
+        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
+        "`pip install slm-toolkit[lm_eval]`",
+        group="saving",
+        identity=False,
+    )
+    report_to: str = flag(
         "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
     )
-    output_dir: str = _flag("runs", "each run gets a folder here", group="saving", identity=False)
-    run_name: str | None = _flag(
+    output_dir: str = flag("runs", "each run gets a folder here", group="saving", identity=False)
+    run_name: str | None = flag(
         None,
         "the run's folder (default: model, strategy and a hash of all asked)",
         group="saving",
@@ -274,7 +261,8 @@ class RunConfig:
             else self.max_grad_norm,
             save_final_model=self.save_final_model
             if self.save_final_model is not None
-            else self.dataset != SYNTHETIC and self.rehearse is None,
+            else self.rehearse is None
+            and (self.dataset != SYNTHETIC or self.merge_adapter or self.lm_eval_tasks is not None),
         )
 
     @property
@@ -283,6 +271,12 @@ class RunConfig:
         if self.max_steps is None and self.num_train_epochs is None:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
+
+    def learning_rate_of(self, sequences_per_step: int) -> float:
+        """The peak learning rate of steps of so many sequences, over all ranks and micro-steps."""
+        power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
+        base = self.base_batch_size or self.per_device_train_batch_size
+        return self.learning_rate * (sequences_per_step / base) ** power
 
     @property
     def records_graphs(self) -> bool:

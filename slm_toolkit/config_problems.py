@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from slm_toolkit.config import FP8_MULTIPLE, SYNTHETIC, RunConfig
+from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, SYNTHETIC, RunConfig
 
 
 def problems_of(config: RunConfig) -> list[str]:
@@ -18,6 +18,7 @@ def problems_of(config: RunConfig) -> list[str]:
         ),
         *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps", "epoch_multiple"),
         "rehearse",
+        *("lora_r", "base_batch_size"),
     )
     at_least_zero = (
         *("warmup_steps", "weight_decay", "max_grad_norm", "seed", "dataloader_num_workers"),
@@ -59,6 +60,7 @@ def problems_of(config: RunConfig) -> list[str]:
             f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
             f"multiple of {FP8_MULTIPLE}"
         )
+    found += _of_adapters(config) + _of_data(config)
     if config.reduce_dtype is not None and config.numerics == "stock":
         found.append(f"--reduce_dtype {config.reduce_dtype} with --numerics stock: each engine has its own")
     if config.reduce_dtype == "bf16" and config.numerics == "fp32":
@@ -83,4 +85,48 @@ def problems_of(config: RunConfig) -> list[str]:
             found.append(f"--{name} is {values[name]}: 0 to below 1")
     if config.run_name is not None and Path(config.run_name).name != config.run_name:
         found.append(f"--run_name is {config.run_name!r}: a name, no path; --output_dir says where")
+    return found
+
+
+def _of_adapters(config: RunConfig) -> list[str]:
+    found = []
+    if not config.lora_alpha > 0:
+        found.append(f"--lora_alpha is {config.lora_alpha}: above 0")
+    if not 0 <= config.lora_dropout < 1:
+        found.append(f"--lora_dropout is {config.lora_dropout}: 0 to below 1")
+    if config.peft == "none":
+        changed = [name for name in ADAPTER_FLAGS if getattr(config, name) != getattr(RunConfig, name)]
+        return found + [f"--{name} without --peft" for name in changed]
+    if config.peft == "ia3":
+        changed = [name for name in ADAPTER_FLAGS[:3] if getattr(config, name) != getattr(RunConfig, name)]
+        found += [f"--{name} with --peft ia3, which has no matrices" for name in changed]
+    if config.fp8 != "none":
+        found.append(f"--fp8 {config.fp8} with --peft {config.peft}, which trains none of those weights")
+    if config.merge_adapter and config.save_final_model is False:
+        found.append("--merge_adapter with --save_final_model false")
+    if config.peft == "qlora" and config.numerics in ("fp32", "stock"):
+        found.append(f"--peft qlora with --numerics {config.numerics}: its weights compute in bf16")
+    return found
+
+
+def _of_data(config: RunConfig) -> list[str]:
+    found = []
+    for sources in ("sources", "eval_sources"):
+        try:
+            names = [source.path for source in getattr(config, sources)]
+        except ValueError as error:
+            found.append(str(error).splitlines()[0])
+            continue
+        if SYNTHETIC in names and (len(names) > 1 or sources == "eval_sources"):
+            found.append("synthetic tokens can't be mixed with, or held out of, documents")
+    if config.dataset == SYNTHETIC:
+        given = ("packing", "dataset_format", "eval_dataset")
+        changed = [name for name in given if getattr(config, name) != getattr(RunConfig, name)]
+        found += [f"--{name} with synthetic tokens, which are no documents" for name in changed]
+    if config.eval_dataset is not None and config.eval_steps is None:
+        found.append("--eval_dataset without --eval_steps")
+    if config.base_batch_size is not None and config.scale_lr == "none":
+        found.append(f"--base_batch_size {config.base_batch_size} without --scale_lr")
+    if config.lm_eval_tasks and (config.save_final_model is False or config.rehearse is not None):
+        found.append("--lm_eval_tasks needs a saved model, and there is none")
     return found

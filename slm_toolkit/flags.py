@@ -6,15 +6,17 @@ from typing import Any, get_args, get_origin
 
 from slm_toolkit.config import RunConfig
 
+_GROUPS = ("model", "adapters", "batch", "data", "length", "optimizer", "saving")
+
 
 def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
     """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
-    groups: dict[str, Any] = {}
+    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
     for f in dataclasses.fields(RunConfig):
         if f.name in leave_out:
             continue
         meta = f.metadata
-        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        group = groups[meta["group"]]
         several = grid and meta["grid"]
         kind = _value_type(f.type)
         bare = True if kind is bool else meta["bare"]

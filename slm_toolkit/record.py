@@ -87,8 +87,18 @@ class RunRecord:
     "mean over all ranks and micro-steps of each step's fp32 loss; None where it was not finite"
     grad_norms: list[float | None] = field(default_factory=list)
     "before clipping; of each step"
+    losses_by_dataset: dict[str, list[float | None]] = field(default_factory=dict)
+    "where several are mixed: of each step, the mean over its tokens; None where none was drawn"
     eval_losses: list[dict[str, float]] = field(default_factory=list)
-    "step and loss"
+    "step and loss, over all held-out tokens"
+    eval_losses_by_set: dict[str, list[float | None]] = field(default_factory=dict)
+    "of each held-out set, at the steps of eval_losses"
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    "of each: name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
+    num_trainable_params: int | None = None
+    "with adapters; None: all"
+    lm_eval: dict[str, Any] | None = None
+    "lm-eval's results by task, of the saved model"
     step_seconds: list[list[float]] = field(default_factory=list)
     "of each rank, of each step"
     phase_seconds: list[dict[str, list[float]]] = field(default_factory=list)
@@ -97,13 +107,15 @@ class RunRecord:
     num_graphs_compiled: list[int] = field(default_factory=list)
     "by torch.compile, in each step, on the rank with most"
     tokens_counted: dict[str, int] | None = None
-    "over all ranks and steps: drawn from the data, and in_loss, where the loss was computed"
+    "over all ranks and steps: drawn from the data, padding of those, in_loss, where the loss was computed"
     anatomy: dict[str, Any] | None = None
     "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
     gpu_watch: list[dict[str, Any]] = field(default_factory=list)
     "of each rank, what NVML and the allocator said: see `run/gpu.py`"
     other_busy_cores: float | None = None
     "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
+    host_ram: dict[str, int] | None = None
+    "of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
     state_bytes: list[dict[str, int]] = field(default_factory=list)
     """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
     the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
@@ -193,10 +205,13 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
         "accelerate_config": accelerate_config,
         "deepspeed_config": strategy.deepspeed_config,
         "num_processes": num_processes,
-        "files": {
-            path: _state_of(Path(path).expanduser()) for path in (config.dataset, config.model) if path
-        },
+        "files": {path: _state_of(Path(path).expanduser()) for path in _files_of(config)},
     }
+
+
+def _files_of(config: RunConfig) -> list[str]:
+    of_data = [source.path for source in (*config.sources, *config.eval_sources)]
+    return [*of_data, *([config.model] if config.model else [])]
 
 
 def _state_of(path: Path) -> str | None:

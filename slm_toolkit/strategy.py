@@ -214,6 +214,11 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
             f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
             "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"
         )
+    if config.peft == "qlora" and strategy.zero_stage == 3:
+        problems.append(
+            f"{where}: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, "
+            "DDP or one GPU"
+        )
     if strategy.engine == "deepspeed":
         stage = strategy.zero_stage
         # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with

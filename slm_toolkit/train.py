@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from accelerate import Accelerator
 
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags, config_from_args
@@ -29,9 +28,10 @@ from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_tim
 from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
-from slm_toolkit.run.batches import endless
+from slm_toolkit.run.batches import endless, model_inputs, steps_by_labels
 from slm_toolkit.run.checkpoint import save_checkpoint, save_model
 from slm_toolkit.run.engine import optimizer_step
+from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import write_failure
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.measure import deepspeed_engine
@@ -91,6 +91,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
+        progress.say(job.batch_described)
         if job.checkpoint is not None:
             progress.say(f"resumed from {job.checkpoint}")
     if config.report_to != "none":
@@ -100,13 +101,19 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     losses: list[torch.Tensor] = []
     grad_norms: list[torch.Tensor | float] = []
     eval_losses: list[dict[str, float]] = []
+    eval_losses_by_set: dict[str, list[float | None]] = {name: [] for name in prepared.eval_loaders}
     batches = endless(
         accelerator,
         prepared.loader,
         skip=record.first_step * prepared.num_micro_steps,
         multiple=config.epoch_multiple,
     )
-    watch = RunWatch(accelerator, prepared.model, prepared.optimizer, prepared.loss_recorder, job.gpu_before)
+    recorder = prepared.loss_recorder
+    if job.data.has_labels:
+        batches = steps_by_labels(accelerator, batches, recorder, prepared.num_micro_steps)
+    watch = RunWatch(
+        *(accelerator, prepared.model, prepared.optimizer, recorder, job.gpu_before, job.data.names)
+    )
     for step in range(record.first_step, num_steps):
         with watch.step():
             lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
@@ -118,18 +125,23 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         if progress is not None and progress.due(done):
             progress.show(done, step_loss.item())
         if config.report_to != "none":
-            mean_loss = accelerator.reduce(step_loss, reduction="mean").item()
+            loss = accelerator.reduce(step_loss, reduction="mean").item()
             rate = record.tokens_per_step / max(gather_to_all(watch.clock.last_seconds))
-            accelerator.log({"loss": mean_loss, "learning_rate": lr, "tokens_per_second": rate}, step=done)
-        if prepared.eval_loader is not None and (done % config.eval_steps == 0 or done == num_steps):
-            eval_loss = evaluate(
-                accelerator, prepared, config.eval_batches, records_graphs=config.records_graphs
-            )
-            eval_losses.append({"step": done, "loss": finite(eval_loss)})
+            logged = {"loss": loss, "learning_rate": lr, "tokens_per_second": rate}
+            if watch.dataset_losses is not None:
+                of_last = watch.dataset_losses.of_last_step(accelerator)
+                logged |= {f"loss/{name}": loss for name, loss in of_last.items()}
+            accelerator.log(logged, step=done)
+        if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
+            of_sets = evaluate(accelerator, prepared.model, recorder, prepared.eval_loaders, config)
+            eval_losses.append({"step": done, "loss": finite(mean_loss(of_sets))})
+            for name, (loss, _) in of_sets.items():
+                eval_losses_by_set[name].append(finite(loss))
             if progress is not None:
-                progress.say(f"step {done}: eval loss {eval_loss:.4f}")
+                progress.say(f"step {done}: eval loss {described(of_sets)}")
             if config.report_to != "none":
-                accelerator.log({"eval_loss": eval_loss}, step=done)
+                of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
+                accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=done)
         if config.save_steps and done % config.save_steps == 0:
             saved = save_checkpoint(accelerator, run_dir, done, job.description, keep=config.save_total_limit)
             if progress is not None:
@@ -142,7 +154,9 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     observed = watch.observed()  # before the model is gathered to be saved
     saved = None
     if config.save_final_model:
-        saved = save_model(accelerator, prepared.model, job.tokenizer, run_dir / "model")
+        saved = save_model(
+            *(accelerator, prepared.model, job.data.tokenizer, run_dir / "model"), merge=config.merge_adapter
+        )
     anatomy = None
     if config.profile:  # these steps train on, after all that is recorded and saved
         if progress is not None:
@@ -162,6 +176,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         "losses": [] if config.rehearse else [finite(loss) for loss in mean_losses],
         "grad_norms": [] if config.rehearse else [finite(float(norm)) for norm in grad_norms],
         "eval_losses": eval_losses,
+        "eval_losses_by_set": eval_losses_by_set,
+        "datasets": job.data.facts,
         "model_dir": str(saved) if saved else None,
         "reported_to": None if config.report_to == "none" else config.report_to,
     }
@@ -203,13 +219,14 @@ def train_step(
     norm: torch.Tensor | float = float("nan")
     for _ in range(prepared.num_micro_steps):
         with watch.phase("data"):
-            tokens = next(batches)["input_ids"]
-        watch.drew(tokens)
+            batch = next(batches)
+        watch.drew(batch)
+        prepared.loss_recorder.expect(batch["input_ids"])
         if job.config.records_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave may be overwritten
         with accelerator.accumulate(model):
             with watch.phase("forward"):
-                loss = model(input_ids=tokens, labels=tokens).loss
+                loss = model(**model_inputs(batch, job.config)).loss
             with watch.phase("backward"):
                 accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -218,24 +235,9 @@ def train_step(
                     norm = optimizer_step(
                         accelerator, model, prepared.optimizer, max_grad_norm=job.config.max_grad_norm
                     )
+        watch.computed(batch)
         step_loss += prepared.loss_recorder.last / prepared.num_micro_steps
     return step_loss, norm
-
-
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, prepared: Prepared, num_batches: int, *, records_graphs: bool
-) -> float:
-    """Mean loss over the first `num_batches` held-out batches of every rank."""
-    prepared.model.eval()
-    losses = []
-    for _, batch in zip(range(num_batches), prepared.eval_loader, strict=False):
-        if records_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        prepared.model(input_ids=batch["input_ids"], labels=batch["input_ids"])
-        losses.append(prepared.loss_recorder.last)
-    prepared.model.train()
-    return accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
 
 
 def leave() -> NoReturn:

@@ -11,15 +11,18 @@ import torch
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
-from slm_toolkit.run.data import MarkovTokens, load_datasets, load_tokenizer
+from slm_toolkit.run.data import load_data
+from slm_toolkit.run.synthetic import MarkovTokens
+from slm_toolkit.run.tokenizers import load_tokenizer
 
 SPEC = PRESETS["slm-1m"]
 
 
 def load(dataset: object, **options: object) -> tuple:
-    return load_datasets(
-        RunConfig(model="slm-1m", seq_len=16, dataset=str(dataset), **options), SPEC, num_sequences=8
-    )
+    """The training sequences, held-out ones (None without --eval_steps) and the tokenizer."""
+    config = RunConfig(model="slm-1m", seq_len=16, dataset=str(dataset), **options)
+    data = load_data(config, SPEC, num_sequences=8)
+    return data.train, next(iter(data.held_out.values()), None), data.tokenizer
 
 
 def text_of(sequences: object) -> str:
@@ -54,7 +57,8 @@ def test_the_chain_can_be_learned_well_below_chance() -> None:
 
 def test_held_out_sequences_are_none_of_the_training_ones() -> None:
     config = RunConfig(model="slm-1m", seq_len=16, eval_steps=1)
-    train, held_out, _ = load_datasets(config, SPEC, num_sequences=50)
+    data = load_data(config, SPEC, num_sequences=50)
+    train, held_out = data.train, data.held_out["synthetic"]
     seen = {tuple(train[i]["input_ids"].tolist()) for i in range(50)}
     assert not seen & {tuple(held_out[i]["input_ids"].tolist()) for i in range(50)}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
-from slm_toolkit.run.data import load_datasets
+from slm_toolkit.run.data import load_data
 
 BATCHES = 6
 
@@ -35,7 +35,8 @@ def test_training_on_text_files_lowers_the_loss_and_the_saved_model_agrees(
 
     model = AutoModelForCausalLM.from_pretrained(record["model_dir"], dtype="auto")
     assert model.dtype == (torch.bfloat16 if numerics == "aligned" else torch.float32)
-    _, held_out, _ = load_datasets(RunConfig(model="slm-1m", **options), PRESETS["slm-1m"], num_sequences=0)
+    data = load_data(RunConfig(model="slm-1m", **options), PRESETS["slm-1m"], num_sequences=0)
+    (held_out,) = data.held_out.values()
     losses = []
     with torch.no_grad():
         # two ranks took 6 batches of 4 each, in turn: together the first 12

@@ -25,8 +25,8 @@ def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
             if run.config.attn_implementation in kernels:
                 check_attention(run.spec, run.config)
     if config.dataset != SYNTHETIC:
-        from slm_toolkit.run.data import load_datasets
+        from slm_toolkit.run.data import load_data
 
         with console.status("reading the dataset"):
             for run in {(run.spec.name, run.config.seq_len): run for run in runs}.values():
-                load_datasets(run.config, run.spec, num_sequences=0)
+                load_data(run.config, run.spec, num_sequences=0)

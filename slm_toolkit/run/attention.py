@@ -20,12 +20,13 @@ SDPA_BACKENDS = {
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
-def transformers_name(kernel: str, config: PretrainedConfig) -> str:
+def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
     """What transformers is to be asked for: SDPA and its backends are made known to it under names of ours.
 
     Where every layer of `config` attends to all that came before, as our batches without padding allow,
     transformers is given no mask function: looking whether it needs a mask, it would read position ids off
-    the device in every forward, and the host would wait for the GPU.
+    the device in every forward, and the host would wait for the GPU. `documents_apart`: sequences hold
+    several documents that must not see each other, which it finds out just so.
     Raises ValueError where this machine's PyTorch has no such backend for training.
     """
     if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
@@ -35,7 +36,7 @@ def transformers_name(kernel: str, config: PretrainedConfig) -> str:
     backend = SDPA_BACKENDS.get(kernel)
     # with "flash" in the name, transformers would look for a package
     name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"
-    if _has_windows(config):
+    if documents_apart or _has_windows(config):
         name = f"masked_{name}"
         AttentionMaskInterface.register(name, sdpa_mask)
     AttentionInterface.register(name, partial(_attention, backend))

@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.loss_kernels import IGNORE_INDEX
 
 
 def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
@@ -41,6 +43,45 @@ def count_steps(config: RunConfig, loader: DataLoader) -> int:
     if config.steps_asked is not None:
         return config.steps_asked
     return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
+
+
+def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
+    """What the model's forward takes of a batch; a token's label is itself where none are given.
+
+    Kept apart, documents are one long row to flash-attn, which finds their ends by position_ids so only.
+    """
+    tokens = batch["input_ids"]
+    inputs = {"input_ids": tokens, "labels": batch.get("labels", tokens)}
+    if "position_ids" not in batch:
+        return inputs
+    inputs["position_ids"] = batch["position_ids"]
+    if config.attn_implementation.startswith("flash_attention"):
+        return {name: value.reshape(1, -1) for name, value in inputs.items()}
+    return inputs
+
+
+def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Tokens of a batch that have a loss: those with a label, but for the first of each sequence."""
+    labels = batch.get("labels", batch["input_ids"])
+    return (labels[:, 1:] != IGNORE_INDEX).sum()
+
+
+def steps_by_labels(
+    accelerator: Accelerator,
+    batches: Iterator[dict[str, torch.Tensor]],
+    loss_recorder: RecordedLoss,
+    num_micro_steps: int,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The same batches, drawn a step at a time, so that every label of the step counts alike.
+
+    The loss of each micro-step is divided by the mean number of labels of all micro-steps on all ranks: its
+    mean over them is then the mean over all labels, however unevenly those fall.
+    """
+    while True:
+        of_step = [next(batches) for _ in range(num_micro_steps)]
+        count = torch.stack([num_labels(batch) for batch in of_step]).float().mean()
+        loss_recorder.divide_by(accelerator.reduce(count, reduction="mean").clamp(min=1.0))
+        yield from of_step
 
 
 def endless(

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.run.adapters import save_merged
 from slm_toolkit.strategy import Strategy
 
 RUN_FILE = "run.json"
@@ -27,6 +28,7 @@ def run_description(config: RunConfig, strategy: Strategy, num_processes: int) -
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
         ),
+        *("peft", "lora_r", "lora_target_modules", "packing", "loss_on", "dataset_format"),
         *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
     )
     of_launch = {"engine": strategy.engine, "zero_stage": strategy.zero_stage, "num_processes": num_processes}
@@ -118,15 +120,21 @@ def check_resumable(checkpoint: Path, description: dict[str, Any]) -> None:
         )
 
 
-def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with."""
+def save_model(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, *, merge: bool = False
+) -> Path:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with.
+
+    Of a model with an adapter, peft's folder of the adapter; with `merge` the merged model in it, too.
+    """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
         hf_model.save_pretrained(folder, state_dict=state_dict)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        written = [folder, save_merged(hf_model, state_dict, folder)] if merge else [folder]
+        for place in written if tokenizer is not None else []:
+            tokenizer.save_pretrained(place)
     accelerator.wait_for_everyone()
     return folder

@@ -1,263 +1,308 @@
-"""Token sequences for training: generated from a seed, or documents packed into full sequences."""
+"""What a run trains and evaluates on: the sequences of every dataset, held-out ones apart, mixed as asked."""
 
-import glob
 import itertools
-import math
+import sys
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.config_data import Source
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.formats import CHATS, documents_of
+from slm_toolkit.run.loss_kernels import IGNORE_INDEX
+from slm_toolkit.run.packing import APART, Columns, columns_of, fill, packing_of
+from slm_toolkit.run.sources import read_rows
+from slm_toolkit.run.synthetic import MarkovTokens
+from slm_toolkit.run.tokenizers import load_tokenizer
 
-STREAM_ABOVE_BYTES = 2**30
-_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-
-
-class MarkovTokens(Dataset):
-    """Sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
-
-    With probability 0.5 the next token is the present one's fixed successor, else one drawn from a Zipf law.
-    A model first learns how often each token comes, then who follows whom, so that losses fall from the
-    first steps on.
-    Item i is (seq_len,) int64 and depends on seed, i and vocabulary only.
-    """
-
-    FOLLOW = 0.5
-
-    def __init__(
-        self, *, vocab_size: int, seq_len: int, num_sequences: int, seed: int, first: int = 0
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        self.cycle = rng.permutation(vocab_size)  # the successor of a token is the next one on this cycle
-        law = 1.0 / np.arange(1, vocab_size + 1)
-        self.cumulative = np.cumsum(law / law.sum())
-        self.seq_len, self.num_sequences, self.seed, self.first = seq_len, num_sequences, seed, first
-
-    def __len__(self) -> int:
-        return self.num_sequences
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        rng = np.random.default_rng([self.seed, 1, self.first + index])
-        drawn = rng.random(self.seq_len) >= self.FOLLOW
-        drawn[0] = True
-        places = np.searchsorted(
-            self.cumulative, rng.random(self.seq_len)
-        )  # where on the cycle a drawn token sits
-        last_draw = np.maximum.accumulate(np.where(drawn, np.arange(self.seq_len), 0))
-        places = places[last_draw] + np.arange(self.seq_len) - last_draw
-        return {"input_ids": torch.from_numpy(self.cycle[places % len(self.cycle)])}
+_ROWS_AT_ONCE = 1000
 
 
-def load_datasets(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> tuple[Any, Any, Any]:
-    """Training sequences, held-out ones (None without --eval_steps) and the tokenizer (None for synthetic).
+@dataclass(frozen=True)
+class Data:
+    """Items are {"input_ids": (seq_len,) int64}, with what `packing.columns_of` adds, and "dataset", the
+    number of the dataset in `names`, where there are several."""
 
-    Each sequence is {"input_ids": (seq_len,) int64}. `num_sequences` is how many the run can use, for data
-    that never ends. Raises ValueError, with a hint, for data that isn't there or holds no text.
+    train: Any
+    held_out: dict[str, Any]
+    "by name; empty without --eval_steps"
+    tokenizer: Any
+    "None for synthetic tokens"
+    names: tuple[str, ...]
+    "of the datasets that are mixed"
+    facts: list[dict[str, Any]]
+    "of each of them: name, weight, packing, format, and numbers of what fills its sequences"
+
+    documents_apart: bool
+    "whether some sequences hold documents that must not see each other"
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether some tokens have no loss."""
+        return any(fact["packing"] != "concat" or fact["format"] == "tokens" for fact in self.facts)
+
+
+def load_data(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> Data:
+    """All that the run needs. `num_sequences` is how many it can use, for data that never ends.
+
+    Raises ValueError, with a hint, for data that isn't there, holds no text or is too short.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
         common = {"vocab_size": spec.vocab_size, "seq_len": config.seq_len, "seed": config.seed}
         train = MarkovTokens(num_sequences=num_sequences, **common)
-        held_out = MarkovTokens(num_sequences=4096, first=2**40, **common) if evaluate else None
-        return train, held_out, None
+        held_out = {SYNTHETIC: MarkovTokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
+        return Data(train, held_out, None, (SYNTHETIC,), [], documents_apart=False)
     tokenizer = load_tokenizer(config, spec)
-    documents, streaming = _load_documents(config)
-    if streaming:
-        return _split_stream(documents, tokenizer, config, evaluate)
-    packed = documents.map(
-        _pack,  # with arguments of its own: the cache's key must not depend on the rest of the configuration
-        fn_kwargs={"tokenizer": tokenizer, "seq_len": config.seq_len},
-        input_columns=config.text_column,
-        batched=True,
-        batch_size=1000,
-        remove_columns=documents.column_names,
-        desc="packing documents",
-    ).with_format("torch")
-    if len(packed) == 0:
+    sources = config.sources
+    split_here = evaluate and not config.eval_sources
+    parts = [_load_part(source, tokenizer, config, spec, hold_out=split_here) for source in sources]
+    held_out = {source.name: part.held_out for source, part in zip(sources, parts, strict=True) if split_here}
+    facts = [part.facts for part in parts]
+    of_eval = [_load_part(source, tokenizer, config, spec, hold_out=False) for source in config.eval_sources]
+    held_out |= {source.name: part.train for source, part in zip(config.eval_sources, of_eval, strict=True)}
+    for fact in facts:
+        if fact["packing"] != "concat":
+            print(_described(fact), file=sys.stderr)
+    names = tuple(source.name for source in sources)
+    train = _mixed([part.train for part in parts], sources, config)
+    apart = any(part.facts["packing"] in APART for part in (*parts, *of_eval))
+    return Data(train, held_out, tokenizer, names, facts, documents_apart=apart)
+
+
+@dataclass(frozen=True)
+class _Part:
+    train: Any
+    held_out: Any
+    facts: dict[str, Any]
+
+
+def _load_part(
+    source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, hold_out: bool
+) -> _Part:
+    """One dataset's sequences, and with `hold_out` the last of them apart."""
+    rows, streaming, kind = read_rows(source, config)
+    packing = packing_of(config.packing, is_chat=kind in CHATS)
+    if packing == "concat" and kind in CHATS:
         raise ValueError(
-            f"{config.dataset}: the text is shorter than one sequence of {config.seq_len} tokens\n"
-            "hint: lower --seq_len or give more text"
+            f"--packing concat with {source.path}, which holds chats: answers would see other chats\n"
+            "hint: --packing multipack"
         )
-    if not evaluate:
-        return packed, None, tokenizer
+    pack = _Pack(
+        *(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
+    )
+    facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
+    if streaming:
+        return _split_stream(source, _PackedStream(rows, pack), facts, config, hold_out)
+    packed = rows.with_format(None).map(
+        pack,
+        batched=True,
+        batch_size=_ROWS_AT_ONCE,
+        remove_columns=rows.column_names,
+        desc=f"packing {source.name}",
+    )
+    if len(packed) == 0:
+        raise ValueError(_too_short(source, kind, config))
+    facts |= _facts_of(packed, len(rows), config.seq_len)
+    packed = packed.with_format("torch")
+    if not hold_out:
+        return _Part(packed, None, facts)
     num_held_out = max(1, len(packed) * config.validation_split_percentage // 100)
     if num_held_out == len(packed):
         raise ValueError(
-            f"{config.dataset}: one sequence can't be split for evaluation\nhint: leave out --eval_steps"
+            f"{source.path}: one sequence can't be split for evaluation\nhint: leave out --eval_steps"
         )
     num_train = len(packed) - num_held_out
-    return packed.select(range(num_train)), packed.select(range(num_train, len(packed))), tokenizer
+    held_out = packed.select(range(num_train, len(packed)))
+    return _Part(packed.select(range(num_train)), held_out, facts)
 
 
-def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
-    """The tokenizer asked for, the model's own, or ByT5's bytes, which need no download."""
-    from transformers import AutoTokenizer, ByT5Tokenizer
+@dataclass(frozen=True)
+class _Pack:
+    """Rows, by column, to the columns of sequences; all that decides them is in it, for `datasets`' cache."""
 
-    name = config.tokenizer_name
-    if name is None and spec.path is not None:
-        folder = Path(spec.path).parent if spec.path.endswith(".json") else Path(spec.path)
-        has_own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-        name = str(folder) if has_own or not folder.exists() else None
-    if name in (None, "byte"):
-        tokenizer = ByT5Tokenizer()
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\n"
-                "hint: --tokenizer_name byte needs none"
-            ) from None
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {name!r} has no end-of-text token to put between documents\n"
-            "hint: set its eos_token, or use --tokenizer_name byte"
+    tokenizer: Any
+    kind: str
+    packing: str
+    seq_len: int
+    text_column: str
+    loss_on: str
+    vocab_size: int
+
+    def __call__(self, rows: dict[str, list[Any]]) -> Columns:
+        return self.columns(self.fill(self.documents(rows))[0])
+
+    def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
+        found = documents_of(
+            rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
         )
-    if len(tokenizer) > spec.vocab_size:
-        raise ValueError(
-            f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, "
-            f"model {spec.name} only {spec.vocab_size}\n"
-            "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
-        )
-    return tokenizer
-
-
-def _load_documents(config: RunConfig) -> tuple[Any, bool]:
-    """The raw documents through `datasets`, and whether they are streamed."""
-    from datasets import load_dataset, load_dataset_builder
-    from datasets.exceptions import DatasetNotFoundError
-
-    files = _local_files(config.dataset)
-    if files:
-        kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{config.dataset} mixes {', '.join(sorted(kinds))} files\nhint: give one kind by a glob"
-            )
-        size_bytes = sum(Path(file).stat().st_size for file in files)
-        if size_bytes == 0:
-            raise ValueError(
-                f"{config.dataset} holds no text: {len(files)} empty files\nhint: give files with text"
-            )
-        source = {"path": kinds.pop(), "data_files": files}
-        if source["path"] == "text":
-            source["sample_by"] = (
-                "document"  # a file is a document: packing joins them with the end-of-text token
-            )
-    else:
-        source = {"path": config.dataset, "name": config.dataset_config_name}
-        size_bytes = 0
-    try:
-        if not files:
-            size_bytes = load_dataset_builder(**source).info.download_size or math.inf  # unknown: may be huge
-        streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
-        documents = load_dataset(**source, split="train", streaming=streaming)
-        first = next(iter(documents), None)
-    except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"can't find dataset {config.dataset!r}: {str(error).splitlines()[0]}\n"
-            "hint: give a hub id, or .txt, .jsonl or .parquet files by path, folder or glob"
-        ) from None
-    except (
-        Exception
-    ) as error:  # datasets raises its own and pyarrow's for files that are not what their names say
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(
-            f"can't read dataset {config.dataset!r}: {reason}\nhint: is it UTF-8 and well-formed?"
-        ) from None
-    if first is None or config.text_column not in first:
-        columns = ", ".join(first) if first else "none"
-        raise ValueError(
-            f"{config.dataset} has no column {config.text_column!r} (columns: {columns})\n"
-            "hint: --text_column names it"
-        )
-    if not isinstance(first[config.text_column], str):
-        kind = type(first[config.text_column]).__name__
-        raise ValueError(
-            f"{config.dataset}: column {config.text_column!r} holds {kind}, not text\n"
-            "hint: --text_column names another"
-        )
-    if not streaming and not any(text and text.strip() for text in documents[config.text_column]):
-        raise ValueError(
-            f"{config.dataset} holds no text\nhint: column {config.text_column!r} is blank throughout"
-        )
-    return documents, streaming
-
-
-def _local_files(dataset: str) -> list[str]:
-    """Files that a path, a folder or a glob names; empty for what can only be a hub id."""
-    path = Path(dataset).expanduser()
-    if path.is_dir():
-        found = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in _FORMATS)
-        if not found:
-            raise ValueError(
-                f"{dataset} holds no .txt, .jsonl or .parquet file\nhint: give a folder that does"
-            )
+        if self.kind == "tokens":
+            most = max((max(document.tokens) for document in found), default=0)
+            if most >= self.vocab_size:
+                raise ValueError(
+                    f"a row has token {most}, the model knows {self.vocab_size}\n"
+                    "hint: the data was made with another tokenizer"
+                )
         return found
-    found = sorted(glob.glob(str(path), recursive=True))
-    if odd := [file for file in found if Path(file).suffix.lower() not in _FORMATS]:
-        raise ValueError(f"{odd[0]}: not one of {', '.join(_FORMATS)}\nhint: rename or convert the file")
-    looks_local = (
-        path.suffix.lower() in _FORMATS or any(sign in dataset for sign in "*?[~") or dataset[:1] in "./"
-    )
-    if not found and looks_local:
-        raise ValueError(f"no such file: {dataset}\nhint: paths are relative to {Path.cwd()}")
-    return found
 
+    def fill(self, documents: list[Any]) -> tuple[list[list[Any]], list[Any]]:
+        return fill(documents, self.packing, self.seq_len, is_chat=self.kind in CHATS)
 
-def _pack(texts: list[Any], tokenizer: Any, seq_len: int) -> dict[str, list[list[int]]]:
-    """Join documents, end-of-text after each, and cut full sequences; the rest of a batch is dropped."""
-    tokens = list(chain.from_iterable(_tokens_of(texts, tokenizer)))
-    last_start = len(tokens) - seq_len
-    return {"input_ids": [tokens[start : start + seq_len] for start in range(0, last_start + 1, seq_len)]}
-
-
-def _tokens_of(texts: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Each document's tokens and an end-of-text token; blank documents are left out."""
-    texts = [text for text in texts if text and text.strip()]
-    documents = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    return [[*document, tokenizer.eos_token_id] for document in documents]
+    def columns(self, sequences: list[list[Any]]) -> Columns:
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        has_labels = self.kind not in ("text",)
+        return columns_of(sequences, self.packing, self.seq_len, has_labels=has_labels, pad_token=pad)
 
 
 class _PackedStream(IterableDataset):
-    """Sequences of streamed documents, packed as they come; every pass reads the source again."""
+    """Sequences of streamed rows, packed as they come; every pass reads the source again."""
 
-    def __init__(self, source: Any, tokenizer: Any, config: RunConfig, *, skip: int = 0) -> None:
-        self.source, self.tokenizer, self.config, self.skip = source, tokenizer, config, skip
+    def __init__(self, rows: Any, pack: _Pack, *, skip: int = 0) -> None:
+        self.rows, self.pack, self.skip = rows, pack, skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return itertools.islice(self._sequences(), self.skip, None)
 
     def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
-        column, seq_len, tokens = self.config.text_column, self.config.seq_len, []
-        for document in self.source:
-            tokens += chain.from_iterable(_tokens_of([document[column]], self.tokenizer))
-            while len(tokens) >= seq_len:
-                yield {"input_ids": torch.tensor(tokens[:seq_len])}
-                tokens = tokens[seq_len:]
+        rest: list[Any] = []
+        joins = self.pack.packing in ("concat", "block_diagonal")
+        for group in _groups(self.rows, 1 if joins else _ROWS_AT_ONCE):
+            by_column = {name: [row[name] for row in group] for name in group[0]}
+            sequences, rest = self.pack.fill([*rest, *self.pack.documents(by_column)])
+            columns = self.pack.columns(sequences)
+            for values in zip(*columns.values(), strict=True):
+                yield {name: torch.as_tensor(value) for name, value in zip(columns, values, strict=True)}
 
 
-def _split_stream(documents: Any, tokenizer: Any, config: RunConfig, evaluate: bool) -> tuple[Any, Any, Any]:
-    """Streamed documents: the first sequences, as many as `eval_batches` hold, are held out in memory."""
+def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
+    rows = iter(rows)
+    while group := list(itertools.islice(rows, size)):
+        yield group
+
+
+def _split_stream(
+    source: Source, stream: _PackedStream, facts: dict[str, Any], config: RunConfig, hold_out: bool
+) -> _Part:
+    """Of a stream the first sequences, as many as `eval_batches` hold, are held out in memory."""
     if config.dataloader_num_workers > 1:  # each would read it whole, or in another order
         raise ValueError(
             f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
             "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
         )
-    num_held_out = config.eval_batches * config.per_device_train_batch_size if evaluate else 0
-    stream = _PackedStream(documents, tokenizer, config)
+    num_held_out = config.eval_batches * config.per_device_train_batch_size if hold_out else 0
     held_out = list(itertools.islice(iter(stream), num_held_out))
-    train = _PackedStream(documents, tokenizer, config, skip=num_held_out)
+    train = _PackedStream(stream.rows, stream.pack, skip=num_held_out)
     if next(iter(train), None) is None:
-        raise ValueError(
-            f"{config.dataset}: the text is shorter than one sequence of {config.seq_len} tokens"
-            f"{f' after {num_held_out} held out' if evaluate else ''}\n"
-            "hint: lower --seq_len or --eval_batches, leave out --streaming, or give more text"
+        raise ValueError(_too_short(source, stream.pack.kind, config, num_held_out))
+    return _Part(train, held_out if hold_out else None, facts)
+
+
+def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int = 0) -> str:
+    if kind in CHATS:
+        return f"{source.path}: no answer fits in {config.seq_len} tokens\nhint: raise --seq_len"
+    return (
+        f"{source.path}: the text is shorter than one sequence of {config.seq_len} tokens"
+        f"{f' after {num_held_out} held out' if num_held_out else ''}\n"
+        "hint: lower --seq_len or --eval_batches, leave out --streaming, or give more text"
+    )
+
+
+def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> Any:
+    """One dataset of several: all of each, or drawn by weight until every one was seen to its end."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = [source.weight for source in sources]
+    if any(isinstance(part, IterableDataset) for part in parts):
+        if weights[0] is None or not all(isinstance(part, IterableDataset) for part in parts):
+            raise ValueError(
+                f"--dataset {config.dataset}: streams are mixed with streams, by weights\n"
+                "hint: --streaming true or false for all, and A=3,B=1"
+            )
+        return _MixedStream(parts, weights, config.seed)
+    from datasets import concatenate_datasets, interleave_datasets
+
+    numbered = [
+        part.with_format(None).add_column("dataset", [number] * len(part)).with_format("torch")
+        for number, part in enumerate(parts)
+    ]
+    same = [_with_columns(part, numbered) for part in numbered]
+    if weights[0] is None:
+        return concatenate_datasets(same)
+    shares = [weight / sum(weights) for weight in weights]
+    return interleave_datasets(
+        same, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
+    )
+
+
+def _with_columns(part: Any, all_parts: list[Any]) -> Any:
+    """The columns of all parts: text that is joined has neither labels nor padding of its own."""
+    missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
+    return part.map(partial(_add_columns, names=sorted(missing)), batched=True) if missing else part
+
+
+def _add_columns(rows: dict[str, Any], names: list[str]) -> Columns:
+    tokens = rows["input_ids"]
+    made = {
+        "labels": [list(row) for row in tokens],
+        "position_ids": [list(range(len(row))) for row in tokens],
+        "padding": [0] * len(tokens),
+    }
+    return {name: made[name] for name in names}
+
+
+class _MixedStream(IterableDataset):
+    """Sequences of several streams, drawn by weight; one that ends begins again, until all have ended."""
+
+    def __init__(self, streams: list[Any], weights: list[float], seed: int) -> None:
+        self.streams, self.shares, self.seed = streams, np.array(weights) / sum(weights), seed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rng = np.random.default_rng([self.seed, 2])
+        items = [iter(stream) for stream in self.streams]
+        ended: set[int] = set()
+        names = {name for stream in self.streams for name in next(iter(stream))}
+        while True:
+            number = int(rng.choice(len(items), p=self.shares))
+            item = next(items[number], None)
+            if item is None:
+                ended.add(number)
+                if len(ended) == len(items):
+                    return
+                items[number] = iter(self.streams[number])
+                item = next(items[number])
+            missing = sorted(names - item.keys())
+            made = _add_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
+            added = {name: torch.as_tensor(values[0]) for name, values in made.items()}
+            yield {**item, **added, "dataset": torch.tensor(number)}
+
+
+def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
+    """Numbers of what fills a dataset's sequences; no count costs more than a pass over the columns."""
+    facts = {"num_rows": num_rows, "num_sequences": len(packed), "num_tokens": len(packed) * seq_len}
+    if "padding" in packed.column_names:
+        facts["num_padding"] = sum(packed["padding"])
+    if "labels" in packed.column_names:
+        arrow = packed.with_format("numpy")
+        counts = (
+            int((arrow[start : start + _ROWS_AT_ONCE]["labels"][:, 1:] != IGNORE_INDEX).sum())
+            for start in range(0, len(packed), _ROWS_AT_ONCE)
         )
-    return train, held_out if evaluate else None, tokenizer
+        facts["num_labels"] = sum(counts)
+    return facts
+
+
+def _described(facts: dict[str, Any]) -> str:
+    """One line on a packed dataset."""
+    said = f"{facts['name']}: {facts['format']}, packing {facts['packing']}"
+    if "num_rows" not in facts:
+        return f"{said}, streamed"
+    said += f", {facts['num_rows']:,} rows in {facts['num_sequences']:,} sequences"
+    if "num_padding" in facts:
+        said += f", {facts['num_padding'] / facts['num_tokens']:.1%} of the tokens are padding"
+    return f"{said}, {facts['num_labels'] / facts['num_tokens']:.1%} have a loss"

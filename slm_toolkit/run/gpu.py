@@ -89,12 +89,15 @@ class GpuWatch:
         self._energy_millijoules: list[int | None] = []
         self._reasons: list[int | None] = []
         self._clock_mhz: list[int | None] = []
+        self._utilization: list[int | None] = []
 
     def sample(self) -> None:
         """Read the GPU; to be called once after each step, before the next one begins."""
         self._energy_millijoules.append(self._energy_counter())
         self._reasons.append(self._clocks_event_reasons())
         self._clock_mhz.append(self._query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM))
+        rates = self._query(pynvml.nvmlDeviceGetUtilizationRates)
+        self._utilization.append(None if rates is None else rates.gpu)
 
     def sample_last_again(self) -> None:
         """Read the energy anew for the last step, once the device has done all that the host gave it."""
@@ -133,6 +136,11 @@ class GpuWatch:
     def clock_mhz(self) -> list[int] | None:
         """The SM clock after each step."""
         return _known(self._clock_mhz)
+
+    @property
+    def utilization(self) -> list[int] | None:
+        """Percent of the driver's last sample period (1/6 to 1 s) in which a kernel ran, after each step."""
+        return _known(self._utilization)
 
     def _energy_counter(self) -> int | None:
         return self._query(pynvml.nvmlDeviceGetTotalEnergyConsumption)

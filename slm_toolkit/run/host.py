@@ -1,4 +1,4 @@
-"""How busy the rest of this machine was while a launch trained on it."""
+"""How busy the rest of this machine was, and how full its memory, while a launch trained on it."""
 
 import os
 import time
@@ -20,6 +20,20 @@ class HostWatch:
         self._start_seconds = time.monotonic()
         self._busy_seconds = _system_busy_seconds()
         self._own_seconds = _launch_busy_seconds()
+        self._least_available_bytes = psutil.virtual_memory().available
+        self._swapped_out_bytes = psutil.swap_memory().sout
+
+    def sample(self) -> None:
+        """Look at the memory; to be called between steps."""
+        self._least_available_bytes = min(self._least_available_bytes, psutil.virtual_memory().available)
+
+    def ram(self) -> dict[str, int]:
+        """Of the whole machine: total_bytes, least_available_bytes at any sample, swapped_out_bytes since."""
+        return {
+            "total_bytes": psutil.virtual_memory().total,
+            "least_available_bytes": self._least_available_bytes,
+            "swapped_out_bytes": psutil.swap_memory().sout - self._swapped_out_bytes,
+        }
 
     def other_busy_cores(self) -> float:
         """Mean number of cores that anything but this launch kept busy since `start`.

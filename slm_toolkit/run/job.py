@@ -27,10 +27,11 @@ from slm_toolkit.record import (
     model_facts,
     run_name_of,
 )
+from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
 from slm_toolkit.run.checkpoint import check_resumable, find_checkpoint, run_description, step_of
-from slm_toolkit.run.data import load_datasets
+from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
     build_optimizer,
@@ -69,11 +70,12 @@ class Job:
     checkpoint: Path | None
     description: dict[str, Any]
     "what a run that resumes from this one's checkpoints must have in common with it"
-    train_set: Any
-    held_out_set: Any
-    tokenizer: Any
+    data: Data | None
+    "None in a rehearsal on fake tensors"
     model: PreTrainedModel
     gpu_before: GpuBefore
+    batch_described: str
+    "how many sequences a step has, and what became of the learning rate"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Prepared:
     optimizer: torch.optim.Optimizer
     loader: DataLoader | None
     "None in a rehearsal on fake tensors"
-    eval_loader: DataLoader | None
+    eval_loaders: dict[str, DataLoader]
+    "of each held-out set"
     loss_recorder: RecordedLoss
     num_steps: int
     num_micro_steps: int
@@ -123,6 +126,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     if found := contradictions(launch.strategy, config):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
     check_optional(config)
+    check_adapters(config)
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     gpu = None
@@ -143,19 +147,20 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
 
     accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
-    train_set, held_out_set, tokenizer = None, None, None
+    per_step = sequences_per_step(config, accelerator)
+    batch_described = describe_batch(config, per_step, accelerator)
+    config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
+    data = None
     if not is_fake(config):
-        train_set, held_out_set, tokenizer = rank_0_first(
-            lambda: load_datasets(config, spec, num_sequences=num_sequences)
-        )
+        data = rank_0_first(lambda: load_data(config, spec, num_sequences=num_sequences))
     with tensors_of(config):
-        model = build_model(spec, config)
+        model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
     if is_fake(config):
         accelerator.device_placement = False
         stay_in_place(model)
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description),
-        *(train_set, held_out_set, tokenizer, model, gpu_before),
+        *(data, model, gpu_before, batch_described),
     )
     record = RunRecord(
         run_name=run_name,
@@ -181,17 +186,19 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     if config.trace_memory or is_fake(config):
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
-    loss_recorder = RecordedLoss(job.model)
+    loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
     optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
     set_seed(config.seed)
-    loaders = [] if job.train_set is None else [make_loader(job.train_set, config, train=True)]
+    loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
     with trace or nullcontext():
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     loader = loaders[0] if loaders else None
     reduce_as_asked(model, config)
-    eval_loader = None
-    if job.held_out_set is not None:
-        eval_loader = accelerator.prepare_data_loader(make_loader(job.held_out_set, config, train=False))
+    held_out = job.data.held_out if job.data is not None else {}
+    eval_loaders = {
+        name: accelerator.prepare_data_loader(make_loader(sequences, config, train=False))
+        for name, sequences in held_out.items()
+    }
     with user_errors():
         running = probe_engine(model)
         check_engine(running, job.launch)
@@ -212,6 +219,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         zero_stage=running.zero_stage,
         reshard_after_forward=running.reshard_after_forward,
         attn_implementation=config.attn_implementation,
+        num_trainable_params=_num_trainable(model) if config.peft != "none" else None,
         tokens_per_step=sequences_per_step(config, accelerator)
         * config.seq_len,  # after prepare: see num_micro_steps
         deepspeed_estimate=deepspeed_estimate_of(
@@ -220,7 +228,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     )
     num_micro_steps = accelerator.gradient_accumulation_steps
     prepared = Prepared(
-        model, optimizer, loader, eval_loader, loss_recorder, num_steps, num_micro_steps, trace
+        model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
 
@@ -229,6 +237,27 @@ def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
     """Over all ranks and micro-steps."""
     of_rank = config.per_device_train_batch_size * accelerator.gradient_accumulation_steps
     return of_rank * accelerator.num_processes
+
+
+def _num_trainable(model: torch.nn.Module) -> int:
+    """Over all ranks, whatever the engine made of the parameters."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
+
+
+def describe_batch(config: RunConfig, per_step: int, accelerator: Accelerator) -> str:
+    """The effective batch size and learning rate, as a line."""
+    said = (
+        f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
+        f"{accelerator.gradient_accumulation_steps} micro-steps x {accelerator.num_processes} processes"
+    )
+    if config.scale_lr == "none":
+        return said
+    base = config.base_batch_size or config.per_device_train_batch_size
+    return (
+        f"{said}; learning rate {config.learning_rate_of(per_step):.3g}: {config.learning_rate:g} for {base} "
+        f"sequences, scaled by {config.scale_lr}"
+    )
 
 
 def local_world_size() -> int:

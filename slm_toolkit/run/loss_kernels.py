@@ -17,11 +17,16 @@ IGNORE_INDEX = -100
 NUM_CHUNK_ELEMENTS = 2**24
 "of fp32 probabilities at once: 2^24 x 4 bytes = 64 MiB, large enough to keep a GPU busy, small beside logits"
 _Chunk = Callable[..., torch.Tensor]
-"`_sum_of_chunk_`, as it is or compiled"
+"`_chunk_losses_`, as it is or compiled"
 
 
 def fused_logits_loss(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *, compiled: bool = False
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    *,
+    num_items_in_batch: torch.Tensor | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """transformers' causal LM loss over logits [batch, tokens, V], of which it keeps one copy, not three.
 
@@ -32,7 +37,20 @@ def fused_logits_loss(
     kernel of torch.compile's reads the logits twice and writes their gradient, with no fp32 copy of a chunk.
     """
     targets = _next_tokens(labels).to(logits.device)
-    return _FusedLogitsLoss.apply(logits, targets, torch.is_grad_enabled(), _chunk_kernel(compiled))
+    num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
+    return _FusedLogitsLoss.apply(
+        logits, targets, num_items, torch.is_grad_enabled(), _chunk_kernel(compiled)
+    )
+
+
+@torch.no_grad()
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The fp32 loss of each token, labels' shape, 0 where it has none; one pass over the logits."""
+    losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
+    targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
+    one = torch.ones((), device=logits.device)
+    _sum_of_losses_(flat, targets, one, kernel=_chunk_losses_, with_gradient=False, token_losses=losses)
+    return losses.view(labels.shape)
 
 
 class LossHead(torch.nn.Linear):
@@ -56,11 +74,16 @@ class LossHead(torch.nn.Linear):
     "of the forward pass that runs"
     last_loss: torch.Tensor | None = None
     "in fp32, before an engine's output cast rounds it"
+    num_items: torch.Tensor | None = None
+    "what the sum over tokens is divided by; None: tokens with a label"
+    token_losses: torch.Tensor | None = None
+    "where it is a tensor, of one value per token, the next forward writes each token's loss into it"
     compiled: bool = False
     "whether the arithmetic between the matrix products is torch.compile's"
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
+        losses, self.token_losses = self.token_losses, None
         if labels is None:
             return super().forward(hidden)
         weight, device_type = self.weight, hidden.device.type
@@ -69,8 +92,9 @@ class LossHead(torch.nn.Linear):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         with torch.autocast(device_type, enabled=False):
             targets = _next_tokens(labels).to(hidden.device)
-            kernel = _chunk_kernel(self.compiled)
-            loss = _FusedLinearLoss.apply(hidden, weight, targets, torch.is_grad_enabled(), kernel)
+            num_items = _num_valid(targets) if self.num_items is None else self.num_items
+            kernel, with_gradient = _chunk_kernel(self.compiled), torch.is_grad_enabled()
+            loss = _FusedLinearLoss.apply(hidden, weight, targets, num_items, with_gradient, kernel, losses)
         self.last_loss = loss.detach()
         return loss
 
@@ -92,19 +116,23 @@ def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
 class _FusedLogitsLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_gradient: bool, kernel: _Chunk
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        num_items: torch.Tensor,
+        with_gradient: bool,
+        kernel: _Chunk,
     ) -> torch.Tensor:
-        num_valid = _num_valid(targets)
         flat = logits.view(-1, logits.shape[-1])
-        total = _sum_of_losses_(flat, targets, num_valid, kernel=kernel, with_gradient=with_gradient)
+        total = _sum_of_losses_(flat, targets, num_items, kernel=kernel, with_gradient=with_gradient)
         if with_gradient:
             ctx.save_for_backward(logits)  # by now their gradient
-        return total / num_valid
+        return total / num_items
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits.mul_(upstream), None, None, None
+        return grad_logits.mul_(upstream), None, None, None, None
 
 
 class _FusedLinearLoss(torch.autograd.Function):
@@ -114,15 +142,17 @@ class _FusedLinearLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
+        num_items: torch.Tensor,
         with_gradient: bool,
         kernel: _Chunk,
+        token_losses: torch.Tensor | None,
     ) -> torch.Tensor:
         vocab_size, hidden_size = weight.shape
         flat = hidden.reshape(-1, hidden_size)
         rows = chunk_rows(num_tokens=len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
-        num_valid = _num_valid(targets)
         grad_hidden = torch.empty_like(flat) if with_gradient else None
-        grad_weight = torch.zeros_like(weight) if with_gradient else None
+        # a frozen head has no gradient, nor the memory for one
+        grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, vocab_size)
         wide = _fp32_buffer(buffer, kernel)
@@ -130,19 +160,28 @@ class _FusedLinearLoss(torch.autograd.Function):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
             total += _sum_of_losses_(
-                logits, part, num_valid, kernel=kernel, with_gradient=with_gradient, wide=wide
+                logits,
+                part,
+                num_items,
+                kernel=kernel,
+                with_gradient=with_gradient,
+                wide=wide,
+                token_losses=None if token_losses is None else token_losses[start : start + rows],
             )
             if with_gradient:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+            if grad_weight is not None:
                 grad_weight.addmm_(logits.t(), chunk)
         if with_gradient:
             ctx.save_for_backward(grad_hidden.view(hidden.shape), grad_weight)
-        return total / num_valid
+        return total / num_items
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(upstream), grad_weight.mul_(upstream), None, None, None
+        if grad_weight is not None:
+            grad_weight.mul_(upstream)
+        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -150,7 +189,12 @@ def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: d
     model.get_output_embeddings().labels = kwargs.get("labels")
 
 
-def loss_of_head(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def loss_of_head(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | None = None,
+) -> torch.Tensor:
     """transformers' loss function where the head has computed the loss: what it calls logits is that."""
     assert logits.dim() == 0, logits.shape
     return logits
@@ -162,57 +206,62 @@ def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _num_valid(targets: torch.Tensor) -> torch.Tensor:
-    return (targets != IGNORE_INDEX).sum()
+    return (targets != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def _sum_of_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_valid: torch.Tensor,
+    num_items: torch.Tensor,
     *,
     kernel: _Chunk,
     with_gradient: bool,
     wide: torch.Tensor | None = None,
+    token_losses: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy in fp32, summed over valid rows of logits [rows, V]; `wide`: see `_sum_of_chunk_`.
+    """Cross-entropy in fp32, summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
 
-    With `with_gradient`, the logits become the gradient of that sum's share in the mean over `num_valid`.
+    With `with_gradient`, the logits become the gradient of that sum over `num_items`. `token_losses` takes
+    each row's loss.
     """
     rows = max(1, NUM_CHUNK_ELEMENTS // logits.shape[1])
-    if wide is None and not with_gradient and kernel is _sum_of_chunk_:
+    if wide is None and not with_gradient and kernel is _chunk_losses_:
         wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay what they are
     elif wide is None:
         wide = _fp32_buffer(logits[:rows], kernel)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
     for start in range(0, len(logits), rows):
         part = logits[start : start + rows]
-        total += kernel(
+        losses = kernel(
             part,
             targets[start : start + rows],
-            num_valid,
+            num_items,
             None if wide is None else wide[: len(part)],
             with_gradient=with_gradient,
         )
+        total += losses.sum()
+        if token_losses is not None:
+            token_losses[start : start + rows] = losses
     return total
 
 
 def _fp32_buffer(logits: torch.Tensor, kernel: _Chunk) -> torch.Tensor | None:
     """Where probabilities of a chunk of logits can stand in fp32; None: they are fp32, or compiled away."""
-    if logits.dtype == torch.float32 or kernel is not _sum_of_chunk_:
+    if logits.dtype == torch.float32 or kernel is not _chunk_losses_:
         return None
     rows = min(len(logits), max(1, NUM_CHUNK_ELEMENTS // logits.shape[1]))
     return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
 
 
-def _sum_of_chunk_(
+def _chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_valid: torch.Tensor,
+    num_items: torch.Tensor,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """As `_sum_of_losses_`, of one chunk; `wide` takes the fp32 probabilities, without it fp32 logits do."""
+    """Each row's loss, 0 without a label; `wide` takes the fp32 probabilities, without it fp32 logits do."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     target = targets.clamp(min=0).unsqueeze(1)
     top = logits.amax(dim=1, keepdim=True).float()
@@ -226,20 +275,20 @@ def _sum_of_chunk_(
     unscaled.exp_()  # probabilities, but for their sum
     partition = unscaled.sum(dim=1, keepdim=True)
     if with_gradient:
-        share = valid / num_valid.clamp(min=1)
+        share = valid / num_items
         if logits.is_cuda:
             torch.mul(unscaled, share / partition, out=logits)
         else:
             logits.copy_(unscaled.mul_(share / partition))
         # p - 1 of the target in fp32, then rounded: bf16 has no digits left for it near p = 1
         logits.scatter_(1, target, ((picked.exp() / partition - 1) * share).to(logits.dtype))
-    return ((partition.log() - picked) * valid).sum()
+    return ((partition.log() - picked) * valid).squeeze(1)
 
 
-def _sum_of_compiled_chunk_(
+def _compiled_chunk_losses_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    num_valid: torch.Tensor,
+    num_items: torch.Tensor,
     wide: torch.Tensor | None,
     *,
     with_gradient: bool,
@@ -252,11 +301,11 @@ def _sum_of_compiled_chunk_(
     of_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
     picked = (exact.gather(1, targets.clamp(min=0).unsqueeze(1)) - top) * valid
     if with_gradient:
-        share = valid / num_valid.clamp(min=1)
+        share = valid / num_items
         logits.copy_(((exact - top).exp() / partition - of_target.float()) * share)
-    return ((partition.log() - picked) * valid).sum()
+    return ((partition.log() - picked) * valid).squeeze(1)
 
 
 @functools.cache
 def _chunk_kernel(compiled: bool) -> _Chunk:
-    return torch.compile(_sum_of_compiled_chunk_, dynamic=False) if compiled else _sum_of_chunk_
+    return torch.compile(_compiled_chunk_losses_, dynamic=False) if compiled else _chunk_losses_

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.adapters import add_adapter, quantize
 from slm_toolkit.run.attention import transformers_name
 from slm_toolkit.run.checkpointing import enable_checkpointing
 from slm_toolkit.run.kernels import use_kernels
@@ -32,19 +33,19 @@ def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
     )
 
 
-def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
+def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = False) -> PreTrainedModel:
     """The model in training mode on CPU; the same weights on every rank and under every strategy.
 
     A folder or hub id that holds weights is fine-tuned; any other model starts from the seed, from weights
     that bf16 can hold, so that runs of every numerics start from the same. The dtype is bf16 for `--numerics
     aligned` and `pure_bf16` (where the master weights start from the same rounding under every engine), else
-    fp32.
+    fp32. `documents_apart`: batches have position_ids that start again with each document.
     Raises ValueError where the attention kernel is unknown or not installed, or a fused kernel does not fit.
     """
     set_seed(config.seed)
     check_attention(spec, config)
     asked = hf_config(spec, seq_len=config.seq_len)
-    attention = transformers_name(config.attn_implementation, asked)
+    attention = transformers_name(config.attn_implementation, asked, documents_apart=documents_apart)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
@@ -67,6 +68,10 @@ def build_model(spec: ModelSpec, config: RunConfig) -> PreTrainedModel:
         use_liger(model)
     if config.fp8 != "none":
         use_fp8(model, config.fp8)
+    if config.peft == "qlora" and config.rehearse is None:
+        quantize(model)
+    if config.peft != "none":
+        add_adapter(model, config, base=spec.path)
     if config.numerics in ("aligned", "pure_bf16"):
         for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()

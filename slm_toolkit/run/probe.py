@@ -241,8 +241,9 @@ def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | Non
 
 
 def _num_params(model: torch.nn.Module) -> int:
-    """Over all ranks; of FSDP1's flat parameters this rank's share."""
-    return sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+    """That are trained, over all ranks; of FSDP1's flat parameters this rank's share."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
 
 def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:

@@ -78,7 +78,10 @@ class TraceWatch:
         self.trace.phase, self.trace.module = name, "loss" if name == "backward" else ""
         yield
 
-    def drew(self, tokens: torch.Tensor) -> None:
+    def drew(self, batch: dict[str, torch.Tensor]) -> None:
+        pass
+
+    def computed(self, batch: dict[str, torch.Tensor]) -> None:
         pass
 
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.hardware import num_cores
+from slm_toolkit.run.dataset_losses import DatasetLosses
 from slm_toolkit.run.gpu import GpuState, GpuWatch, allocator_retries, gpu_state, open_gpu
 from slm_toolkit.run.host import HostWatch
 from slm_toolkit.run.loss import RecordedLoss
@@ -56,6 +57,7 @@ class RunWatch:
         optimizer: torch.optim.Optimizer,
         loss_recorder: RecordedLoss,
         gpu: GpuBefore,
+        dataset_names: tuple[str, ...] = (),
     ) -> None:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.loss_recorder = loss_recorder
@@ -66,6 +68,9 @@ class RunWatch:
         self.num_probed_steps = 0
         self._probe_next = True
         self.num_tokens_drawn = 0
+        self.num_padding: torch.Tensor | int = 0
+        several = len(dataset_names) > 1
+        self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
         self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
@@ -82,6 +87,9 @@ class RunWatch:
         compiled = num_compiled_graphs() - graphs
         self.num_graphs_compiled.append(compiled)
         self.gpu.sample()
+        self.host.sample()
+        if self.dataset_losses is not None:
+            self.dataset_losses.end_step()
         if probing:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
@@ -89,9 +97,16 @@ class RunWatch:
             if self.accelerator.device.type == "cpu":  # a GPU's "reserved" is watched, and stays as it grows
                 give_back_memory(self.accelerator.device)
 
-    def drew(self, tokens: torch.Tensor) -> None:
+    def drew(self, batch: dict[str, torch.Tensor]) -> None:
         """Count the tokens of a batch that came from the data."""
-        self.num_tokens_drawn += tokens.numel()
+        self.num_tokens_drawn += batch["input_ids"].numel()
+        if "padding" in batch:
+            self.num_padding = self.num_padding + batch["padding"].sum()
+
+    def computed(self, batch: dict[str, torch.Tensor]) -> None:
+        """Note what the loss of a batch's forward was, for each of several datasets."""
+        if self.dataset_losses is not None:
+            self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 
     def observed(self) -> dict[str, Any]:
         """The record's fields, the same on all ranks; every rank must call it."""
@@ -113,11 +128,14 @@ class RunWatch:
                 "energy_joules": self.gpu.energy_joules,
                 "throttle_reasons": self.gpu.throttle_reasons,
                 "clock_mhz": self.gpu.clock_mhz,
+                "utilization": self.gpu.utilization,
                 "allocator": allocator_retries(device),
             },
             "host": self.host.other_busy_cores(),
             "drawn": self.num_tokens_drawn,
             "in_loss": self.loss_recorder.num_tokens,
+            "padding": int(self.num_padding),
+            "host_ram": self.host.ram(),
         }
         ranks = gather_to_all(mine)
         return {
@@ -128,7 +146,13 @@ class RunWatch:
             "num_graphs_compiled": [
                 max(graphs) for graphs in zip(*(rank["graphs"] for rank in ranks), strict=True)
             ],
-            "tokens_counted": {name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss")},
+            "tokens_counted": {
+                name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss", "padding")
+            },
+            "losses_by_dataset": self.dataset_losses.observed(self.accelerator)
+            if self.dataset_losses is not None
+            else {},
+            "host_ram": ranks[0]["host_ram"],
             "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
             "other_busy_cores": ranks[0]["host"],
             "num_cores": num_cores(),

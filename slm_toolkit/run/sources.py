@@ -1,0 +1,98 @@
+"""The rows of a dataset: local files of several kinds, a folder that `datasets` saved, or the hub."""
+
+import glob
+import math
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.config_data import Source
+from slm_toolkit.run.formats import format_of
+
+STREAM_ABOVE_BYTES = 2**30
+_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
+    """The rows of one dataset through `datasets`, whether they are streamed, and their format.
+
+    Raises ValueError, with a hint, for data that isn't there, can't be read or holds nothing.
+    """
+    rows, streaming = _load(source, config)
+    first = next(iter(rows), None)
+    if first is None:
+        raise ValueError(f"{source.path} holds no text: not one row\nhint: give files with text")
+    kind = format_of(first, source.path, asked=config.dataset_format, text_column=config.text_column)
+    if kind == "text" and not streaming:
+        column = rows.with_format(None)[config.text_column]
+        if not any(text and text.strip() for text in column):
+            raise ValueError(
+                f"{source.path} holds no text\nhint: column {config.text_column!r} is blank throughout"
+            )
+    return rows, streaming, kind
+
+
+def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
+    from datasets import load_dataset, load_dataset_builder, load_from_disk
+    from datasets.exceptions import DatasetNotFoundError
+
+    if (Path(source.path).expanduser() / "state.json").is_file():  # of Dataset.save_to_disk
+        return load_from_disk(str(Path(source.path).expanduser())), False
+    files = _local_files(source.path)
+    if files:
+        kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{source.path} mixes {', '.join(sorted(kinds))} files\nhint: give one kind by a glob"
+            )
+        size_bytes = sum(Path(file).stat().st_size for file in files)
+        if size_bytes == 0:
+            raise ValueError(
+                f"{source.path} holds no text: {len(files)} empty files\nhint: give files with text"
+            )
+        origin = {"path": kinds.pop(), "data_files": files}
+        if origin["path"] == "text":
+            origin["sample_by"] = "document"  # a file is a document
+    else:
+        origin = {"path": source.path, "name": config.dataset_config_name}
+        size_bytes = 0
+    try:
+        if not files:
+            size_bytes = load_dataset_builder(**origin).info.download_size or math.inf  # unknown: may be huge
+        streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
+        rows = load_dataset(**origin, split="train", streaming=streaming)
+        next(iter(rows), None)
+    except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"can't find dataset {source.path!r}: {str(error).splitlines()[0]}\n"
+            "hint: give a hub id, or .txt, .jsonl or .parquet files by path, folder or glob"
+        ) from None
+    except (
+        Exception
+    ) as error:  # datasets raises its own and pyarrow's for files that are not what their names say
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(
+            f"can't read dataset {source.path!r}: {reason}\nhint: is it UTF-8 and well-formed?"
+        ) from None
+    return rows, streaming
+
+
+def _local_files(dataset: str) -> list[str]:
+    """Files that a path, a folder or a glob names; empty for what can only be a hub id."""
+    path = Path(dataset).expanduser()
+    if path.is_dir():
+        found = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in _FORMATS)
+        if not found:
+            raise ValueError(
+                f"{dataset} holds no .txt, .jsonl or .parquet file\nhint: give a folder that does"
+            )
+        return found
+    found = sorted(glob.glob(str(path), recursive=True))
+    if odd := [file for file in found if Path(file).suffix.lower() not in _FORMATS]:
+        raise ValueError(f"{odd[0]}: not one of {', '.join(_FORMATS)}\nhint: rename or convert the file")
+    looks_local = (
+        path.suffix.lower() in _FORMATS or any(sign in dataset for sign in "*?[~") or dataset[:1] in "./"
+    )
+    if not found and looks_local:
+        raise ValueError(f"no such file: {dataset}\nhint: paths are relative to {Path.cwd()}")
+    return found

@@ -1,0 +1,48 @@
+"""The tokenizer that a run asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"of tokenizers that have none: every turn ends with the end-of-text token, so that generation stops there"
+
+
+def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
+    """The tokenizer asked for, the model's own, or ByT5's bytes, which need no download."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    name = config.tokenizer_name
+    if name is None and spec.path is not None:
+        folder = Path(spec.path).parent if spec.path.endswith(".json") else Path(spec.path)
+        has_own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+        name = str(folder) if has_own or not folder.exists() else None
+    if name in (None, "byte"):
+        tokenizer = ByT5Tokenizer()
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\n"
+                "hint: --tokenizer_name byte needs none"
+            ) from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {name!r} has no end-of-text token to put between documents\n"
+            "hint: set its eos_token, or use --tokenizer_name byte"
+        )
+    if len(tokenizer) > spec.vocab_size:
+        raise ValueError(
+            f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, "
+            f"model {spec.name} only {spec.vocab_size}\n"
+            "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
+        )
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, whose answers it then has learnt
+    return tokenizer
