@@ -71,6 +71,7 @@ def print_records(
     from slm_toolkit.report.anatomy import anatomy_table
     from slm_toolkit.report.baseline import changes
     from slm_toolkit.report.baseline_table import baseline_table
+    from slm_toolkit.report.dataset_table import dataset_table, has_several
     from slm_toolkit.report.export import json_rows
     from slm_toolkit.report.phases import phase_table
     from slm_toolkit.report.table import MANY_ROWS, comparison_table
@@ -102,6 +103,9 @@ def print_records(
             console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
         for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
             console.print(note)
+        if any(map(has_several, rows)):
+            named = zip(labels(rows), rows, strict=True)
+            console.print(dataset_table({label: row for label, row in named if has_several(row)}), crop=False)
         if args.phases:
             console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
         for chart in _memory_charts(rows, width=width) if args.memory else []:

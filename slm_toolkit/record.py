@@ -107,7 +107,9 @@ class RunRecord:
     num_graphs_compiled: list[int] = field(default_factory=list)
     "by torch.compile, in each step, on the rank with most"
     tokens_counted: dict[str, int] | None = None
-    "over all ranks and steps: drawn from the data, padding of those, in_loss, where the loss was computed"
+    "over all ranks and steps: drawn from the data, and in_loss, where the loss was computed"
+    num_padding_tokens: int | None = None
+    "of those drawn"
     anatomy: dict[str, Any] | None = None
     "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
     gpu_watch: list[dict[str, Any]] = field(default_factory=list)

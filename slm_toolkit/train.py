@@ -43,6 +43,7 @@ from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
+from slm_toolkit.run_warnings import warnings_of
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     if job.accelerator.is_main_process:
         record = dataclasses.replace(record, seconds_total=time.time() - started)
         path = write_record(record, job.run_dir)
+        print("".join(f"note: {warning}\n" for warning in warnings_of(record)), end="", file=sys.stderr)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
     accelerator = job.accelerator
     del job, prepared  # so that data-loader workers and gloo's threads end here, not in `leave`

@@ -148,5 +148,5 @@ def test_packings_train_alike_under_ddp_and_report_their_waste(tmp_path: Path) -
     two, one = records
     # all 16 sequences of a step are the same on one rank and on two: every token counts alike, wherever it is
     assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
-    assert 0 < two["tokens_counted"]["padding"] == one["tokens_counted"]["padding"]
+    assert 0 < two["num_padding_tokens"] == one["num_padding_tokens"]
     assert two["datasets"][0]["packing"] == "multipack"

@@ -48,12 +48,15 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("optim", "optimizer"),
     ("seed", "seed"),
     ("learning_rate", "learning rate"),
+    ("peft", "adapter"),
+    ("lora_r", "LoRA rank"),
+    ("packing", "packing"),
     ("dataset", "dataset"),
     ("max_steps", "steps asked"),
 )
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
     *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
-    *("rehearse", "trace_memory"),
+    *("rehearse", "trace_memory", "eval_dataset"),
 }
 
 
@@ -102,6 +105,7 @@ def columns_of(rows: list[Row]) -> list[Column]:
         ("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
         ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
         *energy_column(rows),
+        *([("padding", lambda row: f"{row.padding:.0%}", 7)] if any(row.padding for row in rows) else []),
         *(PARITY_COLUMNS if gate else ()),
         ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
     ]

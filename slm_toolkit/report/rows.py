@@ -11,7 +11,7 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RunRecord, flags_asked, spec_of
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
-from slm_toolkit.report.warnings import warnings_of
+from slm_toolkit.run_warnings import padding_share, warnings_of
 
 
 @dataclass  # a frozen one takes thrice as long to make, and a report makes tens of thousands
@@ -80,6 +80,14 @@ class Row:
     tokens_per_step: int | None
     "over all ranks and micro-steps"
     tokens_counted: dict[str, int] | None
+    padding: float
+    "0..1, of the tokens; it is left out of every rate and of dollars, not of MFU: it was computed"
+    final_loss_by_dataset: dict[str, float | None]
+    "where several are mixed: of the last step in which it was drawn"
+    final_eval_losses: dict[str, float | None]
+    "of each held-out set, after the last step"
+    num_trainable_params: int | None
+    "with adapters; None: all"
     peak_allocated_bytes: int | None
     "rehearsed: of rank 0; without a GPU traced, of tensors that took no memory"
     estimated_peak_bytes: int | None
@@ -148,13 +156,14 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     ok = [record for record in records if record.status == "ok"]
     judged = next((record for record in records if record.status != "ok"), records[0])  # failures show
     shown = ok[0] if ok else judged
-    rate = throughput(ok)
+    computed, padding = throughput(ok), padding_share(shown)
+    rate = computed and computed.times(1 - padding)
     config, spec = flags_asked(shown), spec_of(shown)
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
     price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     with_attention = flops_per_token(spec, seq_len=config["seq_len"])
     without = flops_per_token_without_attention(spec)
-    mfu = mfu_of(shown, per_gpu, with_attention)
+    mfu = mfu_of(shown, per_gpu and per_gpu / (1 - padding), with_attention)
     status, reason = judged.status, judged.reason
     if status == "ok" and (wrong := impossible(ok, mfu)):
         status, reason = "failed", wrong
@@ -203,6 +212,15 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         flops_per_token_without_attention=without,
         tokens_per_step=shown.tokens_per_step,
         tokens_counted=shown.tokens_counted,
+        padding=padding,
+        final_loss_by_dataset={
+            name: next((loss for loss in reversed(losses) if loss is not None), None)
+            for name, losses in measured[0].losses_by_dataset.items()
+        },
+        final_eval_losses={
+            name: losses[-1] for name, losses in measured[0].eval_losses_by_set.items() if losses
+        },
+        num_trainable_params=shown.num_trainable_params,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
         estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else shown.predicted_peak_bytes,
         estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,

@@ -1,20 +1,17 @@
 """Rates derived from records' raw steps: warm-up found, the median, and an interval around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb, fsum, sqrt
 from statistics import fmean, median
 
 from slm_toolkit.record import RunRecord
+from slm_toolkit.run_warnings import OTHER_CORES, USED_BYTES
 
 STEPS_PER_BLOCK = 10
 "as in the paper: at least three runs of ten steps"
 LAUNCH_NOISE = 0.05
 """how far another launch of the same run may lie from this one, either way, while fewer than three were seen:
 bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
-OTHER_CORES = 0.25
-"CPU cores kept busy by other programs, above which a run on CPU processes was disturbed"
-USED_BYTES = 2**30
-"in use on a GPU before the run opened it, above which somebody else is on it"
 # Student's t, two-sided 95 %, for 3, 4, ... launches (2, 3, ... degrees of freedom); more take the last.
 _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -30,6 +27,15 @@ class Throughput:
     num_launches: int
     num_warmup_steps: int
     "left out at the start, of the launch with most"
+
+    def times(self, factor: float) -> "Throughput":
+        """Of a share of the tokens."""
+        return replace(
+            self,
+            tokens_per_second=self.tokens_per_second * factor,
+            lowest=self.lowest * factor,
+            highest=self.highest * factor,
+        )
 
 
 def throughput(repeats: list[RunRecord]) -> Throughput | None:

@@ -26,6 +26,8 @@ _SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
     "fsdp_prefetch": (0, "{} layers prefetched"),
     "fp8": ("none", "fp8 {}"),
     "tf32": (False, "TF32"),
+    "peft": ("none", "{}"),
+    "packing": ("auto", "packing {}"),
 }
 
 

@@ -228,16 +228,17 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
     from datasets import concatenate_datasets, interleave_datasets
 
     numbered = [
-        part.with_format(None).add_column("dataset", [number] * len(part)).with_format("torch")
+        part.with_format(None).add_column("dataset", [number] * len(part))
         for number, part in enumerate(parts)
     ]
     same = [_with_columns(part, numbered) for part in numbered]
     if weights[0] is None:
-        return concatenate_datasets(same)
+        return concatenate_datasets(same).with_format("torch")
     shares = [weight / sum(weights) for weight in weights]
-    return interleave_datasets(
+    mixed = interleave_datasets(
         same, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
     )
+    return mixed.with_format("torch")
 
 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:

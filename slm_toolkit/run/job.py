@@ -111,6 +111,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
             f"--rehearse {config.rehearse} with --fp8 {config.fp8} and no GPU, where float8 is emulated and "
             "takes more\nhint: leave --fp8 out; a GPU rehearses it"
         )
+    if is_fake(config) and config.peft == "qlora":
+        raise ValueError(
+            f"--rehearse {config.rehearse} with --peft qlora and no GPU: fake tensors can't be quantized\n"
+            "hint: `slm estimate --peft qlora` knows its memory; a GPU rehearses it"
+        )
     if is_fake(config) and launch.strategy.offloads:
         raise ValueError(
             f"--rehearse {config.rehearse} without a GPU: {launch.strategy.path or launch.strategy.name} "

@@ -68,7 +68,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
         use_liger(model)
     if config.fp8 != "none":
         use_fp8(model, config.fp8)
-    if config.peft == "qlora" and config.rehearse is None:
+    if config.peft == "qlora":
         quantize(model)
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)

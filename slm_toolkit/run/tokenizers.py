@@ -7,7 +7,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}\n"
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 "of tokenizers that have none: every turn ends with the end-of-text token, so that generation stops there"

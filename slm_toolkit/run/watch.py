@@ -146,9 +146,8 @@ class RunWatch:
             "num_graphs_compiled": [
                 max(graphs) for graphs in zip(*(rank["graphs"] for rank in ranks), strict=True)
             ],
-            "tokens_counted": {
-                name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss", "padding")
-            },
+            "tokens_counted": {name: sum(rank[name] for rank in ranks) for name in ("drawn", "in_loss")},
+            "num_padding_tokens": sum(rank["padding"] for rank in ranks),
             "losses_by_dataset": self.dataset_losses.observed(self.accelerator)
             if self.dataset_losses is not None
             else {},
