@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -34,6 +35,7 @@ from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import write_failure
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
+from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
@@ -78,11 +80,17 @@ def main(argv: list[str] | None = None) -> None:
         path = write_record(record, job.run_dir)
         print("".join(f"note: {warning}\n" for warning in warnings_of(record)), end="", file=sys.stderr)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
-    accelerator = job.accelerator
+    accelerator, config, run_dir = job.accelerator, job.config, job.run_dir
     del job, prepared  # so that data-loader workers and gloo's threads end here, not in `leave`
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
+    if config.lm_eval_tasks is not None and accelerator.is_main_process:
+        torch.cuda.empty_cache()
+        with user_errors():
+            results = lm_eval(config.lm_eval_tasks, Path(record.model_dir), run_dir / "lm_eval")
+        write_record(dataclasses.replace(record, lm_eval=results), run_dir)
+        print(lm_eval_described(results), file=sys.stderr)
 
 
 def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:

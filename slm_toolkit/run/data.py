@@ -2,26 +2,22 @@
 
 import itertools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.config_data import Source
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.run.formats import CHATS, documents_of
+from slm_toolkit.run.formats import CHATS
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
-from slm_toolkit.run.packing import APART, Columns, columns_of, fill, packing_of
+from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStream, added_columns
+from slm_toolkit.run.packing import APART, packing_of
 from slm_toolkit.run.sources import read_rows
 from slm_toolkit.run.synthetic import MarkovTokens
 from slm_toolkit.run.tokenizers import load_tokenizer
-
-_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -94,16 +90,16 @@ def _load_part(
             f"--packing concat with {source.path}, which holds chats: answers would see other chats\n"
             "hint: --packing multipack"
         )
-    pack = _Pack(
+    pack = Pack(
         *(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
     )
     facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
     if streaming:
-        return _split_stream(source, _PackedStream(rows, pack), facts, config, hold_out)
+        return _split_stream(source, PackedStream(rows, pack), facts, config, hold_out)
     packed = rows.with_format(None).map(
         pack,
         batched=True,
-        batch_size=_ROWS_AT_ONCE,
+        batch_size=ROWS_AT_ONCE,
         remove_columns=rows.column_names,
         desc=f"packing {source.name}",
     )
@@ -123,71 +119,8 @@ def _load_part(
     return _Part(packed.select(range(num_train)), held_out, facts)
 
 
-@dataclass(frozen=True)
-class _Pack:
-    """Rows, by column, to the columns of sequences; all that decides them is in it, for `datasets`' cache."""
-
-    tokenizer: Any
-    kind: str
-    packing: str
-    seq_len: int
-    text_column: str
-    loss_on: str
-    vocab_size: int
-
-    def __call__(self, rows: dict[str, list[Any]]) -> Columns:
-        return self.columns(self.fill(self.documents(rows))[0])
-
-    def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
-        found = documents_of(
-            rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
-        )
-        if self.kind == "tokens":
-            most = max((max(document.tokens) for document in found), default=0)
-            if most >= self.vocab_size:
-                raise ValueError(
-                    f"a row has token {most}, the model knows {self.vocab_size}\n"
-                    "hint: the data was made with another tokenizer"
-                )
-        return found
-
-    def fill(self, documents: list[Any]) -> tuple[list[list[Any]], list[Any]]:
-        return fill(documents, self.packing, self.seq_len, is_chat=self.kind in CHATS)
-
-    def columns(self, sequences: list[list[Any]]) -> Columns:
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        has_labels = self.kind not in ("text",)
-        return columns_of(sequences, self.packing, self.seq_len, has_labels=has_labels, pad_token=pad)
-
-
-class _PackedStream(IterableDataset):
-    """Sequences of streamed rows, packed as they come; every pass reads the source again."""
-
-    def __init__(self, rows: Any, pack: _Pack, *, skip: int = 0) -> None:
-        self.rows, self.pack, self.skip = rows, pack, skip
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return itertools.islice(self._sequences(), self.skip, None)
-
-    def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
-        rest: list[Any] = []
-        joins = self.pack.packing in ("concat", "block_diagonal")
-        for group in _groups(self.rows, 1 if joins else _ROWS_AT_ONCE):
-            by_column = {name: [row[name] for row in group] for name in group[0]}
-            sequences, rest = self.pack.fill([*rest, *self.pack.documents(by_column)])
-            columns = self.pack.columns(sequences)
-            for values in zip(*columns.values(), strict=True):
-                yield {name: torch.as_tensor(value) for name, value in zip(columns, values, strict=True)}
-
-
-def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
-    rows = iter(rows)
-    while group := list(itertools.islice(rows, size)):
-        yield group
-
-
 def _split_stream(
-    source: Source, stream: _PackedStream, facts: dict[str, Any], config: RunConfig, hold_out: bool
+    source: Source, stream: PackedStream, facts: dict[str, Any], config: RunConfig, hold_out: bool
 ) -> _Part:
     """Of a stream the first sequences, as many as `eval_batches` hold, are held out in memory."""
     if config.dataloader_num_workers > 1:  # each would read it whole, or in another order
@@ -197,7 +130,7 @@ def _split_stream(
         )
     num_held_out = config.eval_batches * config.per_device_train_batch_size if hold_out else 0
     held_out = list(itertools.islice(iter(stream), num_held_out))
-    train = _PackedStream(stream.rows, stream.pack, skip=num_held_out)
+    train = PackedStream(stream.rows, stream.pack, skip=num_held_out)
     if next(iter(train), None) is None:
         raise ValueError(_too_short(source, stream.pack.kind, config, num_held_out))
     return _Part(train, held_out if hold_out else None, facts)
@@ -224,7 +157,7 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
                 f"--dataset {config.dataset}: streams are mixed with streams, by weights\n"
                 "hint: --streaming true or false for all, and A=3,B=1"
             )
-        return _MixedStream(parts, weights, config.seed)
+        return MixedStream(parts, weights, config.seed)
     from datasets import concatenate_datasets, interleave_datasets
 
     numbered = [
@@ -244,43 +177,7 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:
     """The columns of all parts: text that is joined has neither labels nor padding of its own."""
     missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
-    return part.map(partial(_add_columns, names=sorted(missing)), batched=True) if missing else part
-
-
-def _add_columns(rows: dict[str, Any], names: list[str]) -> Columns:
-    tokens = rows["input_ids"]
-    made = {
-        "labels": [list(row) for row in tokens],
-        "position_ids": [list(range(len(row))) for row in tokens],
-        "padding": [0] * len(tokens),
-    }
-    return {name: made[name] for name in names}
-
-
-class _MixedStream(IterableDataset):
-    """Sequences of several streams, drawn by weight; one that ends begins again, until all have ended."""
-
-    def __init__(self, streams: list[Any], weights: list[float], seed: int) -> None:
-        self.streams, self.shares, self.seed = streams, np.array(weights) / sum(weights), seed
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        rng = np.random.default_rng([self.seed, 2])
-        items = [iter(stream) for stream in self.streams]
-        ended: set[int] = set()
-        names = {name for stream in self.streams for name in next(iter(stream))}
-        while True:
-            number = int(rng.choice(len(items), p=self.shares))
-            item = next(items[number], None)
-            if item is None:
-                ended.add(number)
-                if len(ended) == len(items):
-                    return
-                items[number] = iter(self.streams[number])
-                item = next(items[number])
-            missing = sorted(names - item.keys())
-            made = _add_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
-            added = {name: torch.as_tensor(values[0]) for name, values in made.items()}
-            yield {**item, **added, "dataset": torch.tensor(number)}
+    return part.map(partial(added_columns, names=sorted(missing)), batched=True) if missing else part
 
 
 def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
@@ -291,8 +188,8 @@ def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
     if "labels" in packed.column_names:
         arrow = packed.with_format("numpy")
         counts = (
-            int((arrow[start : start + _ROWS_AT_ONCE]["labels"][:, 1:] != IGNORE_INDEX).sum())
-            for start in range(0, len(packed), _ROWS_AT_ONCE)
+            int((arrow[start : start + ROWS_AT_ONCE]["labels"][:, 1:] != IGNORE_INDEX).sum())
+            for start in range(0, len(packed), ROWS_AT_ONCE)
         )
         facts["num_labels"] = sum(counts)
     return facts

@@ -49,6 +49,7 @@ from slm_toolkit.run.launched import (
     check_environment,
     find_launch,
 )
+from slm_toolkit.run.lm_eval_hook import check_lm_eval
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
@@ -132,6 +133,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
     check_optional(config)
     check_adapters(config)
+    check_lm_eval(config)
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     gpu = None

@@ -1,0 +1,115 @@
+"""Rows of a dataset to sequences, all at once or as they stream by."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from slm_toolkit.run.formats import CHATS, documents_of
+from slm_toolkit.run.packing import Columns, columns_of, fill
+
+ROWS_AT_ONCE = 1000
+"that are packed together"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows, by column, to the columns of sequences; all that decides them is in it, for `datasets`' cache."""
+
+    tokenizer: Any
+    kind: str
+    packing: str
+    seq_len: int
+    text_column: str
+    loss_on: str
+    vocab_size: int
+
+    def __call__(self, rows: dict[str, list[Any]]) -> Columns:
+        return self.columns(self.fill(self.documents(rows))[0])
+
+    def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
+        found = documents_of(
+            rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
+        )
+        if self.kind == "tokens":
+            most = max((max(document.tokens) for document in found), default=0)
+            if most >= self.vocab_size:
+                raise ValueError(
+                    f"a row has token {most}, the model knows {self.vocab_size}\n"
+                    "hint: the data was made with another tokenizer"
+                )
+        return found
+
+    def fill(self, documents: list[Any]) -> tuple[list[list[Any]], list[Any]]:
+        return fill(documents, self.packing, self.seq_len, is_chat=self.kind in CHATS)
+
+    def columns(self, sequences: list[list[Any]]) -> Columns:
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        has_labels = self.kind not in ("text",)
+        return columns_of(sequences, self.packing, self.seq_len, has_labels=has_labels, pad_token=pad)
+
+
+class PackedStream(IterableDataset):
+    """Sequences of streamed rows, packed as they come; every pass reads the source again."""
+
+    def __init__(self, rows: Any, pack: Pack, *, skip: int = 0) -> None:
+        self.rows, self.pack, self.skip = rows, pack, skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return itertools.islice(self._sequences(), self.skip, None)
+
+    def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
+        rest: list[Any] = []
+        joins = self.pack.packing in ("concat", "block_diagonal")
+        for group in _groups(self.rows, 1 if joins else ROWS_AT_ONCE):
+            by_column = {name: [row[name] for row in group] for name in group[0]}
+            sequences, rest = self.pack.fill([*rest, *self.pack.documents(by_column)])
+            columns = self.pack.columns(sequences)
+            for values in zip(*columns.values(), strict=True):
+                yield {name: torch.as_tensor(value) for name, value in zip(columns, values, strict=True)}
+
+
+def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
+    rows = iter(rows)
+    while group := list(itertools.islice(rows, size)):
+        yield group
+
+
+def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:
+    tokens = rows["input_ids"]
+    made = {
+        "labels": [list(row) for row in tokens],
+        "position_ids": [list(range(len(row))) for row in tokens],
+        "padding": [0] * len(tokens),
+    }
+    return {name: made[name] for name in names}
+
+
+class MixedStream(IterableDataset):
+    """Sequences of several streams, drawn by weight; one that ends begins again, until all have ended."""
+
+    def __init__(self, streams: list[Any], weights: list[float], seed: int) -> None:
+        self.streams, self.shares, self.seed = streams, np.array(weights) / sum(weights), seed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rng = np.random.default_rng([self.seed, 2])
+        items = [iter(stream) for stream in self.streams]
+        ended: set[int] = set()
+        names = {name for stream in self.streams for name in next(iter(stream))}
+        while True:
+            number = int(rng.choice(len(items), p=self.shares))
+            item = next(items[number], None)
+            if item is None:
+                ended.add(number)
+                if len(ended) == len(items):
+                    return
+                items[number] = iter(self.streams[number])
+                item = next(items[number])
+            missing = sorted(names - item.keys())
+            made = added_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
+            added = {name: torch.as_tensor(values[0]) for name, values in made.items()}
+            yield {**item, **added, "dataset": torch.tensor(number)}
