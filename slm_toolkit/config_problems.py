@@ -120,7 +120,7 @@ def _of_data(config: RunConfig) -> list[str]:
         if SYNTHETIC in names and (len(names) > 1 or sources == "eval_sources"):
             found.append("synthetic tokens can't be mixed with, or held out of, documents")
     if config.dataset == SYNTHETIC:
-        given = ("packing", "dataset_format", "eval_dataset")
+        given = ("packing", "dataset_format", "eval_dataset", "lm_eval_tasks")
         changed = [name for name in given if getattr(config, name) != getattr(RunConfig, name)]
         found += [f"--{name} with synthetic tokens, which are no documents" for name in changed]
     if config.eval_dataset is not None and config.eval_steps is None:

@@ -268,3 +268,24 @@ def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
     run(*train, "--learning_rate", "4e-4", *out["plain"])
     assert record_under(tmp_path / "scaled")["losses"] == record_under(tmp_path / "plain")["losses"]
     assert find_model("slm-1m").num_layers == 4
+
+
+def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    rows = [{"q": f"{n} and one is", "choices": [str(n + 1), str(n)], "gold": 0} for n in range(10)]
+    questions = write_rows(tmp_path / "questions.jsonl", rows)
+    (tmp_path / "sums.yaml").write_text(
+        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {questions}\ntest_split: train\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n'
+    )
+    chat = write_rows(tmp_path / "chat.jsonl", [ROWS["alpaca"]] * 40)
+    words = ["python", "-m", "slm_toolkit.train", "--model", "slm-1m", "--max_steps", "1", "--seq_len", "64"]
+    asked = ["--dataset", str(chat), "--lm_eval_tasks", str(tmp_path / "sums.yaml"), "--peft", "lora"]
+    done = run(*words, *asked, "--output_dir", str(tmp_path / "out"))
+    assert "error: --lm_eval_tasks with --peft lora: an adapter alone is no model" in done.err
+    done = run(*words, *asked, "--merge_adapter", "--output_dir", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    results = record_under(tmp_path / "out")["lm_eval"]["sums"]
+    assert results["sample_len"] == 10
+    assert f"lm-eval sums: acc {results['acc,none']:.4g}" in done.err

@@ -183,6 +183,8 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
         save_steps=None,
         save_final_model=False,
+        merge_adapter=False,
+        lm_eval_tasks=None,
         report_to="none",
     )
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from accelerate.utils import set_seed  # transformers' own imports peft and bitsandbytes, where they are
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
