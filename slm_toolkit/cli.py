@@ -18,6 +18,7 @@ _VERBS = {  # name: the module that fills it, help
     "doctor": ("doctor", "what is wrong or unwise in a model and its configuration"),
     "report": ("report_verb", "print the table of recorded runs"),
     "configs": ("configs_verb", "list the shipped accelerate YAMLs, or write them out"),
+    "convert": ("convert", "turn accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another"),
 }
 _EPILOG = """\
 examples:
@@ -30,6 +31,7 @@ examples:
   slm report runs --html report.html                      the table and charts as a page to send around
   slm report --paper                                      the study behind it, rebuilt beside its figures
   slm configs --copy .                                    the YAMLs, to change and to launch
+  slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO, and what differs
 one training run:
   accelerate launch --config_file accel_configs/fsdp_full_shard.yaml -m slm_toolkit.train --help
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 # The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
 # accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
-_KEYS_OF_THE_JSON = {
+KEYS_OF_THE_JSON = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
     "zero_stage": ("zero_optimization", "stage"),
@@ -59,7 +59,7 @@ def read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisio
     problems = []
     if mixed_precision is not None:
         problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
-    for key, json_keys in _KEYS_OF_THE_JSON.items():
+    for key, json_keys in KEYS_OF_THE_JSON.items():
         if key not in section:
             continue
         value: Any = config

@@ -7,14 +7,15 @@ from typing import Any
 
 
 def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`."""
+    """Accept `--seq-len` where the flag is `--seq_len`; words behind `--` stay as they are."""
     words = []
-    for word in argv:
+    ours = argv.index("--") if "--" in argv else len(argv)
+    for word in argv[:ours]:
         name, equals, value = word.partition("=")
         words.append(
             name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else word
         )
-    return words
+    return words + argv[ours:]
 
 
 class Parser(argparse.ArgumentParser):
