@@ -468,11 +468,10 @@ def test_the_tables_in_the_docs_are_those_that_convert() -> None:
         assert table in text, f"{heading}: python -m slm_toolkit.conversion.tables"
 
 
-def test_the_conversion_in_the_readme_is_what_its_command_prints() -> None:
-    section = (ROOT / "README.md").read_text().partition("### Convert")[2]
-    command = next(line for line in section.splitlines() if line.startswith("slm convert")).partition("  #")[
-        0
-    ]
+def test_the_conversion_in_the_readme_is_what_its_command_prints(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Convert\n")[2]
+    command = next(line for line in section.splitlines() if line.startswith("slm convert"))
     shown = section.partition("```text\n")[2].partition("```")[0]
-    done = slm(*shlex.split(command)[1:])
-    assert shown == done.err
+    done = slm(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
+    assert shown == done.out + done.err
+    assert done.code == 1

@@ -24,6 +24,7 @@ HEAVY = (
         "slm_toolkit.predict.advice",
         "slm_toolkit.recommend",
         "slm_toolkit.doctor",
+        "slm_toolkit.convert",
         "slm_toolkit.compare_verb",
         "slm_toolkit.report.plan_table",
         "slm_toolkit.report.observations",

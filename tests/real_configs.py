@@ -1,0 +1,122 @@
+"""`real_configs.py FOLDER`: what accelerate, transformers and DeepSpeed make of the files there, as JSON."""
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import ParallelismConfig
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import unset_hf_deepspeed_config
+
+OWN = dict(os.environ)
+
+
+def fsdp_facts(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    return {
+        "version": plugin.fsdp_version,
+        "reshard": plugin.reshard_after_forward,
+        "fsdp1": getattr(plugin.sharding_strategy, "name", None),
+        "offload": type(plugin.cpu_offload).__name__,
+        "wrap": getattr(plugin.auto_wrap_policy, "__name__", None),
+        "layers": plugin.transformer_cls_names_to_wrap,
+        "min_num_params": plugin.min_num_params,
+        "state_dict": plugin.state_dict_type.name,
+        "ram_efficient": bool(plugin.cpu_ram_efficient_loading),
+        "checkpointing": bool(plugin.activation_checkpointing),
+        "checkpointing_offload": bool(plugin.activation_checkpointing_offload),
+    }
+
+
+def deepspeed_facts(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    zero = plugin.deepspeed_config["zero_optimization"]
+    model = DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+    return {
+        "stage": plugin.zero_stage,
+        "init": plugin.zero3_init_flag,
+        "optimizer": model.offload_optimizer and str(model.offload_optimizer.device),
+        "param": model.offload_param and str(model.offload_param.device),
+        "hpz": model.zero_hpz_partition_size,
+        "gathers": model.gather_16bit_weights_on_model_save,
+        "bf16": plugin.deepspeed_config["bf16"],
+        "clipping": plugin.deepspeed_config["gradient_clipping"],
+    }
+
+
+def of_yaml(path: Path) -> dict[str, Any]:
+    """What `accelerate launch` would tell the ranks, and what these would make of it."""
+    load_config_from_file(str(path))
+    words = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, env = prepare_deepspeed_cmd_env(args)
+    else:
+        env = prepare_multi_gpu_env(args)
+    os.environ.update(env)
+    facts: dict[str, Any] = {"ranks": args.num_processes, "precision": env["ACCELERATE_MIXED_PRECISION"]}
+    if args.use_deepspeed:
+        facts |= deepspeed_facts(DeepSpeedPlugin())
+    elif args.use_fsdp:
+        facts |= fsdp_facts(FullyShardedDataParallelPlugin())
+    if args.use_parallelism_config:
+        facts["groups"] = groups()
+    return facts
+
+
+def of_arguments(command: list[str]) -> dict[str, Any]:
+    """What the Trainer would make of the arguments of a command, its variables set."""
+    while "=" in command[0]:
+        name, _, value = command.pop(0).partition("=")
+        os.environ[name] = value
+    words = command[command.index("train.py") + 1 :]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        [*words, "--use_cpu"], look_for_args_file=False
+    )
+    facts: dict[str, Any] = {"precision": args.mixed_precision}
+    if args.fsdp_plugin_args:
+        facts |= fsdp_facts(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
+    if args.deepspeed_plugin:
+        facts |= deepspeed_facts(args.deepspeed_plugin)
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        facts["groups"] = groups()
+    return facts
+
+
+def groups() -> list[int]:
+    config = ParallelismConfig()
+    return [config.dp_replicate_size, config.dp_shard_size]
+
+
+def of_file(path: Path) -> dict[str, Any]:
+    """An error of the library is a fact, too."""
+    os.environ.clear()
+    os.environ.update(OWN)
+    try:
+        if path.suffix == ".yaml":
+            return of_yaml(path)
+        if path.suffix == ".sh":
+            return of_arguments(shlex.split(path.read_text()))
+        (args,) = HfArgumentParser(TrainingArguments).parse_dict(
+            {**json.loads(path.read_text()), "use_cpu": True}
+        )
+        facts = fsdp_facts(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)) if args.fsdp else {}
+        return facts | (deepspeed_facts(args.deepspeed_plugin) if args.deepspeed_plugin else {})
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        return {"error": str(error)}
+    finally:
+        unset_hf_deepspeed_config()
+
+
+if __name__ == "__main__":
+    found = {path.name: of_file(path) for path in sorted(Path(sys.argv[1]).iterdir())}
+    found["ClusterConfig"] = [field.name for field in dataclasses.fields(ClusterConfig)]
+    print(json.dumps(found))
