@@ -315,6 +315,32 @@ def test_a_json_gets_a_yaml_that_points_to_it(tmp_path: Path) -> None:
     assert (strategy.zero_stage, strategy.num_processes) == (3, 8)
 
 
+def test_a_json_with_a_section_on_checkpointing_is_still_deepspeeds(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}
+    written = converted(write(tmp_path, json.dumps(config), "mine.json"), to="accelerate_fsdp")
+    assert row(written, "activation_checkpointing.cpu_checkpointing").fate == "no counterpart"
+
+
+def test_two_machines_keep_their_meeting_point(tmp_path: Path) -> None:
+    text = (
+        f"{FSDP2}num_processes: 16\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\n"
+        "main_process_port: 29500\n"
+    )
+    command = converted(write(tmp_path, text), to="training_arguments").command
+    of_static = "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500"
+    assert shlex.join(command).startswith(f"torchrun {of_static} train.py --fsdp")
+    source = write(tmp_path, f"{text}rdzv_backend: c10d\nsame_network: false\n")
+    command = converted(source, to="training_arguments", folder=tmp_path).command
+    of_c10d = "--nproc_per_node 8 --nnodes 2 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29500"
+    assert shlex.join(command).startswith(f"torchrun {of_c10d} train.py --fsdp")
+    back = strategy_of(converted(*command, to="accelerate_fsdp", folder=tmp_path), tmp_path).accelerate_config
+    assert (back["rdzv_backend"], back["same_network"]) == ("c10d", False)
+    assert (back["main_process_ip"], back["main_process_port"]) == ("10.0.0.1", 29500)
+    as_zero = converted(source, to="accelerate_deepspeed", folder=tmp_path / "zero")
+    section = strategy_of(as_zero, tmp_path / "zero").accelerate_config["deepspeed_config"]
+    assert section["deepspeed_multinode_launcher"] == "standard"  # the default would start the others by pdsh
+
+
 def test_an_hpz_of_auto_is_a_number_for_scripts_that_are_not_ours() -> None:
     written = converted("ds_zeropp", to="deepspeed_json")  # four ranks on one machine
     assert (

@@ -67,22 +67,35 @@ def script_of(words: Iterable[str]) -> list[str]:
     return found if found and not (found[0].startswith("--") and found[0] != "--module") else [SCRIPT, *found]
 
 
+def launch_values(settings: Iterable[Setting]) -> dict[str, Any]:
+    """What accelerate's launcher is told."""
+    return {s.path[0]: s.value for s in settings if s.section == "launch" and s.value is not None}
+
+
+def torchrun_options(values: dict[str, Any]) -> dict[str, str]:
+    """torchrun's option for each of accelerate's keys that has one here; on one machine few do."""
+    num, nodes = values.get("num_processes"), values.get("num_machines") or 1
+    options = {"num_processes": f"--nproc_per_node {'N' if num is None else num // nodes}"}
+    port = values.get("main_process_port")
+    if nodes == 1:
+        return options if port is None else {**options, "main_process_port": f"--master_port {port}"}
+    if (backend := values.get("rdzv_backend", "static")) == "static":
+        said = {key: option for key, option in TORCHRUN.items() if key in values}
+        return options | {key: f"{option} {values[key]}" for key, option in said.items()}
+    endpoint = ":".join(str(values[key]) for key in ("main_process_ip", "main_process_port") if key in values)
+    options |= {"num_machines": f"--nnodes {nodes}", "rdzv_backend": f"--rdzv_backend {backend}"}
+    return options | dict.fromkeys(("main_process_ip", "main_process_port"), f"--rdzv_endpoint {endpoint}")
+
+
 def torchrun_command(
     settings: Iterable[Setting], environment: list[str], script: list[str], arguments: list[str]
 ) -> list[str]:
     """`torchrun` (or python, for one process) with what accelerate's launcher would have been told."""
-    values = {setting.path[0]: setting.value for setting in settings if setting.section == "launch"}
-    num, nodes = values.get("num_processes"), values.get("num_machines") or 1
-    if num == 1 and nodes == 1:
+    values = launch_values(settings)
+    if values.get("num_processes") == 1:
         return [*environment, "python", *script, *arguments]
-    per_node = "N" if num is None else str(num // nodes)
-    words = [*environment, "torchrun", "--nproc_per_node", per_node]
-    for key, option in TORCHRUN.items():
-        if key in values and values[key] is not None and (nodes > 1 or key == "main_process_port"):
-            words += [option, str(values[key])]
-    if nodes > 1 and values.get("rdzv_backend", "static") != "static":
-        words += ["--rdzv_backend", str(values["rdzv_backend"])]
-    return [*words, *script, *arguments]
+    options = dict.fromkeys(torchrun_options(values).values())
+    return [*environment, "torchrun", *(word for o in options for word in o.split()), *script, *arguments]
 
 
 def _environment(words: list[str], found: CommandSource) -> list[str]:

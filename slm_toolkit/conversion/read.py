@@ -47,13 +47,13 @@ def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: i
     launch, asked_ranks = _launch({}, num_processes, gpus_per_node)
     if is_training_arguments(config):
         return read_trainer(config, path.stem, launch, asked_ranks, folder=path.parent)
-    if is_fsdp_config(config):
-        whole = {"fsdp": True, "fsdp_config": config}
-        return read_trainer(whole, path.stem, launch, asked_ranks, folder=path.parent)
     if any(key in config for key in _DEEPSPEED_MARKS):
         settings = deepspeed_settings(config)
         settings += init_flag(settings)
         return Draft(path.stem, "deepspeed", asked_ranks, (*launch, *settings), json_path=path)
+    if is_fsdp_config(config):
+        whole = {"fsdp": True, "fsdp_config": config}
+        return read_trainer(whole, path.stem, launch, asked_ranks, folder=path.parent)
     raise ValueError(
         f"{path} is in no form that is known: it has {', '.join(list(config)[:5])}\nhint: {_FORMS}"
     )

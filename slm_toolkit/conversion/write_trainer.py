@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.conversion.command import script_of, torchrun_command
+from slm_toolkit.conversion.command import launch_values, script_of, torchrun_command, torchrun_options
 from slm_toolkit.conversion.counterparts import INIT_FLAG
 from slm_toolkit.conversion.settings import Draft, Row, of_section, row_of, stage_of, truth
 from slm_toolkit.conversion.trainer_keys import (
@@ -32,6 +32,8 @@ _IN_PIECES = (
     "drawn from a seed come out as others"
 )
 _LAUNCHER = "accelerate's launcher alone knows it"
+_MUST_AGREE = "transformers refuses an argument that says otherwise"
+_BY_VARIABLE = "TrainingArguments have no such key; accelerate inside reads the variable"
 _NO_KEY = "TrainingArguments have no such key, torchrun no such option"
 
 
@@ -94,15 +96,13 @@ def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[Row]]:
     return config, variables, rows
 
 
-_BY_VARIABLE = "TrainingArguments have no such key; accelerate inside reads the variable"
-
-
 def _deepspeed(
     draft: Draft, files: dict[str, str], folder: Path | None
 ) -> tuple[str, dict[str, Any], list[Row]]:
     """The file that --deepspeed takes, and the arguments that must agree with it."""
     config, rows = deepspeed_json(draft, for_our_script=False)
     arguments: dict[str, Any] = {}
+    agreeing: list[Row] = []
     for setting in of_section(draft.settings, "deepspeed"):
         names = DEEPSPEED_ARGUMENTS.get(".".join(setting.path), ())
         if setting.value == "auto" or draft.is_trainers or not setting.source:
@@ -110,20 +110,13 @@ def _deepspeed(
         values = setting.value if len(names) > 1 else [setting.value]
         for name, value in zip(names, values, strict=False):
             arguments[name] = value
-            rows.append(
-                placed(setting, name, value, why="transformers refuses an argument that says otherwise")
-            )
+            agreeing.append(placed(setting, name, value, why=_MUST_AGREE))
     if is_unchanged(draft, config):
-        return shown(draft.json_path), arguments, _but_one(rows, draft)
+        named = shown(draft.json_path)
+        return named, arguments, [unchanged_json(draft, f"deepspeed: {named}"), *agreeing]
     name = f"{draft.name}_as_deepspeed.json"
     files[name] = json_text(config)
-    return in_folder(folder, name), arguments, rows
-
-
-def _but_one(rows: list[Row], draft: Draft) -> list[Row]:
-    """One row for the file that stays as it is, and those of keys that are arguments, too."""
-    whole = unchanged_json(draft, f"deepspeed: {shown(draft.json_path)}")
-    return [whole, *(row for row in rows if row.why.startswith("transformers refuses"))]
+    return in_folder(folder, name), arguments, rows + agreeing
 
 
 def _plugin_rows(draft: Draft) -> Iterable[Row]:
@@ -142,18 +135,16 @@ def _plugin_rows(draft: Draft) -> Iterable[Row]:
 def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[Row]]:
     """Variables of the environment, and rows, of the launcher's keys; fills in what they are as arguments."""
     environment, rows = [*draft.environment], []
+    values = launch_values(draft.settings)
+    options = {"num_processes": "python"} if values.get("num_processes") == 1 else torchrun_options(values)
     for setting in of_section(draft.settings, "launch"):
         key, value = setting.path[-1], setting.value
         if key == "distributed_type" and draft.is_trainers:
             rows.append(placed(setting, setting.source, True if draft.engine == "fsdp" else setting.said))
         elif key in LAUNCHERS_OWN:
             rows.append(row_of(setting, "default", why="of accelerate's launcher only"))
-        elif key == "num_processes":
-            rows.append(row_of(setting, "carried", _processes(draft, value)))
-        elif key in TORCHRUN and value is not None:
-            rows.append(row_of(setting, "carried", f"{TORCHRUN[key]} {value}"))
-        elif key == "rdzv_backend":
-            to = [] if value == "static" else [f"--rdzv_backend {value}"]
+        elif key in ("num_processes", "rdzv_backend", *TORCHRUN):
+            to = [options[key]] if key in options and value is not None else []
             rows.append(row_of(setting, "carried" if to else "default", *to))
         elif key in VARIABLES:
             if str(value).lower() in ("all", "false", "none"):
@@ -180,13 +171,6 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
             row_of(setting, setting.fate, variable, why="; ".join((_BY_VARIABLE, setting.why)).strip("; "))
         )
     return environment, rows
-
-
-def _processes(draft: Draft, num: int) -> str:
-    if num == 1:
-        return "python"
-    nodes = next((s.value for s in draft.settings if s.path == ("num_machines",)), 1) or 1
-    return f"--nproc_per_node {num // nodes}"
 
 
 def _argument(key: str, value: Any) -> dict[str, Any]:
