@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from slm_toolkit.disturbances import warnings_of
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.hardware import num_cores
@@ -45,7 +46,6 @@ from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
-from slm_toolkit.run_warnings import warnings_of
 
 
 def main(argv: list[str] | None = None) -> None:

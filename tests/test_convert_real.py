@@ -150,7 +150,7 @@ def test_what_we_say_of_others_is_so(facts: dict[str, Any]) -> None:
     ("source", "form", "ours"),
     [
         ("fsdp_full_shard", "accelerate_deepspeed", "ds_zero3"),
-        ("ds_zero2_offload", "accelerate_fsdp", "fsdp_shard_grad_op"),
+        pytest.param("ds_zero2_offload", "accelerate_fsdp", "fsdp_shard_grad_op", marks=pytest.mark.slow),
     ],
 )
 def test_a_converted_strategy_trains_as_ours_does(source: str, form: str, ours: str, tmp_path: Path) -> None:

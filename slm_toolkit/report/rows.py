@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slm_toolkit.disturbances import padding_share, warnings_of
 from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.hardware import find_gpu
 from slm_toolkit.predict.cost import usd_per_million_tokens
@@ -11,7 +12,6 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RunRecord, flags_asked, spec_of
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
-from slm_toolkit.run_warnings import padding_share, warnings_of
 
 
 @dataclass  # a frozen one takes thrice as long to make, and a report makes tens of thousands
