@@ -215,7 +215,7 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
         ],
     )
     assert row_from(record).warnings == [
-        "waited for data 10% of the time",
+        "waited for data 10% of the time: --dataloader_num_workers 1 or more reads ahead",
         "compiled again in timed step 7",
         "rank 1: the GPU was in use before the run (3.0 GiB)",
         "rank 1: clocks throttled: sw_power_cap in 4 steps",
@@ -224,6 +224,33 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
     nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
     assert nan.warnings == ["the loss is not a number from step 3 on"]
     assert row_from(with_steps(*[1.0] * 9)).warnings == []
+
+
+def test_what_bound_a_run_is_said_with_what_helps() -> None:
+    idle = {"utilization": [99, 60, 62, 58, 61, 59, 60, 60, 60], "throttle_reasons": {}}
+    record = with_steps(
+        *[1.0] * 9,
+        phase_seconds=[{"data": [0.0] * 9}],
+        tokens_counted={"drawn": 1000, "in_loss": 1000},
+        num_padding_tokens=250,
+        gpu_watch=[idle],
+        host_ram={  # 3 of 100 GiB
+            "total_bytes": 100 * 2**30,
+            "least_available_bytes": 3 * 2**30,
+            "swapped_out_bytes": 2**30,
+        },
+    )
+    row = row_from(record)
+    assert row.warnings == [
+        "25% of the tokens were padding: --packing multipack puts documents together",
+        "host RAM was short: 3.0 of 100 GiB were left; --streaming true, fewer --dataloader_num_workers or "
+        "less offload",
+        "the machine swapped 1.0 GiB out while steps ran",
+        "rank 0: the GPU was busy 60% of the time: larger batches or --torch_compile fill it",
+    ]
+    whole = row_from(dataclasses.replace(record, num_padding_tokens=0))
+    assert row.tokens_per_second == pytest.approx(0.75 * whole.tokens_per_second)  # of tokens that are some
+    assert row.mfu == pytest.approx(whole.mfu)  # padding was computed, too
 
 
 def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
