@@ -17,6 +17,7 @@ _VERBS = {  # name: the module that fills it, help
     "recommend": ("recommend", "the cheapest or fastest way to train a model on the GPUs you can get"),
     "doctor": ("doctor", "what is wrong or unwise in a model and its configuration"),
     "report": ("report_verb", "print the table of recorded runs"),
+    "launch": ("launch_verb", "`accelerate launch` on one of several machines, once all have met"),
     "configs": ("configs_verb", "list the shipped accelerate YAMLs, or write them out"),
     "convert": ("convert", "turn accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another"),
 }

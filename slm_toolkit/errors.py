@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a ValueError as `error: ...` (rank 0 only) and exit with 2."""
+    """Print a ValueError as `error: ...`, on the first rank of each machine only, and exit with 2."""
     try:
         yield
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

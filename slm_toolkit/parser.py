@@ -7,9 +7,9 @@ from typing import Any
 
 
 def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`; words behind `--` stay as they are."""
+    """Accept `--seq-len` where the flag is `--seq_len`; what follows `--` or `-m` are another command's words."""
     words = []
-    ours = argv.index("--") if "--" in argv else len(argv)
+    ours = min((argv.index(mark) for mark in ("--", "-m") if mark in argv), default=len(argv))
     for word in argv[:ours]:
         name, equals, value = word.partition("=")
         words.append(

@@ -67,6 +67,8 @@ class RunRecord:
     num_cores: int | None = None
     "that the run's processes may use on their machine"
     world_size: int | None = None
+    num_machines: int | None = None
+    "that its ranks were on, equally many on each; None in records that don't say"
     engine: str | None = None
     "probed after prepare, like the next two"
     zero_stage: int | None = None

@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
         with tensors_of(job.config):
             prepared, record = prepare(job, record)
             fake = is_fake(job.config)
-            observed = rehearse(job, prepared) if fake else train(job, prepared, record)
+            with job.machines.recorded(record, job.run_dir, started=started):
+                observed = rehearse(job, prepared) if fake else train(job, prepared, record)
         record = dataclasses.replace(record, status="ok", **observed)
     except Exception as error:
         write_failure(record, error, job.run_dir, started=started)

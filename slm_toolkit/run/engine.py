@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.run.launched import Launch
+from slm_toolkit.run.machines import process_group_timeout
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
 
@@ -56,8 +56,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": project_dir,
     }
-    # Rank 0 packs documents while the others wait for it: longer than NCCL's ten minutes on a large dataset.
-    patience = {"timeout": timedelta(hours=1)}
+    patience = {"timeout": process_group_timeout()}
     if torch.cuda.is_available():
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
     elif engine == "deepspeed":

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.gpt_configs import check_trainable
+from slm_toolkit.launch_words import said_alike
 from slm_toolkit.models import ModelSpec, find_model
 from slm_toolkit.record import (
     RunRecord,
@@ -51,6 +52,7 @@ from slm_toolkit.run.launched import (
 )
 from slm_toolkit.run.lm_eval_hook import check_lm_eval
 from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.run.machines import Machines, num_machines
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
 from slm_toolkit.run.ranks import rank_0_first
@@ -77,6 +79,7 @@ class Job:
     gpu_before: GpuBefore
     batch_described: str
     "how many sequences a step has, and what became of the learning rate"
+    machines: Machines
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,10 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_optional(config)
     check_adapters(config)
     check_lm_eval(config)
+    machines = Machines()
+    if num_machines() > 1:
+        counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
+        machines.meet(said_alike(launch.command, launch.strategy, **counts))
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     gpu = None
@@ -144,15 +151,18 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         gpu = torch.cuda.get_device_name()
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
-    run_name = config.run_name or run_name_of(spec, launch.strategy, identity)
+    run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
+    if config.save_steps:
+        machines.check_shared(run_dir.parent, flag=f"--save_steps {config.save_steps}")
     resume = config.resume_from_checkpoint
     description = run_description(config, launch.strategy, launch.num_processes)
     checkpoint = find_checkpoint(resume, run_dir, description) if resume else None
     if checkpoint is not None:
         check_resumable(checkpoint, description)
 
-    accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
+    with machines.connecting():
+        accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
     per_step = sequences_per_step(config, accelerator)
     batch_described = describe_batch(config, per_step, accelerator)
@@ -167,7 +177,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         stay_in_place(model)
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description),
-        *(data, model, gpu_before, batch_described),
+        *(data, model, gpu_before, batch_described, machines),
     )
     record = RunRecord(
         run_name=run_name,
@@ -222,6 +232,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     record = dataclasses.replace(
         record,
         world_size=running.world_size,
+        num_machines=None if config.rehearse else num_machines(),
         engine=running.engine,
         zero_stage=running.zero_stage,
         reshard_after_forward=running.reshard_after_forward,

@@ -10,7 +10,8 @@ import psutil
 
 from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.groups import with_group_options
-from slm_toolkit.strategy import Strategy, read_strategy
+from slm_toolkit.launch_words import launch_arguments, option
+from slm_toolkit.strategy import Strategy, num_machines, on_nodes, read_strategy
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Launch:
     def mixed_precision(self) -> str | None:
         """What the launcher's option or the YAML asks of accelerate; None where neither does."""
         of_yaml = (self.strategy.accelerate_config or {}).get("mixed_precision")
-        asked = _option(self.command, "mixed_precision") or of_yaml
+        asked = option(self.command, "mixed_precision") or of_yaml
         return "no" if asked is False else asked  # YAML reads a bare no as false
 
     def command_for(self, num_processes: int) -> str:
@@ -53,16 +54,19 @@ def find_launch() -> Launch:
             words, folder = parent.cmdline(), parent.cwd()
         except (psutil.AccessDenied, psutil.NoSuchProcess):  # another user's process is not our launcher
             continue
-        arguments = _launch_arguments(words)
+        arguments = launch_arguments(words)
         if arguments is None:
             continue
         command = ("accelerate", "launch", *arguments)
-        config_file = _option(command, "config_file")
+        config_file = option(command, "config_file")
         if config_file is None:
             return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), command)
         strategy = read_strategy(Path(folder, config_file))
-        strategy = with_group_options(strategy, functools.partial(_option, command))
-        asked = _option(command, "num_processes")
+        strategy = with_group_options(strategy, functools.partial(option, command))
+        machines = int(option(command, "num_machines") or num_machines(strategy))
+        if machines > 1:  # without a machine's own number: the record is of them all
+            strategy = on_nodes(strategy, machines)
+        asked = option(command, "num_processes")
         return Launch(strategy, int(asked) if asked else strategy.num_processes, command)
     return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), ())
 
@@ -84,11 +88,14 @@ def check_environment(launch: Launch) -> None:
     ddp_of_one = launch.strategy.engine in ("single", "ddp") and engine == "ddp"
     if started.num_processes == launch.num_processes and (engine == launch.strategy.engine or ddp_of_one):
         return
+    hint = "launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
+    if num_machines(launch.strategy) > 1:
+        hint = "the same --num_processes, of all machines together, and --num_machines on every machine"
     raise ValueError(
         f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
         f"on {launch.num_processes} processes, "
         f"the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
-        "hint: launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
+        f"hint: {hint}"
     )
 
 
@@ -104,32 +111,12 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
         )
     if num_gpus == 0 or local_processes <= num_gpus:
         return
-    paste = f": {launch.command_for(num_gpus)}" if launch.command else f" with {num_gpus} processes"
+    num_fit = num_gpus * num_machines(launch.strategy)
+    paste = f": {launch.command_for(num_fit)}" if launch.command else f" with {num_fit} processes"
     noun = "GPU" if num_gpus == 1 else "GPUs"
     raise ValueError(
         f"{local_processes} processes but {num_gpus} {noun} on this machine\nhint: launch it as{paste}"
     )
-
-
-def _launch_arguments(words: list[str]) -> list[str] | None:
-    """What follows `accelerate launch` in a command line; None where it is another command."""
-    for index, word in enumerate(words):
-        if Path(word).name == "accelerate" and words[index + 1 : index + 2] == ["launch"]:
-            return words[index + 2 :]
-        if Path(word).name == "accelerate-launch" or word == "accelerate.commands.launch":
-            return words[index + 1 :]
-    return None
-
-
-def _option(command: tuple[str, ...], name: str) -> str | None:
-    """The value of one of the launcher's own options; those after the script belong to the script."""
-    for index, word in enumerate(command):
-        if word in ("-m", "--module"):
-            return None
-        key, equals, value = word.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else command[index + 1]
-    return None
 
 
 def _strategy_from_environment() -> Strategy:

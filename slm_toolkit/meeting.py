@@ -1,0 +1,265 @@
+"""The machines of a launch meet where the first one listens; who does not come in time is named.
+
+Every other machine sends the first a line of JSON, its number and what all must say alike, and gets a line
+back once all are there: that all is well, or what is wrong. The connection is the caller's from then on.
+"""
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from slm_toolkit.patience import Patience, Waiting
+
+_RETRY_SECONDS = 0.5
+_HELLO_SECONDS = 5.0
+"for the line of somebody who has connected"
+_LONGEST_LINE = 2**20
+_MOST_DIFFERENCES = 10
+_ALIKE = "the same command on every machine but for --machine_rank, with the same files and versions"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine of a launch as it presents itself."""
+
+    rank: int
+    num_machines: int
+    said: dict[str, Any]
+    "what all of them must say alike, as JSON"
+
+
+@dataclass(frozen=True)
+class Link:
+    """An open connection to another machine."""
+
+    rank: int
+    address: str
+    socket: socket.socket
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface of this machine that it goes through."""
+        own = self.socket.getsockname()[0]
+        named = psutil.net_if_addrs().items()
+        return next((name for name, found in named if own in [entry.address for entry in found]), None)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket on `port` (0: any that is free) of all interfaces, for addresses of `address`'s kind.
+
+    Raises ValueError for a name that nobody knows and for a port that is taken.
+    """
+    family, _ = _resolve(address, port)
+    try:
+        return socket.create_server(("", port), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"can't listen on port {port} of this machine: {error.strerror}\n"
+            "hint: another launch? --main_process_port names a free one, the same on every machine"
+        ) from None
+
+
+def is_own_address(address: str) -> bool:
+    """Whether `address` is one of this machine's. Raises ValueError for a name that nobody knows."""
+    family, place = _resolve(address, 0)
+    with socket.socket(family) as attempt:
+        try:
+            attempt.bind(place)
+        except OSError:
+            return False
+    return True
+
+
+def own_addresses() -> str:
+    """Where others may find this machine: `10.0.0.1 (eth0), ...`."""
+    found = [
+        f"{entry.address} ({name})"
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+    return ", ".join(found) or "none"
+
+
+def host(me: Machine, listener: socket.socket, *, at: str, patience: Patience) -> list[Link]:
+    """Wait on the first machine, found `at`, for all others; their links in order of rank.
+
+    Raises ValueError, which the others are told too, where one does not come, or where they differ.
+    """
+    waiting = Waiting(f"machine {me.rank} of {me.num_machines}", patience)
+    guests: dict[int, _Guest] = {}
+    try:
+        with selectors.DefaultSelector() as ready:
+            ready.register(listener, selectors.EVENT_READ)
+            while missing := [rank for rank in range(1, me.num_machines) if rank not in guests]:
+                who = _machines(missing)
+                waiting.say(f"waiting at {at} for {who}")
+                if waiting.seconds_left <= 0:
+                    came = f"{len(guests) + 1} of {me.num_machines} machines came"
+                    raise ValueError(
+                        f"{came} within {patience.seconds:g} s: nobody came to {at} as {who}"
+                        f"\nhint: {patience.hint}"
+                    )
+                for key, _ in ready.select(waiting.seconds_until_next):
+                    if key.fileobj is not listener:  # who has said all: the end of the connection
+                        ready.unregister(key.fileobj)
+                        gone = guests.pop(key.data.link.rank).link
+                        gone.socket.close()
+                        waiting.note(f"machine {gone.rank} ({gone.address}) went away again")
+                    elif (guest := _welcome(me, listener, guests, waiting)) is not None:
+                        guests[guest.link.rank] = guest
+                        ready.register(guest.link.socket, selectors.EVENT_READ, guest)
+        _check_alike(me, [guests[rank] for rank in sorted(guests)])
+    except ValueError as error:
+        _answer(guests.values(), str(error))
+        raise
+    _answer(guests.values(), None)
+    return [guests[rank].link for rank in sorted(guests)]
+
+
+def attend(me: Machine, address: str, port: int, *, patience: Patience) -> Link:
+    """Find the first machine, and wait there until all are there. Raises ValueError as `host` does."""
+    waiting = Waiting(f"machine {me.rank} of {me.num_machines}", patience)
+    where, why = f"{address}:{port}", ""
+    while waiting.seconds_left > 0:
+        waiting.say(f"looking for machine 0 at {where}{why}")
+        try:
+            return _present(me, address, port, waiting)
+        except OSError as error:  # also of a name that nobody knows yet
+            why = f" ({error.strerror or str(error) or 'no answer'})"
+        time.sleep(min(_RETRY_SECONDS, max(waiting.seconds_left, 0)))
+    raise ValueError(
+        f"machine {me.rank} of {me.num_machines} did not meet machine 0 at {where} within "
+        f"{patience.seconds:g} s{why}\nhint: {patience.hint}"
+    )
+
+
+@dataclass(frozen=True)
+class _Guest:
+    link: Link
+    said: dict[str, Any]
+
+
+def _welcome(
+    me: Machine, listener: socket.socket, guests: dict[int, _Guest], waiting: Waiting
+) -> _Guest | None:
+    """Who has just connected; None, after a line about it, for what can't be another machine of ours."""
+    connection, (address, *_) = listener.accept()
+    connection.settimeout(_HELLO_SECONDS)
+    try:
+        hello = json.loads(_line_from(connection))
+        guest = _Guest(Link(int(hello["machine_rank"]), address, connection), dict(hello["said"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        connection.close()
+        waiting.note(f"somebody at {address} connected who is no machine of an `slm launch`")
+        return None
+    connection.settimeout(None)
+    rank = guest.link.rank
+    taken = me if rank == me.rank else guests.get(rank)
+    if taken is None and 0 < rank < me.num_machines:
+        waiting.go_on(f"machine {rank} is here ({address})")
+        return guest
+    whose = "machine 0's" if taken is me else f"that of {taken.link.address}" if taken else "too high"
+    problem = f"--machine_rank {rank} of {address} is {whose}: {me.num_machines} machines count from 0"
+    waiting.note(f"{problem}; it was sent away")
+    _answer([guest], f"{problem}\nhint: every machine has a --machine_rank of its own")
+    connection.close()
+    return None
+
+
+def _answer(guests: Iterable[_Guest], problem: str | None) -> None:
+    for guest in guests:
+        try:
+            guest.link.socket.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+        except OSError:  # it has ended, and will be missed
+            continue
+
+
+def _present(me: Machine, address: str, port: int, waiting: Waiting) -> Link:
+    """One attempt: connect, say who we are, and wait for what the first machine says once all are there.
+
+    Raises OSError where nobody is there, ValueError with what it finds wrong.
+    """
+    connection = socket.create_connection((address, port), timeout=waiting.seconds_until_next)
+    try:
+        connection.sendall(json.dumps({"machine_rank": me.rank, "said": me.said}).encode() + b"\n")
+        said = b""
+        while not said.endswith(b"\n"):
+            waiting.say("machine 0 is there and waits for others")
+            if waiting.seconds_left < -_HELLO_SECONDS:  # it should have lost its patience first, and said so
+                raise TimeoutError("machine 0 says nothing")
+            connection.settimeout(max(1.0, waiting.seconds_until_next))
+            try:
+                part = connection.recv(_LONGEST_LINE)
+            except TimeoutError:
+                continue
+            if not part:
+                raise ConnectionError("who answers there ends the connection: another program?")
+            said += part
+        connection.settimeout(None)
+        if (problem := json.loads(said)["problem"]) is not None:
+            raise ValueError(problem)
+    except (OSError, ValueError):
+        connection.close()
+        raise
+    return Link(0, connection.getpeername()[0], connection)
+
+
+def _line_from(connection: socket.socket) -> bytes:
+    """Up to the end of a line; what comes in no time, or never ends, is none."""
+    said = b""
+    while not said.endswith(b"\n"):
+        part = connection.recv(_LONGEST_LINE)
+        if not part or len(said) > _LONGEST_LINE:
+            raise ValueError("no line")
+        said += part
+    return said
+
+
+def _check_alike(me: Machine, guests: list[_Guest]) -> None:
+    """Raises ValueError with what the machines don't say alike."""
+    mine = _flat(me.said)
+    found = []
+    for guest in guests:
+        theirs = _flat(guest.said)
+        found += [
+            f"{name}: {mine.get(name, 'not said')} on machine 0, "
+            f"{theirs.get(name, 'not said')} on machine {guest.link.rank} ({guest.link.address})"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
+        ]
+    if found:
+        more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
+        raise ValueError("\n".join([*found[:_MOST_DIFFERENCES], *more]) + f"\nhint: {_ALIKE}")
+
+
+def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
+    """`{"a": {"b": 1}}`: {"a b": "1"}."""
+    found: dict[str, str] = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            found |= _flat(inner, f"{before}{name} ")
+        elif inner is not None:
+            found[f"{before}{name}"] = json.dumps(inner)
+    return found
+
+
+def _machines(ranks: list[int]) -> str:
+    return f"machine{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"no such machine: {address} ({reason})\nhint: --main_process_ip is an address of machine 0"
+        ) from None
+    return family, place
