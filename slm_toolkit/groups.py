@@ -43,10 +43,13 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
 
 def group_options(strategy: Strategy) -> list[str]:
     """Words of `accelerate launch` that go before the groups of a hybrid shard's YAML; none for others."""
-    if not is_hybrid(strategy):
-        return []
+    return [word for name, size in group_sizes(strategy).items() for word in (f"--{name}", str(size))]
+
+
+def group_sizes(strategy: Strategy) -> dict[str, int]:
+    """Copies and ranks of a copy of a hybrid shard, by their names in the YAML; none of others."""
     sizes = _parallelism(strategy)
-    return [word for name in (_COPIES, _SHARD) for word in (f"--{name}", str(sizes[name]))]
+    return {name: sizes[name] for name in (_COPIES, _SHARD)} if is_hybrid(strategy) else {}
 
 
 def with_group_options(strategy: Strategy, option: Callable[[str], str | bool | None]) -> Strategy:

@@ -24,6 +24,7 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
     words = ["accelerate", "launch", "--config_file", yaml_path, "--num_processes", str(row.num_gpus)]
     several = ""
     if num_nodes > 1:
+        words[0] = "slm"  # which lets the nodes meet first, and adds DeepSpeed's launcher for several
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
     if num_nodes > 1 or num_machines(plan.strategy) > 1:
         words += ["--num_machines", str(num_nodes)]

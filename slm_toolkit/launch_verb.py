@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.groups import fit_groups, group_options
+from slm_toolkit.groups import fit_groups, group_sizes
 from slm_toolkit.launch_words import option, said_alike
 from slm_toolkit.meeting import Link, Machine, attend, host, is_own_address, listen, own_addresses
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
@@ -47,6 +47,20 @@ class PlannedLaunch:
     port: int
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What accelerate's options say, or else the YAML; None where neither does."""
+
+    words: tuple[str, ...]
+    strategy: Strategy | None
+    num_machines: int | None
+    num_processes: int | None
+    machine_rank: int | None
+    main_process_ip: str | None
+    main_process_port: int | None
+    deepspeed_launcher: str | None
+
+
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm launch`, which are accelerate's, and what it does."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
@@ -63,58 +77,31 @@ def _launch(args: argparse.Namespace) -> int:
         return 0 if args.words else 2
     with user_errors():
         planned = plan_launch(args.words)
-        links = meet(planned)
-    if links:
-        found = links[0].interface
-        if found is not None:  # or gloo takes that of the host's name, often the loopback
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-        for link in links:
-            link.socket.close()
+        try:
+            links = meet(planned)
+        except KeyboardInterrupt:
+            return 130
+    for link in links:
+        if (interface := link.interface) is not None:  # or gloo takes that of the host's name, the loopback
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        link.socket.close()
     command = [sys.executable, "-m", "accelerate.commands.launch", *planned.words]
     print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
     os.execv(command[0], command)
-    return 0
+    return 1  # never
 
 
 def plan_launch(words: list[str]) -> PlannedLaunch:
     """Read accelerate's options and the YAML. Raises ValueError for what can't be on several machines."""
-    command = tuple(words)
-    config_file = option(command, "config_file")
-    strategy = read_strategy(Path(config_file).expanduser()) if config_file else None
-    said = {} if strategy is None else strategy.accelerate_config
-    machines = _count(option(command, "num_machines"), said.get("num_machines"), "num_machines") or 1
-    if machines == 1:
-        return PlannedLaunch(command, Machine(0, 1, {}), "", 0)
-    processes = _count(option(command, "num_processes"), said.get("num_processes"), "num_processes")
-    rank = _count(option(command, "machine_rank"), said.get("machine_rank"), "machine_rank")
-    address = option(command, "main_process_ip") or said.get("main_process_ip")
-    port = _count(option(command, "main_process_port"), said.get("main_process_port"), "main_process_port")
-    problems = []
-    if rank is None or not 0 <= rank < machines:
-        problems.append(f"--machine_rank is {rank}: 0 to {machines - 1}, another on each machine")
-    if not address:
-        problems.append(f"no --main_process_ip: where machine 0 is found; this one is {own_addresses()}")
-    elif rank == 0 and not is_own_address(address):
-        problems.append(
-            f"--machine_rank 0 is the machine at {address} (--main_process_ip), this one is {own_addresses()}"
-        )
-    if port == 0:
-        problems.append("--main_process_port 0: the others can't know which port that will be")
-    if processes is None or processes % machines:
-        problems.append(
-            f"--num_processes is {processes}: ranks of all machines, equally many on each of {machines}"
-        )
-    launcher = option(command, "deepspeed_multinode_launcher") or (said.get("deepspeed_config") or {}).get(
-        "deepspeed_multinode_launcher"
-    )
-    if launcher not in (None, "standard"):
-        problems.append(f"deepspeed_multinode_launcher is {launcher}, which starts the other machines itself")
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` shows two machines' commands")
-    command = (*_added(command, strategy, machines, processes), *command)
-    alike = said_alike(command, strategy, num_machines=machines, num_processes=processes)
-    return PlannedLaunch(command, Machine(rank, machines, alike), str(address), port or _DEFAULT_PORT)
+    asked = _asked(tuple(words))
+    if asked.num_machines in (None, 1):
+        return PlannedLaunch(asked.words, Machine(0, 1, {}), "", 0)
+    if problems := _problems(asked):
+        raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
+    counts = {"num_machines": asked.num_machines, "num_processes": asked.num_processes}
+    command = (*_added(asked), *asked.words)
+    me = Machine(asked.machine_rank, asked.num_machines, said_alike(command, asked.strategy, **counts))
+    return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
 
 
 def meet(planned: PlannedLaunch) -> list[Link]:
@@ -142,32 +129,72 @@ def meet(planned: PlannedLaunch) -> list[Link]:
     return links
 
 
-def _added(command: tuple[str, ...], strategy: Strategy | None, machines: int, processes: int) -> list[str]:
+def _asked(words: tuple[str, ...]) -> _Asked:
+    """Raises ValueError for a YAML that can't be read, and for a count that is no number."""
+    config_file = option(words, "config_file")
+    strategy = read_strategy(Path(config_file).expanduser()) if config_file else None
+    config = {} if strategy is None else strategy.accelerate_config
+    said = {**config, **(config.get("deepspeed_config") or {})}
+
+    def text(name: str) -> str | None:
+        value = option(words, name) or said.get(name)
+        return None if value is None else str(value)
+
+    def count(name: str) -> int | None:
+        try:
+            return None if text(name) is None else int(text(name))
+        except ValueError:
+            raise ValueError(f"{name} is {text(name)!r}\nhint: a whole number") from None
+
+    return _Asked(
+        *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
+        *(text("main_process_ip"), count("main_process_port"), text("deepspeed_multinode_launcher")),
+    )
+
+
+def _problems(asked: _Asked) -> list[str]:
+    """Over which several machines would trip, or wait in vain."""
+    found = []
+    rank, num_machines, address = asked.machine_rank, asked.num_machines, asked.main_process_ip
+    if num_machines < 1:
+        return [f"--num_machines is {num_machines}: at least 1"]
+    if rank is None or not 0 <= rank < num_machines:
+        found.append(f"--machine_rank is {rank}: 0 to {num_machines - 1}, another on each machine")
+    if address is None:
+        found.append(f"no --main_process_ip: where machine 0 is found; this one is {own_addresses()}")
+    elif rank == 0 and not is_own_address(address):
+        found.append(
+            f"--machine_rank 0 is the machine at {address} (--main_process_ip); this one is {own_addresses()}"
+        )
+    if asked.main_process_port == 0:
+        found.append("--main_process_port 0: the others can't know which port that will be")
+    if not asked.num_processes or asked.num_processes % num_machines:
+        found.append(
+            f"--num_processes is {asked.num_processes}: ranks of all machines, equally many on each "
+            f"of {num_machines}"
+        )
+    if asked.deepspeed_launcher not in (None, "standard"):
+        found.append(
+            f"deepspeed_multinode_launcher {asked.deepspeed_launcher} starts all machines from one: "
+            "say standard"
+        )
+    return found
+
+
+def _added(asked: _Asked) -> list[str]:
     """Options that several machines need and nobody has said."""
     words = []
-    if option(command, "rdzv_conf") is None:  # accelerate's own wait, of 900 s, when all have met already
+    if option(asked.words, "rdzv_conf") is None:  # accelerate's own wait, of 900 s, when all have met already
         words += ["--rdzv_conf", f"timeout={round(patience_seconds())}"]
-    if strategy is None:
+    if asked.strategy is None:
         return words
-    section = strategy.accelerate_config.get("deepspeed_config") or {}
-    says = option(command, "deepspeed_multinode_launcher") or section.get("deepspeed_multinode_launcher")
-    if strategy.engine == "deepspeed" and says is None:
+    if asked.strategy.engine == "deepspeed" and asked.deepspeed_launcher is None:
         words += ["--deepspeed_multinode_launcher", "standard"]
-    fitted = fit_groups(strategy, num_ranks=processes, ranks_per_node=processes // machines)
+    ranks_per_node = asked.num_processes // asked.num_machines
+    fitted = fit_groups(asked.strategy, num_ranks=asked.num_processes, ranks_per_node=ranks_per_node)
     return words + [
         word
-        for name, size in zip(group_options(fitted)[::2], group_options(fitted)[1::2], strict=True)
-        if option(command, name[2:]) is None
-        for word in (name, size)
+        for name, size in sorted(group_sizes(fitted).items() - group_sizes(asked.strategy).items())
+        if option(asked.words, name) is None
+        for word in (f"--{name}", str(size))
     ]
-
-
-def _count(of_option: str | None, of_yaml: object, name: str) -> int | None:
-    """The option's value, else the YAML's. Raises ValueError for what is no number."""
-    said = of_yaml if of_option is None else of_option
-    if said is None:
-        return None
-    try:
-        return int(said)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {said!r}\nhint: a whole number") from None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,17 +62,25 @@ def shipped_strategies() -> list[str]:
     return sorted(path.stem for path in config_dir("accel_configs").glob("*.yaml"))
 
 
-def copy_configs(target: Path) -> list[Path]:
-    """Write the shipped YAMLs and JSONs under `target`; refuses to overwrite files that are there."""
-    sources = [*config_dir("accel_configs").glob("*.yaml"), *config_dir("ds_configs").glob("*.json")]
-    copies = {source: target / source.parent.name / source.name for source in sorted(sources)}
+def shipped_files() -> list[Path]:
+    """The YAMLs, then the JSONs that they name."""
+    return [
+        *sorted(config_dir("accel_configs").glob("*.yaml")),
+        *sorted(config_dir("ds_configs").glob("*.json")),
+    ]
+
+
+def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Path]:
+    """Write shipped files, or other texts for them, under `target`; refuses to overwrite what is there."""
+    texts = texts or {source: source.read_text() for source in shipped_files()}
+    copies = {source: target / source.parent.name / source.name for source in texts}
     if present := [str(copy) for copy in copies.values() if copy.exists()]:
         raise ValueError(
             f"{present[0]} exists ({len(present)} such files)\nhint: give an empty folder to --copy"
         )
     for source, copy in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
+        copy.write_text(texts[source])
     return list(copies.values())
 
 

@@ -25,7 +25,7 @@ def test_what_is_written_is_what_the_first_row_says(tmp_path: Path) -> None:
         main(["recommend", "--json", *asked, "--write", str(tmp_path / "plan")])
     row = json.loads(out.getvalue())[0]
     script = (tmp_path / "plan" / "launch.sh").read_text()
-    (line,) = [line for line in script.splitlines() if line.startswith("accelerate launch")]
+    (line,) = [line for line in script.splitlines() if line.startswith("slm launch")]
     words = shlex.split(line)
     flags = dict(zip(words[2:], words[3:], strict=False))
     assert flags["--num_processes"] == "16"
@@ -67,7 +67,7 @@ def test_the_command_to_measure_parses_for_shipped_and_own_files(tmp_path: Path)
         args = _parser().parse_args(with_underscores(words[1:]))
         assert args.strategy == [name]
     several = check_command(plans_of("ddp", num_gpus=16)[0])
-    assert several.startswith("accelerate launch ")  # `slm compare` is of one machine
+    assert several.startswith("slm launch ")  # `slm compare` is of one machine
     assert "--max_steps 33" in several
 
 

@@ -29,6 +29,7 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("gpu", "GPU"),
     ("allocator", "allocator"),
     ("world_size", "ranks"),
+    ("num_machines", "machines"),
     ("numerics", "numerics"),
     ("seq_len", "seq"),
     ("per_device_train_batch_size", "batch"),

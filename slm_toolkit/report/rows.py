@@ -31,6 +31,8 @@ class Row:
     zero_stage: int | None
     reshard_after_forward: bool | None
     world_size: int | None
+    num_machines: int | None
+    "that the ranks were on; None in older records"
     gpu: str | None
     cpu: str
     allocator: str | None
@@ -181,6 +183,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         zero_stage=shown.zero_stage,
         reshard_after_forward=shown.reshard_after_forward,
         world_size=shown.world_size,
+        num_machines=shown.num_machines,
         gpu=shown.gpu,
         cpu=shown.cpu,
         allocator=shown.versions.get("allocator"),

@@ -108,7 +108,9 @@ def heading(rows: list[Row]) -> Text:
         same += _rehearsed_ranks(rows, columns)
     elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
         gpu = common(rows, "gpu")  # a run that failed may not have told it
-        same.append(f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}")
+        ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}"
+        several = "num_machines" not in columns and (common(rows, "num_machines") or 1) > 1
+        same.append(f"{ranks} on {common(rows, 'num_machines')} machines" if several else ranks)
     if "numerics" not in columns:
         same.append(f"numerics {row.numerics}")
     if "seq_len" not in columns:

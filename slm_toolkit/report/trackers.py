@@ -17,6 +17,7 @@ _SETTINGS = (  # beside the flags; what of a row is neither of both and a number
     *("model", "strategy", "status", "reason", "evidence", "engine", "zero_stage", "reshard_after_forward"),
     *(
         "world_size",
+        "num_machines",
         "gpu",
         "cpu",
         "allocator",

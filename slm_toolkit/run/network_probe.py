@@ -1,8 +1,8 @@
 """Measure collectives among the ranks of a launch: all_reduce, all_gather and reduce_scatter by message size.
 
     slm compare --probe_network                                          # this machine, with a table
-    accelerate launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
-        --machine_rank 0 --main_process_ip node0 --main_process_port 29500 \\
+    slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
+        --machine_rank 0 --main_process_ip node0 \\
         -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
 
 Tensors are bfloat16, as the gradients and weights that training sends by default.

@@ -1,0 +1,40 @@
+"""The shipped YAMLs rewritten for several machines, line by line, so that their comments stay."""
+
+import re
+from pathlib import Path
+
+from slm_toolkit.groups import fit_groups, group_sizes
+from slm_toolkit.strategy import on_nodes, read_strategy
+
+_SETTING = re.compile(r"( *)(\w+): [^#]*?( #.*)?")
+_LAUNCH = re.compile(r"#   accelerate launch --config_file (\S+) -m slm_toolkit.train")
+_LAUNCH_ON_MACHINES = """\
+# The same on each of {num} machines, but with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
+#   slm launch --config_file {file} --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train"""
+_STANDARD = "  deepspeed_multinode_launcher: standard # each machine starts its own ranks; pdsh would, by ssh"
+
+
+def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) -> str:
+    """A shipped file's text for so many machines; a JSON and `single.yaml` stay as they are.
+
+    Raises ValueError for a hybrid shard on machines of one GPU each, which have nothing to shard over.
+    """
+    text = source.read_text()
+    if source.suffix == ".json" or (shipped := read_strategy(source)).engine == "single":
+        return text
+    num_ranks = num_machines * gpus_per_node
+    strategy = fit_groups(on_nodes(shipped, num_machines), num_ranks=num_ranks, ranks_per_node=gpus_per_node)
+    values = {"num_machines": num_machines, "num_processes": num_ranks, **group_sizes(strategy)}
+    lines = []
+    for line in text.splitlines():
+        setting = _SETTING.fullmatch(line)
+        name = setting[2] if setting else None
+        if launch := _LAUNCH.fullmatch(line):
+            lines.append(_LAUNCH_ON_MACHINES.format(num=num_machines, last=num_machines - 1, file=launch[1]))
+        elif name in values:
+            lines.append(f"{setting[1]}{name}: {values[name]}{setting[3] or ''}")
+        elif name == "deepspeed_config_file":
+            lines += [line, _STANDARD]
+        elif name != "machine_rank":  # which each machine's command says
+            lines.append(line)
+    return "\n".join(lines) + "\n"
