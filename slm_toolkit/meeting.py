@@ -165,8 +165,12 @@ def _welcome(
     if taken is None and 0 < rank < me.num_machines:
         waiting.go_on(f"machine {rank} is here ({address})")
         return guest
-    whose = "machine 0's" if taken is me else f"that of {taken.link.address}" if taken else "too high"
-    problem = f"--machine_rank {rank} of {address} is {whose}: {me.num_machines} machines count from 0"
+    problem = (
+        f"--machine_rank {rank} of {address}: {me.num_machines} machines have 0 to {me.num_machines - 1}"
+    )
+    if taken is not None:
+        by = "this machine" if taken is me else taken.link.address
+        problem = f"--machine_rank {rank} of {address} is taken by {by}"
     waiting.note(f"{problem}; it was sent away")
     _answer([guest], f"{problem}\nhint: every machine has a --machine_rank of its own")
     connection.close()

@@ -26,6 +26,8 @@ HEAVY = (
         "slm_toolkit.doctor",
         "slm_toolkit.convert",
         "slm_toolkit.compare_verb",
+        "slm_toolkit.launch_verb",
+        "slm_toolkit.configs_verb",
         "slm_toolkit.report.plan_table",
         "slm_toolkit.report.observations",
         "slm_toolkit.report.paper_table",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ENV, ROOT, Finished, run, slm
+from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import free_port
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
@@ -47,57 +48,32 @@ KillWait=2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs=2 RealMemory=4000\n"
-NUMBER = os.getpid() % 250  # of this session's network
-NODES = (f"slm{NUMBER}-a", f"slm{NUMBER}-b")
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[list[str]]:
-    """A bridge and two network namespaces; the addresses of this machine and of the two."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("only root makes network namespaces, with iproute2's ip: apt-get install iproute2")
-    bridge, addresses = f"slm{NUMBER}", [f"10.77.{NUMBER}.{number}" for number in (254, 1, 2)]
-    ip = [
-        f"link add {bridge} type bridge",
-        f"addr add {addresses[0]}/24 dev {bridge}",
-        f"link set {bridge} up",
-    ]
-    for node, address in zip(NODES, addresses[1:], strict=True):
-        ip += [
-            f"netns add {node}",
-            f"link add {bridge}{node[-2:]} type veth peer name eth0 netns {node}",
-            f"link set {bridge}{node[-2:]} master {bridge} up",
-            *(f"-n {node} addr add {address}/24 dev eth0", f"-n {node} link set eth0 up"),
-            f"-n {node} link set lo up",
-        ]
-    try:
-        for words in ip:
-            if (done := run("ip", *words.split())).code != 0:
-                pytest.skip(f"no network namespaces here: ip {words}: {done.err}")
-        yield addresses
-    finally:
-        for node in NODES:
-            run("ip", "netns", "del", node)
-        run("ip", "link", "del", bridge)
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(network: list[str]) -> Iterator[dict[str, str]]:
+def cluster(hosts: Hosts) -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands reach a Slurm started for this module."""
     path = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has daemons, which not everybody's PATH has
     munged, slurmctld, slurmd = (shutil.which(name, path=path) for name in ("munged", "slurmctld", "slurmd"))
     if not (munged and slurmctld and slurmd and shutil.which("sbatch")):
         pytest.skip("no Slurm here: apt-get install slurm-wlm munge")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has 108 characters at most
-    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+    for name in ("munge", "state", *(f"spool-{node}" for node in hosts.names)):
         (folder / name).mkdir(mode=0o700)
     key, configuration = folder / "munge" / "key", folder / "slurm.conf"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    places = {"folder": folder, "this_host": socket.gethostname(), "address": network[0], "port": free_port()}
+    this_host = {"this_host": socket.gethostname(), "address": hosts.bridge_address}
+    places = {"folder": folder, **this_host, "port": free_port()}
     nodes = [
         NODE.format(name=name, address=address, port=free_port())
-        for name, address in zip(NODES, network[1:], strict=True)
+        for name, address in zip(hosts.names, hosts.addresses, strict=True)
     ]
     *before, partition = CONFIGURATION.format(**places).splitlines(keepends=True)
     configuration.write_text("".join([*before, *nodes, partition]))
@@ -107,15 +83,10 @@ def cluster(network: list[str]) -> Iterator[dict[str, str]]:
         run(munged, "--force", *(f"--{option}={folder}/munge/{name}" for option, name in munge.items())),
         run(slurmctld, "-f", str(configuration), env=env),
     ]
-    hosts = folder / "hosts"
-    pairs = zip(network, (socket.gethostname(), *NODES), strict=True)
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in pairs))
-    for name in NODES:  # a host with a name, names of others and a network of its own
-        daemon = (
-            f"hostname {name} && mount --bind {hosts} /etc/hosts && exec nsenter --net=/run/netns/{name} "
-        )
-        daemon += f"{slurmd} -N {name} -f {configuration}"
-        started.append(run("unshare", "--mount", "--uts", "sh", "-c", daemon, env=env))
+    names = hosts.write_names(folder / "hosts")
+    for name in hosts.names:
+        daemon = (slurmd, "-N", name, "-f", str(configuration))
+        started.append(run(*hosts.inside(name, names), *daemon, env=env))
     try:
         assert [done.code for done in started] == [0] * 4, [
             *started,
@@ -174,7 +145,7 @@ def template(folder: Path, does: str) -> tuple[str, str]:
 
 
 def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
-    cluster: dict[str, str], tmp_path: Path
+    cluster: dict[str, str], hosts: Hosts, tmp_path: Path
 ) -> None:
     words = ("--strategy", "ddp", "ds_zero2", "--max_steps", "5")
     done, rows = on_slurm(tmp_path, *words, env=cluster)
@@ -200,7 +171,7 @@ def test_two_strategies_are_queued_run_and_collected_on_one_node_and_on_two(
         assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=0.01)  # the tolerance of aligned
     assert on_two["ds_zero2"]["losses"] == pytest.approx(rows["ds_zero2"]["losses"], abs=1e-4)
     shown = slurm("squeue", "--states=all", "-h", "-o", "%N", env=cluster).splitlines()
-    assert shown.count(",".join(NODES)) == 2
+    assert shown.count(",".join(hosts.names)) == 2
 
 
 def test_a_job_that_fails_is_a_row_with_its_log_and_is_tried_again(
@@ -214,11 +185,13 @@ def test_a_job_that_fails_is_a_row_with_its_log_and_is_tried_again(
     assert done.err.count("submitted Slurm job ") == 2
 
 
-def test_a_node_that_goes_down_is_the_reason_of_a_row(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_node_that_goes_down_is_the_reason_of_a_row(
+    cluster: dict[str, str], hosts: Hosts, tmp_path: Path
+) -> None:
     asked = ("--strategy", "ddp", "--num_nodes", "2", *template(tmp_path, "sleep 60"))
     process = start(tmp_path, *asked, env=cluster)
     wait_for(lambda: "R" in slurm("squeue", "-h", "-o", "%t", env=cluster).split())
-    slurm("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test", env=cluster)
+    slurm("scontrol", "update", f"nodename={hosts.names[1]}", "state=down", "reason=test", env=cluster)
     out, err = process.communicate(timeout=60)
     wait_for(lambda: both_idle(cluster))  # its slurmd says that it is there
     (row,) = json.loads(out)

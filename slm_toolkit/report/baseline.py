@@ -69,11 +69,10 @@ def _same_run(row: Row, other: Row) -> bool:
     names = ("model", "strategy", "gpu", "evidence")
     names += () if row.gpu or row.is_rehearsed else ("cpu",)
     known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
-    ranks = row.world_size == other.world_size or None in (row.world_size, other.world_size)
-    allocators = row.allocator == other.allocator or None in (row.allocator, other.allocator)
+    or_unknown = ("world_size", "num_machines", "allocator")
+    pairs = [(getattr(row, name), getattr(other, name)) for name in or_unknown]
     return (
-        ranks
-        and allocators
+        all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
         and all(getattr(row, name) == getattr(other, name) for name in names)
         and all(row.asked[name] == other.asked[name] for name in known)
     )

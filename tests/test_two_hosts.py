@@ -1,0 +1,284 @@
+"""Two machines train as one does, and each says what it waits for, whom it lost, and why nothing goes."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Finished, launch, record_under, run, slm
+from hosts import Hosts, two_hosts
+
+BIN = Path(sys.executable).parent
+SLM, ACCELERATE = (str(BIN / "slm"), "launch"), (str(BIN / "accelerate"), "launch")
+SHIPPED = "accel_configs/{}.yaml"
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "5", "--numerics", "fp32")
+NUM_PARAMS = 951_424
+"of slm-1m"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of DDP on two ranks of this machine, of 2 x 4 sequences per step."""
+    folder = tmp_path_factory.mktemp("one")
+    done = launch(*FEW, "--output_dir", str(folder), config=SHIPPED.format("ddp"))
+    assert done.code == 0, done.err
+    return record_under(folder)["losses"]
+
+
+def started(
+    hosts: Hosts,
+    folder: Path,
+    *words: str,
+    launcher: tuple[str, ...] = SLM,
+    envs: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+) -> list[subprocess.Popen]:
+    """What somebody types on both; `words` begin with the YAML and the number of ranks."""
+    folder.mkdir(exist_ok=True)
+    config, num_processes, *script = words
+    asked = ("--config_file", config, "--num_machines", "2", "--num_processes", num_processes)
+    return [
+        hosts.start(
+            name,
+            *(*launcher, *asked, "--machine_rank", str(rank), "--main_process_ip", hosts.addresses[0]),
+            *("-m", "slm_toolkit.train", *FEW, "--output_dir", str(folder / "runs"), *script),
+            log=folder / f"host{rank}.log",
+            env=env,
+        )
+        for rank, (name, env) in enumerate(zip(hosts.names, envs, strict=True))
+    ]
+
+
+def started_on_one(
+    hosts: Hosts, rank: int, folder: Path, *words: str, launcher: tuple[str, ...] = SLM, **env: str
+) -> list[subprocess.Popen]:
+    """Launcher's options of one host, where nobody types anything on the other."""
+    asked = ("--config_file", SHIPPED.format("ddp"), "--num_machines", "2", "--num_processes", "2", *words)
+    script = ("-m", "slm_toolkit.train", *FEW, "--output_dir", str(folder / "runs"))
+    return [hosts.start(hosts.names[rank], *launcher, *asked, *script, log=folder / "host0.log", env=env)]
+
+
+def ended(hosts: Hosts, processes: list[subprocess.Popen], folder: Path) -> list[Finished]:
+    try:
+        codes = [process.wait(200) for process in processes]
+    finally:
+        for name in hosts.names:
+            hosts.kill(name)
+    return [Finished(code, "", (folder / f"host{rank}.log").read_text()) for rank, code in enumerate(codes)]
+
+
+def on_both(hosts: Hosts, folder: Path, *words: str, **options: object) -> list[Finished]:
+    return ended(hosts, started(hosts, folder, *words, **options), folder)
+
+
+def test_ddp_by_accelerates_own_command_loses_what_one_machine_loses(
+    hosts: Hosts, on_one: list[float], tmp_path: Path
+) -> None:
+    before = [hosts.sent_bytes(name) for name in hosts.names]
+    first, second = on_both(
+        *(hosts, tmp_path, SHIPPED.format("ddp"), "2"),
+        launcher=(*ACCELERATE, "--main_process_port", "29500"),
+        envs=({"GLOO_SOCKET_IFNAME": "eth0"},) * 2,
+    )
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    record = record_under(tmp_path)
+    assert (record["world_size"], record["num_machines"]) == (2, 2)
+    assert record["asked"]["accelerate_config"]["num_machines"] == 2
+    assert record["losses"] == pytest.approx(on_one, abs=1e-4)
+    assert "record: " in first.err
+    assert "record: " not in second.err  # rank 0 alone writes
+    # in each of 5 steps the other host must learn this one's part of every gradient, 4 bytes each
+    for name, sent in zip(hosts.names, before, strict=True):
+        assert hosts.sent_bytes(name) - sent > 5 * 4 * NUM_PARAMS
+
+
+def test_zero_3_needs_no_other_file_and_loses_what_one_machine_loses(
+    hosts: Hosts, on_one: list[float], tmp_path: Path
+) -> None:
+    first, second = on_both(hosts, tmp_path, SHIPPED.format("ds_zero3"), "2")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "accelerate launch --rdzv_conf timeout=300 --deepspeed_multinode_launcher standard" in first.err
+    record = record_under(tmp_path)
+    assert (record["world_size"], record["num_machines"], record["zero_stage"]) == (2, 2, 3)
+    assert record["losses"] == pytest.approx(on_one, abs=1e-4)
+
+
+def test_a_hybrid_shard_of_two_ranks_on_each_host_loses_what_one_machine_loses(
+    hosts: Hosts, on_one: list[float], tmp_path: Path
+) -> None:
+    done = slm("configs", "--copy", str(tmp_path), "--num_machines", "2", "--gpus_per_node", "2")
+    assert done.code == 0, done.err
+    config = str(tmp_path / "accel_configs" / "fsdp_hybrid_shard.yaml")
+    # 4 ranks x 2 sequences: the same 8 in every step
+    first, second = on_both(hosts, tmp_path, config, "4", "--per_device_train_batch_size", "2")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    record = record_under(tmp_path / "runs")
+    assert (record["world_size"], record["num_machines"]) == (4, 2)
+    assert list(record["asked"]["accelerate_config"]["parallelism_config"].values()) == [2, 2]
+    # a shard is half of everything: 4 bytes per parameter, gradient and each of Adam's two in fp32
+    assert record["state_bytes"][0]["optimizer"] == pytest.approx(NUM_PARAMS / 2 * 8, rel=0.01)
+    assert record["losses"] == pytest.approx(on_one, abs=1e-4)
+    shown = slm("report", str(tmp_path / "runs"))
+    assert "4 CPU processes on 2 machines" in shown.out
+    (row,) = json.loads(slm("report", str(tmp_path / "runs"), "--json").out)
+    assert row["num_machines"] == 2
+
+
+def test_the_links_between_the_hosts_are_no_faster_than_a_network(hosts: Hosts) -> None:
+    if hosts.unshaped:
+        pytest.skip(hosts.unshaped)
+    assert "rate 1Gbit" in run("tc", "-n", hosts.names[0], "qdisc", "show", "dev", "eth0").out
+
+
+def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: Hosts, tmp_path: Path) -> None:
+    address = hosts.addresses[0]
+    words = ("--machine_rank", "0", "--main_process_ip", address)
+    head = started_on_one(hosts, 0, tmp_path, *words, SLM_PATIENCE_SECONDS="2")
+    (done,) = ended(hosts, head, tmp_path)
+    assert done.code == 2
+    assert f"machine 0 of 2: waiting at {address}:29500 for machine 1, 0 of 2 s\n" in done.err
+    assert (
+        f"error: 1 of 2 machines came within 2 s: nobody came to {address}:29500 as machine 1\n"
+        "hint: the same command there, with that --machine_rank;" in done.err
+    )
+    shown = done.err.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
+    assert shown in (ROOT / "docs" / "several_machines.md").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_host_that_finds_no_first_one_says_where_it_looked(hosts: Hosts, tmp_path: Path) -> None:
+    words = ("--machine_rank", "1", "--main_process_ip", hosts.addresses[0])
+    second = started_on_one(hosts, 1, tmp_path, *words, SLM_PATIENCE_SECONDS="2")
+    (done,) = ended(hosts, second, tmp_path)
+    assert done.code == 2
+    assert (
+        f"error: machine 1 of 2 did not meet machine 0 at {hosts.addresses[0]}:29500 within 2 s "
+        "(Connection refused)\nhint: is `slm launch` running there" in done.err
+    )
+
+
+def test_a_host_that_takes_itself_for_the_first_is_told_at_once(hosts: Hosts, tmp_path: Path) -> None:
+    second = started_on_one(
+        hosts, 1, tmp_path, "--main_process_ip", hosts.addresses[0]
+    )  # rank: the YAML's, 0
+    (done,) = ended(hosts, second, tmp_path)
+    assert done.code == 2
+    wrong = f"--machine_rank 0 is the machine at {hosts.addresses[0]} (--main_process_ip)"
+    assert f"error: {wrong}; this one is {hosts.addresses[1]} (eth0)" in done.err
+
+
+def in_training(hosts: Hosts, folder: Path, **env: str) -> list[subprocess.Popen]:
+    """Both hosts in the middle of a run that would take long."""
+    words = (SHIPPED.format("ddp"), "2", "--max_steps", "100000", "--run_name", "long")
+    processes = started(hosts, folder, *words, envs=(env, env))
+    deadline = time.monotonic() + 120
+    while not (folder / "runs" / "long" / "progress.json").exists():
+        assert time.monotonic() < deadline, (folder / "host0.log").read_text()
+        time.sleep(0.2)
+    return processes
+
+
+def test_when_the_second_host_dies_the_first_ends_and_says_so(hosts: Hosts, tmp_path: Path) -> None:
+    processes = in_training(hosts, tmp_path)
+    hosts.kill(hosts.names[1])
+    first, _ = ended(hosts, processes, tmp_path)
+    assert first.code == 1
+    lost = f"machine 1 ({hosts.addresses[1]}) ended before the run did: its own output says why"
+    assert first.err.count(f"error: {lost}\n") == 1
+    record = record_under(tmp_path)
+    assert (record["status"], record["reason"], record["num_machines"]) == ("failed", lost, 2)
+
+
+@pytest.mark.slow
+def test_a_host_that_falls_silent_ends_the_run_after_the_patience_asked_for(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    processes = in_training(hosts, tmp_path, SLM_PATIENCE_SECONDS="9")
+    with hosts.unplugged(hosts.names[1]):
+        first, second = ended(hosts, processes, tmp_path)
+    assert (first.code, second.code) == (1, 1)
+    for done, rank in ((first, 1), (second, 0)):
+        silent = f"error: machine {rank} ({hosts.addresses[rank]}) does not answer any more"
+        assert done.err.count(silent) == 1, done.err
+    assert "machine 1" in record_under(tmp_path)["reason"]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_reach_each_other_name_the_interface(hosts: Hosts, tmp_path: Path) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "lo", "SLM_PATIENCE_SECONDS": "5"}
+    both = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "2", envs=(env, env))
+    assert [done.code for done in both] == [1, 1]
+    said = "error: the machines met, but their ranks don't reach each other: "
+    (done,) = [done for done in both if said in done.err]  # the other is told that its partner ended
+    assert "hint: GLOO_SOCKET_IFNAME (lo) names the interface between the machines" in done.err
+
+
+@pytest.mark.slow
+def test_checkpoints_in_a_folder_that_is_not_shared_are_refused(hosts: Hosts, tmp_path: Path) -> None:
+    own = tmp_path / "runs"
+    own.mkdir()
+    disk_of_its_own = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {own} && exec "$@"', "sh")
+    both = on_both(
+        *(hosts, tmp_path, SHIPPED.format("ddp"), "2", "--save_steps", "2"), launcher=(*disk_of_its_own, *SLM)
+    )
+    assert [done.code for done in both] == [1, 1]
+    for done in both:
+        assert f"error: --save_steps 2, but machine 1 does not see machine 0's {own}\nhint: " in done.err
+
+
+@pytest.mark.slow
+def test_text_is_packed_once_on_each_host_that_has_a_disk_of_its_own(hosts: Hosts, tmp_path: Path) -> None:
+    caches = [tmp_path / "cache0", tmp_path / "cache1"]
+    envs = tuple({"HF_HOME": str(cache)} for cache in caches)
+    both = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "4", "--dataset", "README.md", envs=envs)
+    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
+    for cache, done in zip(caches, both, strict=True):
+        assert any(cache.rglob("*.arrow"))
+        # two ranks on each, of which the first writes what the second reads
+        assert done.err.count("packing documents:   0%") == 1
+
+
+@pytest.mark.slow
+def test_a_text_that_one_host_has_not_is_an_error_on_both(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "text.txt").write_text("what machine 0 has " * 1000)
+    hides = f'case "$*" in *"machine_rank 1"*) mount -t tmpfs none {tmp_path}/own;; esac; exec "$@"'
+    launcher = ("unshare", "--mount", "sh", "-c", hides, "sh", *SLM)
+    words = (SHIPPED.format("ddp"), "2", "--dataset", f"{tmp_path}/own/text.txt")
+    both = on_both(hosts, tmp_path, *words, launcher=launcher)
+    assert [done.code for done in both] == [1, 1]
+    for done in both:
+        assert f"error: no such file: {tmp_path}/own/text.txt\nhint: " in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "ds_zero1", "ds_zero2", "ds_zeropp"])
+def test_others_lose_what_one_machine_loses(
+    strategy: str, hosts: Hosts, on_one: list[float], tmp_path: Path
+) -> None:
+    words = (SHIPPED.format(strategy), "4", "--per_device_train_batch_size", "2")
+    both = on_both(hosts, tmp_path, *words)
+    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
+    record = record_under(tmp_path)
+    assert record["losses"] == pytest.approx(on_one, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_accelerates_own_command_waits_in_silence_and_ends_with_a_traceback(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """As docs/several_machines.md says; here with --rdzv_conf, by default 900 s."""
+    words = ("--machine_rank", "0", "--main_process_ip", hosts.addresses[0], "--main_process_port", "29500")
+    words += ("--rdzv_conf", "timeout=3")
+    (done,) = ended(hosts, started_on_one(hosts, 0, tmp_path, *words, launcher=ACCELERATE), tmp_path)
+    assert done.code == 1
+    assert "machine" not in done.err.partition("Traceback")[0]
+    assert "DistStoreError: Timed out after 4 seconds waiting for clients. 1/2 clients joined." in done.err
