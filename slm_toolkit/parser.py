@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`; what follows `--` or `-m` are another command's words."""
+    """Accept `--seq-len` where the flag is `--seq_len`; after `--` or `-m` come another command's words."""
     words = []
     ours = min((argv.index(mark) for mark in ("--", "-m") if mark in argv), default=len(argv))
     for word in argv[:ours]:
