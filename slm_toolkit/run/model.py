@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft and bitsandbytes, where they are
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import set_zero3_state
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
@@ -52,7 +53,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
         model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
     else:
         model = AutoModelForCausalLM.from_config(asked, **options)
-        for param in model.parameters():
+        for param in _whole_params(model):
             param.data = param.data.bfloat16().float()
     model.config.use_cache = False
     if model.generation_config is not None:
@@ -74,7 +75,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)
     if config.numerics in ("aligned", "pure_bf16"):
-        for param in model.parameters():  # not the buffers: RoPE's frequencies in bf16 are another model
+        for param in _whole_params(model):  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()
     if config.torch_compile:
         for layer in model.model.layers:
@@ -89,13 +90,18 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     asked = hf_config(spec, seq_len=config.seq_len)
     name = transformers_name(kernel, asked)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), set_zero3_state():  # which: not in pieces, also with zero3_init_flag
             AutoModelForCausalLM.from_config(asked, attn_implementation=name)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
             "hint: sdpa works everywhere; flash_attention_2 comes with `pip install flash-attn`"
         ) from None
+
+
+def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """All but those that zero3_init_flag made in pieces, in the dtype of DeepSpeed's own configuration."""
+    return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
 
 
 def _holds_weights(path: str) -> bool:
