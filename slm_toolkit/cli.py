@@ -20,6 +20,7 @@ _VERBS = {  # name: the module that fills it, help
     "launch": ("launch_verb", "`accelerate launch` on one of several machines, once all have met"),
     "configs": ("configs_verb", "list the shipped accelerate YAMLs, or write them out"),
     "convert": ("convert", "turn accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another"),
+    "recipes": ("recipes", "list the shipped recipes, print one, or write them out"),
 }
 _EPILOG = """\
 examples:
@@ -33,6 +34,7 @@ examples:
   slm report --paper                                      the study behind it, rebuilt beside its figures
   slm configs --copy .                                    the YAMLs, to change and to launch
   slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO, and what differs
+  slm recipes                                             scripts to copy: LoRA, two nodes, a small card, ...
 one training run:
   accelerate launch --config_file accel_configs/fsdp_full_shard.yaml -m slm_toolkit.train --help
 """

@@ -25,6 +25,7 @@ HEAVY = (
         "slm_toolkit.recommend",
         "slm_toolkit.doctor",
         "slm_toolkit.convert",
+        "slm_toolkit.recipes",
         "slm_toolkit.compare_verb",
         "slm_toolkit.launch_verb",
         "slm_toolkit.configs_verb",

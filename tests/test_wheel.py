@@ -19,6 +19,13 @@ def test_compare_works_from_a_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     assert not (site / "tests").exists()
     assert not (site / "recipes").exists()
     empty.mkdir()
+    recipes = run(
+        *(sys.executable, "-m", "slm_toolkit.cli", "recipes", "--json"),
+        cwd=empty,
+        env={"PYTHONPATH": str(site)},
+    )
+    shipped = sorted(path.stem for path in (ROOT / "recipes").glob("*.sh"))
+    assert [row["name"] for row in json.loads(recipes.out)] == shipped
     # -P keeps the checkout's path out; PYTHONPATH goes before the editable install of the test environment
     done = run(
         *(sys.executable, "-m", "slm_toolkit.cli", "compare", "--json", "--strategy", "ddp", "ds_zero3"),

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# How is a small model taught to chat, all of its weights?
+# hardware: 1 x rtx-4090
+# memory: 13.8 of 23.5 GiB per GPU, 2 GiB of host RAM per node
+# time: 2.0 h
+# cost: $1.47
+# estimated on 2026-11-22 by the first command below
+set -euo pipefail
+
+# 1. Full fine-tuning of 360M parameters fits a card of 24 GB without adapters, checkpointing or offload.
+slm estimate --model smollm2-360m --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 2048 \
+  --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --loss_kernel fused_linear \
+  --norm_kernel fused --max_steps 3000
+
+if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
+  : "${MODEL:=HuggingFaceTB/SmolLM2-360M}" "${SEQ_LEN:=2048}" "${BATCH:=4}" "${ACCUMULATE:=8}"
+  : "${STEPS:=3000}" "${TOKENIZER:=HuggingFaceTB/SmolLM2-360M-Instruct}" # the base has no chat template
+  data=(--dataset teknium/OpenHermes-2.5 --dataset_format sharegpt) # or your own .jsonl, a row as below
+else # without one, or with TRY=1: two steps of a tiny model, on chats made here
+  : "${MODEL:=slm-1m}" "${SEQ_LEN:=128}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${TOKENIZER:=byte}"
+  turns='{"role": "user", "content": "What is & and nothing?"}, {"role": "assistant", "content": "It is &."}'
+  seq 200 | sed "s/.*/{\"messages\": [$turns]}/" >chats.jsonl
+  data=(--dataset chats.jsonl --dataset_format messages)
+fi
+[[ -d accel_configs ]] || slm configs --copy . >/dev/null
+
+# 2. The loss is on answers only. The learning rate is meant for 32 sequences per step: with more cards, or
+#    another batch, --scale_lr changes it by the root of the ratio, as suits AdamW.
+accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+  --tokenizer_name "$TOKENIZER" --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
+  --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
+  --loss_kernel fused_linear --norm_kernel fused --learning_rate 3e-5 --base_batch_size 32 --scale_lr sqrt \
+  --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 500 --save_steps 500 \
+  --run_name chat-fine-tune

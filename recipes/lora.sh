@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# How is a 1.7B model fine-tuned on chats with one card?
+# hardware: ?
+# memory: ?
+# time: ?
+# cost: ?
+# estimated on 2026-11-22 by the first command below
+set -euo pipefail
+
+# 1. LoRA trains small matrices beside the weights, which are frozen: only those have an optimizer state.
+slm estimate --model smollm2-1.7b --peft lora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 2048 \
+  --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --gradient_checkpointing full \
+  --loss_kernel fused_linear --norm_kernel fused --max_steps 1000
+
+if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
+  : "${MODEL:=HuggingFaceTB/SmolLM2-1.7B-Instruct}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=4}"
+  : "${STEPS:=1000}"
+  data=(--dataset HuggingFaceTB/smoltalk --dataset_config_name all) # or your own .jsonl, a row as below
+else # without one, or with TRY=1: two steps of a tiny model, on chats made here
+  : "${MODEL:=slm-1m}" "${SEQ_LEN:=128}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"
+  turns='{"role": "user", "content": "What is & and nothing?"}, {"role": "assistant", "content": "It is &."}'
+  seq 200 | sed "s/.*/{\"messages\": [$turns]}/" >chats.jsonl
+  data=(--dataset chats.jsonl)
+fi
+[[ -d accel_configs ]] || slm configs --copy . >/dev/null
+
+# 2. Adapters on all linear layers, not on attention alone, with ten times the learning rate of full
+#    fine-tuning. Answers alone have a loss; chats are packed whole and don't see each other.
+accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
+  --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
+  --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
+  --gradient_checkpointing full --loss_kernel fused_linear --norm_kernel fused --learning_rate 2e-4 \
+  --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 200 --run_name lora
+
+# 3. The adapter, for peft, and beside it the model with the adapter merged in, for everything else.
+ls runs/lora/model runs/lora/model/merged

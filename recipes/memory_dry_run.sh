@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Will it fit, before anything is rented?
+# hardware: 64 x a100-40gb in 8 nodes (the plan; this runs on any computer)
+# memory: 22.5 of 39.4 GiB per GPU, 68 GiB of host RAM per node
+# time: - (seconds; nothing is launched on a GPU)
+# cost: - (nothing is rented)
+# estimated on 2026-11-22 by the first command below
+set -euo pipefail
+
+# 1. By closed forms, in a fraction of a second: who fits, by how much, where the peak is; the largest batch.
+slm estimate --model slm-2b-hw --gpu a100-40gb --num_gpus 64 --strategy fsdp_shard_grad_op \
+  --per_device_train_batch_size 8 --loss_kernel fused_linear --norm_kernel fused
+slm estimate --model slm-2b-hw --gpu a100-40gb --num_gpus 8 64 --largest_batch \
+  --loss_kernel fused_linear --norm_kernel fused
+
+if [[ -z ${TRY:-} ]]; then # the real thing, on any computer
+  : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}"
+  strategies=(fsdp_shard_grad_op ds_zero3) ranks=(8 64)
+else # TRY=1: smaller
+  : "${MODEL:=slm-100m}" "${SEQ_LEN:=1024}" "${BATCH:=8}"
+  strategies=(fsdp_shard_grad_op) ranks=(64)
+fi
+
+# 2. A dry run: one process plays rank 0 of so many, with the real script and engine. Without a GPU its
+#    tensors take no memory, and every allocation is followed.
+slm compare --rehearse "${ranks[@]}" --model "$MODEL" --strategy "${strategies[@]}" --seq_len "$SEQ_LEN" \
+  --per_device_train_batch_size "$BATCH" --loss_kernel fused_linear --norm_kernel fused \
+  --output_dir runs/dry --memory # and which modules own the peak
+
+# 3. The two kinds of evidence beside each other. Where they part, believe the rehearsal.
+slm report runs/dry --errors

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# How little memory can fine-tuning a 1.5B model take?
+# hardware: ?
+# memory: ?
+# time: ?
+# cost: ?
+# estimated on 2026-11-22 by the first command below
+set -euo pipefail
+
+# 1. QLoRA: the frozen weights in 4 bits, adapters in bf16, activations recomputed, one sequence at a time.
+slm estimate --model qwen2.5-1.5b --peft qlora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 1024 \
+  --per_device_train_batch_size 1 --gradient_accumulation_steps 32 --gradient_checkpointing full \
+  --loss_kernel fused_linear --norm_kernel fused --max_steps 1500
+
+if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
+  : "${MODEL:=Qwen/Qwen2.5-1.5B-Instruct}" "${SEQ_LEN:=1024}" "${BATCH:=1}" "${ACCUMULATE:=32}"
+  : "${STEPS:=1500}"
+  data=(--dataset tatsu-lab/alpaca) # or your own .jsonl, a row as below
+else # without one, or with TRY=1: two steps of a tiny model, on instructions made here
+  : "${MODEL:=slm-1m}" "${SEQ_LEN:=128}" "${BATCH:=1}" "${ACCUMULATE:=2}" "${STEPS:=2}"
+  seq 200 | sed 's/.*/{"instruction": "Double it.", "input": "&", "output": "It is & and &."}/' >alpaca.jsonl
+  data=(--dataset alpaca.jsonl)
+fi
+[[ -d accel_configs ]] || slm configs --copy . >/dev/null
+
+# 2. Needs `pip install "slm-toolkit[peft]"`. On several cards: ddp, ds_zero2 or fsdp_full_shard; ZeRO-3 can't
+#    (it cuts 4-bit weights apart from their scales).
+accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+  --peft qlora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear \
+  --dataset_format alpaca --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
+  --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
+  --gradient_checkpointing full --loss_kernel fused_linear --norm_kernel fused --learning_rate 2e-4 \
+  --weight_decay 0 --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --eval_steps 300 --run_name qlora
+
+# 3. What it really took.
+slm report runs/qlora

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# How are strategies compared, and a model trained, on a Slurm cluster?
+# hardware: 16 x a100-40gb in 2 nodes
+# memory: 22.0 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# time: 10.7 h
+# cost: $405
+# estimated on 2026-11-22 by the first command below
+set -euo pipefail
+
+# 1. What the training of step 3 takes, on two nodes, by strategy; waiting in the queue comes on top.
+slm recommend --model slm-1b-hw --tokens 20B --torch_compile --gpu a100-40gb:16 \
+  --strategy ddp fsdp_hybrid_shard fsdp_shard_grad_op
+
+if [[ -z ${TRY:-} ]] && sinfo -h &>/dev/null; then # on a login node: the real thing
+  : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=2}" "${STEPS:=38147}"
+  : "${CHECK_STEPS:=33}" "${NODES:=2}" "${GPUS_PER_NODE:=8}" "${OPTIONS:=--partition=gpu --time=2-00:00:00}"
+  strategies=(fsdp_hybrid_shard ddp fsdp_shard_grad_op)
+  data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
+    --tokenizer_name TinyLlama/TinyLlama_v1.1)
+  compile=(--torch_compile)
+else # elsewhere, or with TRY=1: two steps of a tiny model on two CPU processes
+  : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"
+  : "${CHECK_STEPS:=2}" "${NODES:=1}" "${GPUS_PER_NODE:=0}" "${OPTIONS:=--time=10}"
+  strategies=(ddp)
+  data=(--dataset synthetic)
+  compile=()
+fi
+: "${STRATEGY:=${strategies[0]}}" # what step 2 finds fastest
+# Where no Slurm answers, the scripts are only written, and how to submit them is printed.
+sinfo -h &>/dev/null && submit=() || submit=(--slurm_only_write)
+slurm=(--launcher slurm --num_nodes "$NODES" --gpus_per_node "$GPUS_PER_NODE" "--slurm_options=$OPTIONS")
+flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" --loss_kernel fused_linear
+  --norm_kernel fused "${compile[@]}")
+
+# 2. A job per strategy; this waits for them and prints the table. Lost the connection? The same command finds
+#    its jobs again. The folder must be one that all nodes see.
+slm compare "${slurm[@]}" "${submit[@]}" --strategy "${strategies[@]}" "${flags[@]}" \
+  --max_steps "$CHECK_STEPS" --output_dir runs/check
+
+# 3. The training itself is a job of the same kind.
+slm compare "${slurm[@]}" "${submit[@]}" --strategy "$STRATEGY" "${flags[@]}" "${data[@]}" \
+  --gradient_accumulation_steps "$ACCUMULATE" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
+  --eval_steps 1000 --save_steps 1000 --save_final_model true --timeout 172800 --output_dir runs/train
