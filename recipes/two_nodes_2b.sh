@@ -15,32 +15,25 @@ slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:16 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=32}" "${STEPS:=76294}"
   : "${NODES:=2}" "${GPUS_PER_NODE:=8}" "${NODE_RANK:?0 on the first node, 1 on the next}"
-  : "${HEAD_NODE:?address of the node with NODE_RANK 0}"
+  : "${HEAD_NODE:?address of the first node}" "${RUNS:=/shared/runs}" # a folder that both nodes see
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile)
-else # without any, or with TRY=1: two steps of a tiny model on four CPU processes
+else # without any, or with TRY=1: two steps of a tiny model on four CPU processes, as if of one node
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${STEPS:=2}"
-  : "${NODES:=1}" "${GPUS_PER_NODE:=4}" "${NODE_RANK:=0}" "${HEAD_NODE:=127.0.0.1}"
+  : "${NODES:=1}" "${GPUS_PER_NODE:=4}" "${NODE_RANK:=0}" "${HEAD_NODE:=127.0.0.1}" "${RUNS:=runs}"
   data=(--dataset synthetic)
   compile=()
 fi
 : "${STRATEGY:=fsdp_hybrid_shard}" "${PORT:=29500}"
-ranks=$((NODES * GPUS_PER_NODE)) copies=$((NODES > 1 ? NODES : 2)) # a copy on each node
-case $STRATEGY in
-  fsdp_hybrid_shard) own=(--parallelism_config_dp_replicate_size "$copies"
-    --parallelism_config_dp_shard_size $((ranks / copies))) ;;
-  ds_*) own=(--deepspeed_multinode_launcher standard) ;; # or DeepSpeed would start the other nodes by pdsh
-  *) own=() ;;
-esac
 export NCCL_IB_DISABLE=1 # where the nodes meet on another interface than the first: NCCL_SOCKET_IFNAME=eth1
 [[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
-# 2. The same on each node, at about the same time: HEAD_NODE=10.0.0.1 NODE_RANK=0 bash two_nodes_2b.sh
-accelerate launch --num_machines "$NODES" --machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" \
-  --main_process_port "$PORT" --num_processes "$ranks" "${own[@]}" \
-  --config_file "accel_configs/$STRATEGY.yaml" \
-  -m slm_toolkit.train --model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" \
-  --gradient_checkpointing selective_op --loss_kernel fused_linear --norm_kernel fused "${compile[@]}" \
-  "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) --eval_steps 1000 --save_steps 1000 \
-  --run_name two-nodes-2b
+# 2. The same on each node: HEAD_NODE=10.0.0.1 NODE_RANK=0 bash two_nodes_2b.sh. They meet before anything
+#    starts, and say so if one doesn't come or would do something else; each gets its copy of the shards.
+slm launch --num_machines "$NODES" --machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" \
+  --main_process_port "$PORT" --num_processes $((NODES * GPUS_PER_NODE)) \
+  --config_file "accel_configs/$STRATEGY.yaml" -m slm_toolkit.train --model "$MODEL" --seq_len "$SEQ_LEN" \
+  --per_device_train_batch_size "$BATCH" --gradient_checkpointing selective_op --loss_kernel fused_linear \
+  --norm_kernel fused "${compile[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
+  --eval_steps 1000 --save_steps 1000 --output_dir "$RUNS" --run_name two-nodes-2b

@@ -14,7 +14,6 @@ from types import ModuleType
 
 import pytest
 from conftest import ENV, ROOT, Finished, run, slm
-from test_slurm import cluster, network  # noqa: F401 - fixtures
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.compare.local import free_port
@@ -45,7 +44,7 @@ PACKAGES = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}
 SHIM = """#!{python}
 import json, os, sys
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-if words[0] == "slm" and words[1] not in ("compare", "report"):
+if words[0] == "slm" and words[1] not in ("compare", "launch", "report"):
     os.execv("{bin}/slm", words)
 with open("{log}", "a") as log:
     log.write(json.dumps(words) + "\\n")
@@ -158,12 +157,12 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
     done = run("bash", str(ROOT / "recipes" / f"{name}.sh"), cwd=folder, env=env)
     assert done.code == 0, done.err
     commands = [json.loads(line) for line in log.read_text().splitlines()]
-    return [words for words in commands if words[0] == "accelerate" or words[:2] == ["slm", "compare"]]
+    return [words for words in commands if words[1] in ("compare", "launch")]
 
 
 def configurations(words: list[str]) -> Iterator[dict[str, object]]:
     """Each configuration that a command trains, by the names of an estimate's row; its flags must parse."""
-    if words[0] == "accelerate":
+    if words[1] == "launch":
         at = words.index("slm_toolkit.train")
         parser = Parser(prog="train")
         add_flags(parser, grid=False)
@@ -232,13 +231,6 @@ def tried_on_two_nodes(folder: Path) -> Finished:
         return tried("two_nodes_2b", folder, NODE_RANK="0", **variables)
     finally:
         second.wait(timeout=60)
-
-
-def test_slurm_submits_where_one_answers(tmp_path: Path, cluster: dict[str, str]) -> None:  # noqa: F811
-    done = tried("slurm", tmp_path, **cluster)
-    assert done.code == 0, done.err
-    records = [json.loads(path.read_text()) for path in tmp_path.rglob("record.json")]
-    assert [len(record["losses"]) for record in records] == [2, 2]
 
 
 def test_the_list_has_every_recipes_question_and_figures() -> None:

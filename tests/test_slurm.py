@@ -242,3 +242,12 @@ def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         command, cwd=ROOT, env={**ENV, **env}, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds_ctrl_c
     )
+
+
+def test_the_recipe_submits_its_comparison_and_its_training(cluster: dict[str, str], tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**cluster, "PATH": path, "TRY": "1"}
+    done = run("bash", str(ROOT / "recipes" / "slurm.sh"), cwd=tmp_path, env=env)
+    assert done.code == 0, done.err
+    records = [json.loads(path.read_text()) for path in tmp_path.rglob("record.json")]
+    assert [len(record["losses"]) for record in records] == [2, 2]
