@@ -24,8 +24,13 @@ def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
     return next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
 
 
-def read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precision: object) -> dict[str, Any]:
-    """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for."""
+def read_deepspeed_config(
+    section: dict[str, Any], path: Path, *, mixed_precision: object, content: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for.
+
+    `content`: of the JSON that it names, where that need not be read.
+    """
     named = section.get("deepspeed_config_file")
     if named is None:  # the settings stand in the YAML itself
         stage = section.get("zero_stage", 2)  # accelerate's default
@@ -44,18 +49,30 @@ def read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisio
             f"{path}: no deepspeed_config_file {named!r} here or beside the YAML\n"
             "hint: `slm configs --copy DIR` writes both folders"
         )
-    try:
-        config = json.loads(json_path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{json_path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json"
-        ) from None
+    config = _read_json(json_path) if content is None else content
     zero = config.get("zero_optimization", {}) if isinstance(config, dict) else config
     if not isinstance(zero, dict):
         raise ValueError(
             f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
         )
     _check_shape(config, json_path)
+    if problems := _set_twice(section, config, path, json_path, mixed_precision):
+        raise ValueError(
+            "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
+        )
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json") from None
+
+
+def _set_twice(
+    section: dict[str, Any], config: dict[str, Any], path: Path, json_path: Path, mixed_precision: object
+) -> list[str]:
     problems = []
     if mixed_precision is not None:
         problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
@@ -69,11 +86,7 @@ def read_deepspeed_config(section: dict[str, Any], path: Path, *, mixed_precisio
             f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
             f"which says {'.'.join(json_keys)} {value!r}"
         )
-    if problems:
-        raise ValueError(
-            "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
-        )
-    return config
+    return problems
 
 
 def _is_number(value: object) -> bool:

@@ -48,8 +48,8 @@ def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int
         raise all_of(problems)
 
 
-def all_of(problems: list[str]) -> ValueError:
-    return ValueError("\n".join(dict.fromkeys(problems)) + "\nhint: `slm estimate --help` explains each flag")
+def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
+    return ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: `slm {verb} --help` explains each flag")
 
 
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:

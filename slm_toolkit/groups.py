@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.strategy import Strategy, config_dir
+from slm_toolkit.strategy import Strategy, is_shipped
 
 _COPIES, _SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 
@@ -22,7 +22,7 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
     in a user's own file is taken as it is. Raises ValueError for ranks that can't be divided so.
     """
     num_nodes = -(-num_ranks // ranks_per_node)
-    if is_hybrid(strategy) and _is_shipped(strategy):
+    if is_hybrid(strategy) and is_shipped(Path(strategy.path or "")):
         copies = num_nodes if num_nodes > 1 else 2
         shard, left = divmod(num_ranks, copies)
         if left or shard < 2:
@@ -64,8 +64,3 @@ def with_group_options(strategy: Strategy, option: Callable[[str], str | bool | 
 
 def _parallelism(strategy: Strategy) -> dict[str, Any]:
     return (strategy.accelerate_config or {}).get("parallelism_config") or {}
-
-
-def _is_shipped(strategy: Strategy) -> bool:
-    path = Path(strategy.path or "").resolve()
-    return path.parent == config_dir("accel_configs").resolve()

@@ -93,7 +93,7 @@ def _recommend(args: argparse.Namespace) -> int:
 
 def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
     """What aligned widths would give on each GPU type, and what else would move the first plan."""
-    from slm_toolkit.predict.advice import Setting, alignment_gain
+    from slm_toolkit.predict.setting import Setting, alignment_gain
     from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers
 
     def setting_of(plan: "Plan") -> Setting:

@@ -62,6 +62,11 @@ def shipped_strategies() -> list[str]:
     return sorted(path.stem for path in config_dir("accel_configs").glob("*.yaml"))
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether a YAML is one of ours, where it lies."""
+    return path.resolve().parent == config_dir("accel_configs").resolve()
+
+
 def shipped_files() -> list[Path]:
     """The YAMLs, then the JSONs that they name."""
     return [
@@ -86,26 +91,41 @@ def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Pat
 
 def find_strategy(name_or_path: str) -> Strategy:
     """The Strategy of a shipped name (`ddp`) or of a user's YAML file."""
+    path = strategy_path(name_or_path)
+    return dataclasses.replace(read_strategy(path), name=strategy_name(path))
+
+
+def strategy_path(name_or_path: str) -> Path:
+    """The YAML of a shipped name or a path. Raises ValueError where there is none."""
     shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
     path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
-    if not path.is_file():
-        if path.suffix in (".yaml", ".yml"):
-            raise ValueError(f"no such file: {name_or_path}\nhint: paths are relative to {Path.cwd()}")
-        close = get_close_matches(name_or_path, shipped_strategies(), n=1, cutoff=0.4)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(
-            f"unknown strategy {name_or_path!r}\n"
-            f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML file"
-        )
-    strategy = read_strategy(path)
-    if path.stem in shipped_strategies() and path.resolve().parent != shipped.resolve().parent:
-        return dataclasses.replace(strategy, name=f"own-{path.stem}")  # beside ours, rows would look alike
-    return strategy
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise ValueError(f"no such file: {name_or_path}\nhint: paths are relative to {Path.cwd()}")
+    close = get_close_matches(name_or_path, shipped_strategies(), n=1, cutoff=0.4)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"unknown strategy {name_or_path!r}\n"
+        f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML file"
+    )
+
+
+def strategy_name(path: Path) -> str:
+    """The file's stem, marked as the user's own where one of ours is called so: rows would look alike."""
+    return f"own-{path.stem}" if path.stem in shipped_strategies() and not is_shipped(path) else path.stem
 
 
 def read_strategy(path: Path) -> Strategy:
     """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError with every problem found."""
-    config = _read_yaml(path)
+    return strategy_of(_read_yaml(path), path)
+
+
+def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | None = None) -> Strategy:
+    """The Strategy that a YAML's content stands for; `deepspeed`: its JSON's, where that need not be read.
+
+    Raises ValueError with every problem found.
+    """
     if "distributed_type" not in config:
         raise ValueError(
             f"{path} has no distributed_type: it is no accelerate YAML\n"
@@ -127,7 +147,7 @@ def read_strategy(path: Path) -> Strategy:
         return Strategy(engine="single" if distributed_type == "NO" else "ddp", **common)
     if distributed_type == "FSDP":
         fsdp = _mapping(config, "fsdp_config", path)
-        if fsdp.get("fsdp_version", 1) != 2:  # accelerate's default, and so no such key, is FSDP1
+        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default, and so no such key, is FSDP1
             return Strategy(engine="fsdp1", **common)
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
         if str(reshard).lower() not in ("true", "false"):
@@ -137,7 +157,10 @@ def read_strategy(path: Path) -> Strategy:
         return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
     if distributed_type == "DEEPSPEED":
         deepspeed = read_deepspeed_config(
-            _mapping(config, "deepspeed_config", path), path, mixed_precision=config.get("mixed_precision")
+            _mapping(config, "deepspeed_config", path),
+            path,
+            mixed_precision=config.get("mixed_precision"),
+            content=deepspeed,
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):

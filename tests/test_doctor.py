@@ -9,6 +9,8 @@ from conftest import FSDP2, own_strategy, slm
 from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.bottleneck import misaligned_widths
 
+WRAPPED = f"num_processes: 8\n{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+
 
 def doctored(*arguments: str, code: int) -> list[dict]:
     done = slm("doctor", "--json", *arguments)
@@ -76,13 +78,14 @@ def test_bad_flags_end_with_a_hint() -> None:
     assert "hint: " in done.err
 
 
-def test_shards_that_do_not_divide_the_gpus_are_refused(tmp_path: Path) -> None:
+def test_shards_that_do_not_divide_the_gpus_are_found(tmp_path: Path) -> None:
     key = "parallelism_config"
     sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
-    hybrid = own_strategy(tmp_path, FSDP2 + sizes, name="hybrid")
-    done = slm("doctor", "--model", "slm-1b", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
-    assert done.code == 2
-    assert "dp_replicate_size 2 x dp_shard_size 8 with --num_gpus 8" in done.err
+    hybrid = own_strategy(tmp_path, WRAPPED + sizes, name="hybrid")
+    asked = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
+    (finding,) = [f for f in doctored(*asked, code=1) if f["severity"] == "wrong"]
+    assert finding["sentence"] == "dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
+    assert finding["change"] == f"{key}_dp_shard_size: 4"
 
 
 def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
@@ -98,6 +101,6 @@ def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) 
 def test_what_can_not_be_known_is_said(tmp_path: Path) -> None:
     found = doctored("--model", "slm-1b", "--gpu", "rtx-5090", "--strategy", "ddp", code=0)
     assert any("the memory of rtx-5090 is not known" in f["sentence"] for f in found)
-    offload = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n", name="offload")
+    offload = own_strategy(tmp_path, f"{WRAPPED}  fsdp_offload_params: true\n", name="offload")
     found = doctored("--model", "slm-1b-hw", "--gpu", "h200", "--strategy", offload, code=0)
     assert any("no closed form for its time" in f["sentence"] for f in found)

@@ -1,116 +1,29 @@
-"""What is wrong or unwise in a model and its configuration on given GPUs, and what mending it gives."""
+"""What closed forms find wrong or unwise in a model and its configuration on given GPUs."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.groups import fit_groups
-from slm_toolkit.hardware import Gpu
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
-from slm_toolkit.predict.bottleneck import (
-    WORTH_SAYING,
-    aligned_sibling,
-    describe_alignment,
-    hw_sibling,
-    levers,
-    misaligned_widths,
-)
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
-from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
-from slm_toolkit.predict.host_memory import placement_of
-from slm_toolkit.predict.site import Site
-from slm_toolkit.strategy import Strategy
+from slm_toolkit.finding import Finding, gravest_first
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers, misaligned_widths
+from slm_toolkit.predict.estimate import Estimate, largest_batch
+from slm_toolkit.predict.setting import Setting, alignment_gain
+from slm_toolkit.strategy import Strategy, find_strategy
 
-TOPICS = ("alignment", "memory", "network", "strategy", "kernels")
 _MOST_LEVERS = 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A configuration on certain GPUs."""
-
-    spec: ModelSpec
-    config: RunConfig
-    strategy: Strategy
-    gpu: Gpu
-    num_gpus: int
-    gpus_per_node: int
-    site: Site
-    software: str = "2026"
-
-    def estimate(self, spec: ModelSpec | None = None, config: RunConfig | None = None) -> Estimate:
-        """Of this setting, or of another model or configuration in its place."""
-        per_node = min(self.num_gpus, self.gpus_per_node)
-        fitted = fit_groups(self.strategy, num_ranks=self.num_gpus, ranks_per_node=per_node)
-        strategy = strategy_as_launched(fitted)
-        return estimate(
-            spec or self.spec,
-            strategy,
-            placement_of(fitted),
-            config_as_launched(config or self.config, strategy),
-            num_gpus=self.num_gpus,
-            gpus_per_node=per_node,
-            gpu=self.gpu,
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=ESTIMATOR_VERSION,
-            software=self.software,
-            site=self.site,
-        )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know, as a sentence."""
-
-    topic: str
-    "one of TOPICS"
-    severity: str
-    "wrong: does not run or wastes most of what is paid; unwise; or could be faster"
-    gpu: str | None
-    strategy: str | None
-    sentence: str
-    speedup: float | None
-    "tokens/s after the change over before"
-
-
-@dataclass(frozen=True)
-class AlignmentGain:
-    """What widths that tensor cores like give on one GPU type."""
-
-    gpu: str
-    sibling: str
-    "the model, and what is other in it"
-    speedup: float
-
-
-def alignment_gain(setting: Setting) -> AlignmentGain | None:
-    """Against the preset's hardware-friendly sibling, else the same shape rounded; None where all is well.
-
-    Tokens per second of both; the siblings' parameters differ by up to 11 % (slm-100m), which is in it.
-    """
-    spec = setting.spec
-    if not misaligned_widths(spec):
-        return None
-    sibling = hw_sibling(spec) or aligned_sibling(spec)
-    before, after = setting.estimate(), setting.estimate(sibling)
-    if before.tokens_per_second is None or after.tokens_per_second is None:
-        return None
-    changed = describe_alignment(spec, sibling)
-    name = f"{sibling.name} ({changed})" if sibling.name != spec.name else changed
-    return AlignmentGain(setting.gpu.name, name, after.tokens_per_second / before.tokens_per_second)
+_CLEARLY_FASTER = 1.05
+"less is within what estimates can tell apart"
+_MUCH_FASTER = 1.15
+_LOGIT_BYTES = 10
+"per token and word, in the loss of transformers: bf16 logits, an fp32 copy, its log-softmax (predict/memory.py)"
 
 
 def findings(settings: list[Setting]) -> list[Finding]:
-    """Of all settings, the gravest first; alignment and kernels are of each GPU's fastest one that fits."""
-    found = [finding for setting in settings for check in (_memory, _network) for finding in check(setting)]
-    found += [
-        finding for setting in _fastest(settings) for finding in (*_alignment(setting), *_kernels(setting))
-    ]
+    """Of all settings, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
+    found = [finding for setting in settings for check in _OF_EACH for finding in check(setting)]
+    found += [f for setting in _fastest(settings) for check in _OF_FASTEST for f in check(setting)]
     found += _strategies(settings)
-    severities = ("wrong", "unwise", "could be faster")
-    gravity = lambda f: (severities.index(f.severity), TOPICS.index(f.topic), -(f.speedup or 0))  # noqa: E731
-    return sorted(dict.fromkeys(found), key=gravity)
+    return gravest_first(found)
 
 
 def _fastest(settings: list[Setting]) -> list[Setting]:
@@ -128,24 +41,33 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
         return
     widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setting.spec).items())
     yield Finding(
-        "alignment",
-        "wrong" if gain.speedup >= 1.25 else "unwise",
-        gain.gpu,
-        None,
-        f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
+        name="widths-off-tensor-cores",
+        topic="alignment",
+        severity="wrong" if gain.speedup >= 1.25 else "unwise",
+        gpu=gain.gpu,
+        sentence=f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
         f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
-        gain.speedup,
+        why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS takes "
+        "kernels that load one number at a time",
+        change=f"--model {gain.sibling.split(' ')[0]}"
+        if gain.sibling.startswith("slm-")
+        else f"another shape: {gain.sibling}",
+        speedup=gain.speedup,
     )
 
 
 def _memory(setting: Setting) -> Iterator[Finding]:
     row = setting.estimate()
-    where = (setting.gpu.name, setting.strategy.name)
+    gpu, strategy = setting.gpu.name, setting.strategy.name
     if row.verdict is None:
         yield Finding(
-            *("memory", "unwise", where[0], None),
-            f"the memory of {where[0]} is not known: nobody can say whether {row.model} fits",
-            None,
+            name="gpu-memory-unknown",
+            topic="memory",
+            severity="unwise",
+            gpu=gpu,
+            sentence=f"the memory of {gpu} is not known: nobody can say whether {row.model} fits",
+            why="nobody has reported what PyTorch sees of it",
+            change=f"look at peak_allocated_bytes of `slm estimate --gpu {gpu} --json`",
         )
     size = row.peak_allocated_bytes / 2**30
     if row.verdict == "does not fit":
@@ -156,42 +78,124 @@ def _memory(setting: Setting) -> Iterator[Finding]:
         most = largest_batch(of_batch, setting.config).per_device_train_batch_size
         remedy = f"--per_device_train_batch_size {most} does" if most else "not even one sequence does"
         yield Finding(
-            *("memory", "wrong", *where),
-            f"{size:.1f} GiB don't fit on {where[0]} under {where[1]}: {remedy}",
-            None,
+            name="does-not-fit",
+            topic="memory",
+            severity="wrong",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{size:.1f} GiB don't fit on {gpu} under {strategy}: {remedy}",
+            why=f"most of it at {row.peak_instant}",
+            change=f"--per_device_train_batch_size {most}, or --gradient_checkpointing full"
+            if most
+            else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
         )
     elif row.verdict == "tight":
         yield Finding(
-            *("memory", "unwise", *where),
-            f"{size:.1f} GiB fit tightly on {where[0]} under {where[1]}: it may run out, or thrash",
-            None,
+            name="fits-tightly",
+            topic="memory",
+            severity="unwise",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{size:.1f} GiB fit tightly on {gpu} under {strategy}: it may run out, or thrash",
+            why="what the allocator holds beside its tensors takes about a tenth more",
+            change="a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
         )
 
 
 def _network(setting: Setting) -> Iterator[Finding]:
     row = setting.estimate()
-    where = (setting.gpu.name, setting.strategy.name)
+    gpu, strategy = setting.gpu.name, setting.strategy.name
     if setting.strategy.offloads:
         yield Finding(
-            *("kernels", "unwise", None, where[1]),
-            f"{where[1]} offloads: there is no closed form for its time, memory alone was looked at",
-            None,
+            name="offload-time-unknown",
+            topic="kernels",
+            severity="could be faster",
+            strategy=strategy,
+            sentence=f"{strategy} offloads: there is no closed form for its time, memory alone was looked at",
+            why="the host's bus, its cores and its disks decide, and nothing here knows them",
+            change="--gradient_checkpointing full first, or more GPUs: both cost less time",
         )
     elif row.tokens_per_second is None:
         yield Finding(
-            *("network", "unwise", where[0], None),
-            f"the network between nodes of {where[0]} is not known: --inter_node_gbps gives it",
-            None,
+            name="network-unknown",
+            topic="network",
+            severity="unwise",
+            gpu=gpu,
+            sentence=f"the network between nodes of {gpu} is not known: --inter_node_gbps gives it",
+            why="without it nobody can say what communication costs",
+            change="--inter_node_gbps GBIT, or --network with what `slm compare --probe_network` measured",
         )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:
         share = row.parts_seconds["communication"] / row.step_seconds
         yield Finding(
-            *("network", "wrong" if share > 0.5 else "unwise", *where),
-            f"{where[1]} on {row.num_gpus} {where[0]} needs {needed:,.0f} Gbit/s between nodes to hide its "
+            name="network-too-slow",
+            topic="network",
+            severity="wrong" if share > 0.5 else "unwise",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide its "
             f"communication, there are {has:,.0f}: {share:.0%} of a step is waiting",
-            None,
+            why="what is sent between nodes takes longer than the compute beside it",
+            change="a larger batch, --gradient_accumulation_steps under ddp, or fsdp_hybrid_shard or ds_zeropp",
         )
+
+
+def _logits(setting: Setting) -> Iterator[Finding]:
+    """Logits and their loss against the model's weights, where they make the peak."""
+    config, params = setting.config, setting.spec.num_params
+    if config.loss_kernel != "hf":
+        return
+    tokens = config.per_device_train_batch_size * config.seq_len
+    logits = _LOGIT_BYTES * tokens * setting.spec.vocab_size
+    chunked = dataclasses.replace(config, loss_kernel="fused_linear")
+    before = setting.estimate().peak_allocated_bytes
+    saved = before - setting.estimate(config=chunked).peak_allocated_bytes
+    if logits > 2 * params and saved > 0.05 * before:
+        yield Finding(
+            name="logits-larger-than-model",
+            topic="kernels",
+            severity="unwise",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"logits and their loss take {logits / 2**30:.1f} GiB at once, the weights of "
+            f"{setting.spec.name} {2 * params / 2**30:.1f}",
+            why=f"{tokens:,} tokens x {setting.spec.vocab_size:,} words x {_LOGIT_BYTES} bytes; in chunks "
+            f"the peak is {saved / 2**30:.1f} GiB lower",
+            change="--loss_kernel fused_linear",
+        )
+
+
+def _saturation(setting: Setting) -> Iterator[Finding]:
+    """A batch of which a smaller one trains as many tokens per second: the GPU was full before."""
+    size, row = setting.config.per_device_train_batch_size, setting.estimate()
+    if row.tokens_per_second is None or not row.fits:
+        return
+
+    def of(batch: int) -> Estimate:
+        return setting.estimate(config=dataclasses.replace(setting.config, per_device_train_batch_size=batch))
+
+    enough = size
+    while enough % 2 == 0 and of(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second:
+        enough //= 2
+    if enough == size:
+        return
+    smaller = of(enough)
+    gain = row.tokens_per_second / smaller.tokens_per_second - 1
+    more = (row.peak_allocated_bytes - smaller.peak_allocated_bytes) / 2**30
+    steps = setting.config.gradient_accumulation_steps * size // enough
+    yield Finding(
+        name="batch-past-saturation",
+        topic="kernels",
+        severity="unwise",
+        gpu=setting.gpu.name,
+        strategy=setting.strategy.name,
+        sentence=f"--per_device_train_batch_size {size} gives {gain:+.1%} tokens/s over {enough} on "
+        f"{setting.gpu.name} under {setting.strategy.name}",
+        why=f"the GPU is full before: the rest takes {more:.1f} GiB and no time off",
+        change=f"--per_device_train_batch_size {enough}; --gradient_accumulation_steps {steps} keeps the "
+        "tokens per step",
+    )
 
 
 def _kernels(setting: Setting) -> Iterator[Finding]:
@@ -202,30 +206,97 @@ def _kernels(setting: Setting) -> Iterator[Finding]:
     for lever in [lever for lever in found if lever.change.startswith("--")][:_MOST_LEVERS]:
         bound = row.bottleneck.replace("_", " ")
         yield Finding(
-            *("kernels", "could be faster", setting.gpu.name, setting.strategy.name),
-            f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} should "
+            name="faster-flag",
+            topic="kernels",
+            severity="could be faster",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} should "
             f"give {lever.speedup - 1:+.0%} tokens/s",
-            lever.speedup,
+            why=f"of a step's time most goes to {bound}",
+            change=lever.change,
+            speedup=lever.speedup,
         )
 
 
+def _needless(setting: Setting) -> Iterator[Finding]:
+    """Sharding and offload of what fits without: the paper's answer is DDP first."""
+    if setting.strategy.offloads:
+        row = dataclasses.replace(setting, strategy=without_offload(setting.strategy)).estimate()
+        if row.verdict == "fits":
+            yield Finding(
+                name="offload-of-what-fits",
+                topic="strategy",
+                severity="unwise",
+                gpu=setting.gpu.name,
+                strategy=setting.strategy.name,
+                sentence=f"{setting.spec.name} fits on {setting.num_gpus} x {setting.gpu.name} without offload: "
+                f"{row.peak_allocated_bytes / 2**30:.1f} GiB under {setting.strategy.name}",
+                why="offload sends the training state over the host's bus at every step",
+                change="the same strategy without its offload keys",
+            )
+        return
+    if not setting.strategy.sharded_parts:
+        return
+    plain = find_strategy("ddp" if setting.num_gpus > 1 else "single")
+    before, after = setting.estimate(), dataclasses.replace(setting, strategy=plain).estimate()
+    if after.verdict != "fits" or before.tokens_per_second is None or after.tokens_per_second is None:
+        return
+    speedup = after.tokens_per_second / before.tokens_per_second
+    if speedup >= _CLEARLY_FASTER:
+        yield Finding(
+            name="sharding-of-what-fits",
+            topic="strategy",
+            severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"{setting.spec.name} fits on each of {setting.num_gpus} x {setting.gpu.name} whole: {plain.name} "
+            f"gives {speedup - 1:+.0%} tokens/s over {setting.strategy.name}",
+            why="shards are sent around to be put together again; the paper's advice for small models is DDP "
+            "while it fits",
+            change=f"--strategy {plain.name}",
+            speedup=speedup,
+        )
+
+
+def without_offload(strategy: Strategy) -> Strategy:
+    """The strategy with everything on the GPU."""
+    config = dict(strategy.accelerate_config or {})
+    if strategy.engine == "deepspeed":
+        zero = dict(strategy.deepspeed_config["zero_optimization"])
+        for part in ("offload_optimizer", "offload_param"):
+            zero.pop(part, None)
+        deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
+        return dataclasses.replace(strategy, deepspeed_config=deepspeed)
+    config["fsdp_config"] = {**config["fsdp_config"], "fsdp_offload_params": False}
+    return dataclasses.replace(strategy, accelerate_config=config)
+
+
 def _strategies(settings: list[Setting]) -> Iterator[Finding]:
-    """Where another of the strategies asked about fits too and is clearly faster."""
+    """Where another of the strategies asked about fits too and is clearly faster, if none that is `_needless`."""
     groups: dict[tuple, list[Estimate]] = {}
     for setting in settings:
         row = setting.estimate()
         if row.fits and row.tokens_per_second is not None:
-            groups.setdefault((setting.gpu.name, setting.num_gpus, setting.spec.name), []).append(
-                (setting, row)
-            )
+            groups.setdefault((setting.gpu.name, setting.num_gpus, setting.spec.name), []).append(row)
     for group in groups.values():
-        best = max((row for _, row in group), key=lambda row: row.tokens_per_second)
-        for _, row in group:
+        best = max(group, key=lambda row: row.tokens_per_second)
+        for row in group:
             speedup = best.tokens_per_second / row.tokens_per_second
-            if speedup >= 1.05:
+            if speedup >= _CLEARLY_FASTER and best.strategy not in ("ddp", "single"):
                 yield Finding(
-                    *("strategy", "could be faster", row.gpu, row.strategy),
-                    f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives {speedup - 1:+.0%} "
+                    name="faster-strategy",
+                    topic="strategy",
+                    severity="could be faster",
+                    gpu=row.gpu,
+                    strategy=row.strategy,
+                    sentence=f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives {speedup - 1:+.0%} "
                     f"tokens/s over {row.strategy}",
-                    speedup,
+                    why="it sends less, or computes less again",
+                    change=f"--strategy {best.strategy}",
+                    speedup=speedup,
                 )
+
+
+_OF_EACH = (_memory, _network, _needless)
+_OF_FASTEST = (_alignment, _kernels, _logits, _saturation)

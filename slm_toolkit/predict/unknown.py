@@ -1,5 +1,7 @@
 """Flags that no closed form of memory or time covers: an estimate says so instead of guessing."""
 
+import dataclasses
+
 from slm_toolkit.config import RunConfig
 
 _ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
@@ -32,3 +34,16 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
     if config.fsdp_prefetch:
         found.append(f"--fsdp_prefetch {config.fsdp_prefetch}: no closed form for it; --rehearse N tells")
     return found
+
+
+def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The nearest config that estimates cover, and what of `config` they leave out, as sentences."""
+    found = unknown_to_estimates(config)
+    if not found:
+        return config, []
+    changes = {"fp8": "none", "tf32": False, "torch_compile_mode": "default", "fsdp_prefetch": 0}
+    if config.attn_implementation not in _ATTENTION:
+        changes["attn_implementation"] = "sdpa"
+    if config.use_liger_kernel:
+        changes.update(use_liger_kernel=False, norm_kernel="fused", mlp_kernel="fused")
+    return dataclasses.replace(config, **changes), found

@@ -1,0 +1,1 @@
+"""Faults of a configuration that need no closed form: keys, versions, machine, environment."""

@@ -1,0 +1,93 @@
+"""Finding: one thing that is wrong or unwise in a configuration, why, and the change that mends it."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+SEVERITIES = ("wrong", "unwise", "could be faster")
+"wrong: does not run, does other than it says, or wastes most of what is paid"
+TOPICS = (
+    *("launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
+    *("alignment", "memory", "network", "strategy", "kernels"),
+)
+
+
+class Special(Enum):
+    """What an edit does that is no value."""
+
+    REMOVE = "remove"
+    KEEP_LAST = "keep the last"
+    "of a key that stands several times"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+REMOVE, KEEP_LAST = Special.REMOVE, Special.KEEP_LAST
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change to a file of a strategy, or to the flags."""
+
+    file: str
+    "yaml, json or flags"
+    keys: tuple[str, ...]
+    "from the top of the file down, or a flag's name"
+    value: Any
+    "to write there, or one of Special"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know. What it is, its reason and its change are sentences; None: it has no such place."""
+
+    name: str
+    "stable: for scripts, and to silence it"
+    topic: str
+    "one of TOPICS"
+    severity: str
+    "one of SEVERITIES"
+    sentence: str
+    "what it is, with the value"
+    why: str
+    change: str
+    "a key and its value, a flag, or a command"
+    file: str | None = None
+    key: str | None = None
+    strategy: str | None = None
+    gpu: str | None = None
+    speedup: float | None = None
+    "tokens/s after the change over before"
+    edits: tuple[Edit, ...] = ()
+    "what `--fix` does; none where no file can mend it"
+
+    @property
+    def is_mended_by_files(self) -> bool:
+        return any(edit.file != "flags" for edit in self.edits)
+
+
+def gravest_first(found: list[Finding]) -> list[Finding]:
+    """Each finding once, by severity, then by topic, then by what the change gives."""
+
+    def gravity(finding: Finding) -> tuple[int, int, float]:
+        of_topic = TOPICS.index(finding.topic)
+        return SEVERITIES.index(finding.severity), of_topic, -(finding.speedup or 0)
+
+    unique = {(f.name, f.sentence, f.file, f.strategy, f.gpu): f for f in reversed(found)}
+    return sorted(reversed(unique.values()), key=gravity)
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    """The finding's fields; of an edit the file, the key with dots, and the value, null for a removed key."""
+    edits = [
+        {
+            "file": edit.file,
+            "key": ".".join(edit.keys),
+            "value": None if edit.value is REMOVE else str(edit.value.value)
+            if isinstance(edit.value, Special)
+            else edit.value,
+        }
+        for edit in finding.edits
+    ]
+    return {**vars(finding), "edits": edits}
