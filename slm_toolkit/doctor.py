@@ -1,7 +1,6 @@
 """`slm doctor`: what is wrong or unwise in a model and its configuration on the GPUs meant for it."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -138,7 +137,9 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
         problems.append(f"--gpus_per_node is {args.gpus_per_node}: at least 1")
     per_node = args.gpus_per_node or _NUM_GPUS
     if args.num_gpus is not None and args.num_gpus > per_node and args.num_gpus % per_node:
-        problems.append(f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node")
+        problems.append(
+            f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node"
+        )
     if args.overwrite and args.fix is None:
         problems.append("--overwrite without --fix, which would write")
     if problems:
@@ -176,7 +177,9 @@ def _host(args: argparse.Namespace) -> "Host":
     from slm_toolkit.compare.host_ram import look_at_host_ram
 
     versions = dict(word.partition("=")[::2] for word in args.versions)
-    if bad := [name for name, version in versions.items() if name not in PACKAGES or not version[:1].isdigit()]:
+    if bad := [
+        name for name, version in versions.items() if name not in PACKAGES or not version[:1].isdigit()
+    ]:
         raise ValueError(
             f"--versions {bad[0]}={versions[bad[0]]}\nhint: PACKAGE=VERSION, of {', '.join(PACKAGES)}"
         )
@@ -218,7 +221,9 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
             continue
         for written in write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite):
             lines.append(f"{written.path}: corrected copy of {written.of}")
-        lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_mended_by_files]
+        lines += [
+            f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_mended_by_files
+        ]
     return lines
 
 

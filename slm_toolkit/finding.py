@@ -84,7 +84,9 @@ def as_json(finding: Finding) -> dict[str, Any]:
         {
             "file": edit.file,
             "key": ".".join(edit.keys),
-            "value": None if edit.value is REMOVE else str(edit.value.value)
+            "value": None
+            if edit.value is REMOVE
+            else str(edit.value.value)
             if isinstance(edit.value, Special)
             else edit.value,
         }

@@ -93,8 +93,8 @@ def _recommend(args: argparse.Namespace) -> int:
 
 def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
     """What aligned widths would give on each GPU type, and what else would move the first plan."""
-    from slm_toolkit.predict.setting import Setting, alignment_gain
     from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers
+    from slm_toolkit.predict.setting import Setting, alignment_gain
 
     def setting_of(plan: "Plan") -> Setting:
         gpu = next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu)

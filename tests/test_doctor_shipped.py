@@ -24,7 +24,7 @@ class Meant:
 _LARGE = Meant("slm-2b-hw", "a100-40gb", 8, 8)
 _TWO_NODES = Meant("slm-2b-hw", "a100-40gb", 16, 8)
 _SMALL_CARDS = Meant("slm-3b", "l4", 2, 4)
-_MEANT = {
+MEANT = {
     "single": Meant("slm-1b-hw", "h100-80gb", 1, 8),
     "ddp": Meant("slm-1b-hw", "h100-80gb", 8, 8),
     **dict.fromkeys(("fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3"), _LARGE),
@@ -35,12 +35,12 @@ _MEANT = {
 
 
 def test_every_shipped_file_is_looked_at() -> None:
-    assert set(_MEANT) == set(shipped_strategies())
+    assert set(MEANT) == set(shipped_strategies())
 
 
-@pytest.mark.parametrize("strategy", _MEANT)
+@pytest.mark.parametrize("strategy", MEANT)
 def test_a_shipped_file_is_free_of_faults(strategy: str) -> None:
-    meant = _MEANT[strategy]
+    meant = MEANT[strategy]
     done = slm(
         *("doctor", "--json", "--strict", "--strategy", strategy, "--loss_kernel", "fused_linear"),
         *("--model", meant.model, "--gpu", meant.gpu, "--num_gpus", str(meant.num_gpus)),

@@ -56,9 +56,9 @@ class Case:
 
     @property
     def engine(self) -> str:
-        """accelerate's word, NO where the YAML has none that accelerate knows."""
+        """accelerate's word, in capitals; empty where the YAML has none."""
         said = self.config.get("distributed_type")
-        return "NO" if said in (None, False) else str(said).upper()
+        return "NO" if said is False else str(said or "").upper()
 
     def section(self, name: str) -> dict[str, Any]:
         """A mapping of the YAML; empty where there is none, or something else stands there."""
@@ -223,9 +223,7 @@ def _parsed_json(path: Path, text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json"
-        ) from None
+        raise ValueError(f"{path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no DeepSpeed settings\nhint: compare with ds_configs/zero2.json")
     return content

@@ -38,8 +38,9 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
     yield from _zero3_init(case)
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # a JSON that can't be read decides
-    for check in (_stage, _offload, _nvme_of_yaml):
-        yield from check(case)
+    if not case.has_json or isinstance(case.files.deepspeed.get(ZERO), dict):
+        for check in (_stage, _offload, _nvme_of_yaml):
+            yield from check(case)
     if case.has_json:
         for check in (_autos, _other_stage, _optimizer, _saving):
             yield from check(case)
@@ -214,8 +215,11 @@ def _autos(case: Case) -> Iterator[Finding]:
         if name in _AUTO_IS_FILLED_IN or name.startswith(_AUTO_IS_FILLED_IN[-2:]):
             continue
         of_offload = keys[1:2] and keys[1] in ("offload_optimizer", "offload_param")
+        change, value = f"a value, or remove {keys[-1]}", REMOVE
         if of_offload and keys[-1] in ("device", "nvme_path"):
             severity, slug, why = "wrong", "auto-refused", "accelerate fills in none: nothing is offloaded"
+            if keys[-1] == "device":
+                change, value = "device: cpu", "cpu"
         elif name.startswith(_AUTO_IS_THE_DEFAULT):
             severity, slug = "unwise", "auto-is-default"
             why = "nobody fills it in here, and DeepSpeed takes its own default, as if the key were absent"
@@ -225,10 +229,10 @@ def _autos(case: Case) -> Iterator[Finding]:
         yield _deepspeed(
             *(case, severity, slug, f'{name} is "auto"'),
             why=why,
-            change=f"a value, or remove {keys[-1]}",
+            change=change,
             file="json",
             key=name,
-            edits=(Edit("json", keys, REMOVE),),
+            edits=(Edit("json", keys, value),),
         )
 
 

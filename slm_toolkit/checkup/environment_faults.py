@@ -93,7 +93,10 @@ def _interfaces(case: Case) -> Iterator[Finding]:
         words = [word for word in asked.removeprefix("=").split(",") if word]
         is_exact = asked.startswith("=") or name.startswith("GLOO")
         found = [
-            there for word in words for there in here if there == word or (not is_exact and there.startswith(word))
+            there
+            for word in words
+            for there in here
+            if there == word or (not is_exact and there.startswith(word))
         ]
         if not found:
             yield _environment(
@@ -145,7 +148,9 @@ def _threads(case: Case) -> Iterator[Finding]:
     ranks = -(-(case.num_processes or 1) // case.num_machines)
     if case.host.gpu_names and case.gpus_given:
         ranks = min(case.num_ranks, case.gpus_per_node)
-    works_on_cpu = not case.host.gpu_names or case.offload("offload_optimizer") != "none" or _offloads_fsdp(case)
+    works_on_cpu = (
+        not case.host.gpu_names or case.offload("offload_optimizer") != "none" or _offloads_fsdp(case)
+    )
     if said.isdigit() and int(said) * ranks > cores and int(said) > 1:
         yield _environment(
             *(case, "unwise", "too-many-threads", f"{name}={said} for {ranks} ranks on {cores} cores"),

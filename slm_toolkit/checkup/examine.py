@@ -15,7 +15,6 @@ from slm_toolkit.checkup.launch_faults import launch_faults
 from slm_toolkit.checkup.machine_faults import machine_faults
 from slm_toolkit.checkup.mend import edits_of, mended
 from slm_toolkit.checkup.zero_sizes import zero_size_faults
-from slm_toolkit.config import RunConfig
 from slm_toolkit.estimate_checks import placement_problems
 from slm_toolkit.finding import Finding, gravest_first
 from slm_toolkit.hardware import Gpu, gpu_of_name
@@ -114,7 +113,9 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             *(case, "wrong", name, sentence.removeprefix(f"{strategy.path}: ")),
             topic="flags" if name == "flag-contradiction" else "fsdp",
             why="the trainer refuses to start",
-            change="leave out the flag, or the strategy" if name == "flag-contradiction" else "another --num_gpus",
+            change="leave out the flag, or the strategy"
+            if name == "flag-contradiction"
+            else "another --num_gpus",
             file="yaml",
         )
         for sentence, name in problems

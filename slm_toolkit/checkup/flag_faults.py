@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from slm_toolkit.checkup.case import Case, fault, is_count, shown
-from slm_toolkit.checkup.deepspeed_faults import ZERO
 from slm_toolkit.finding import REMOVE, Edit, Finding
 from slm_toolkit.strategy import is_shipped
 
@@ -52,7 +51,9 @@ def _attention(case: Case) -> Iterator[Finding]:
             why="flash kernels compute in bf16 and fp16 only",
             change="--attn_implementation sdpa, or --numerics aligned",
         )
-    if kernel == "flash_attention_4" and (old := _of_architecture(case, _BEFORE_HOPPER, "rtx-3090", "rtx-4090")):
+    if kernel == "flash_attention_4" and (
+        old := _of_architecture(case, _BEFORE_HOPPER, "rtx-3090", "rtx-4090")
+    ):
         yield _flags(
             *(case, "wrong", "flash-attn-gpu", f"{flag} on {', '.join(old)}"),
             why="its kernels are for Hopper and Blackwell",
@@ -78,13 +79,20 @@ def _of_architecture(case: Case, architectures: tuple[str, ...], *names: str) ->
 
 def _packages(case: Case) -> Iterator[Finding]:
     versions = case.host.versions
-    needed = [(flag, value, *found) for (flag, value), found in _PACKAGES.items() if _flag(case, flag) == value]
+    needed = [
+        (flag, value, *found) for (flag, value), found in _PACKAGES.items() if _flag(case, flag) == value
+    ]
     if _flag(case, "peft") == "qlora":
         needed.append(("peft", "qlora", "bitsandbytes", "bitsandbytes"))
     for flag, value, package, extra in needed:
         if package in versions and versions[package] is None:
             yield _flags(
-                *(case, "wrong", "package-absent", f"--{flag} {shown(value)}, and {package} is not installed"),
+                *(
+                    case,
+                    "wrong",
+                    "package-absent",
+                    f"--{flag} {shown(value)}, and {package} is not installed",
+                ),
                 why="the trainer stops before the first step",
                 change=f"pip install {extra}",
             )
@@ -169,7 +177,12 @@ def _accumulation(case: Case) -> Iterator[Finding]:
     in_stock = case.flags.numerics == "stock"
     if said not in (None, "auto", asked) or (said is None and in_stock and asked != 1):
         yield _of_json(
-            *(case, "accumulation-differs", key, "absent, which accelerate takes for 1," if said is None else said),
+            *(
+                case,
+                "accumulation-differs",
+                key,
+                "absent, which accelerate takes for 1," if said is None else said,
+            ),
             f"--{key} is {asked}",
             why="DeepSpeed's value runs, with a warning in the log: another batch than under DDP and FSDP"
             if in_stock

@@ -111,7 +111,12 @@ def _fsdp2(case: Case) -> Iterator[Finding]:
         if key == "fsdp_sync_module_states" and not _is_truthy(value):
             continue  # the launcher refuses that one: see _loading_and_saving
         yield _fsdp(
-            *(case, "unwise", "fsdp1-key", f"{key} is {str(value).lower()} under FSDP2, which does not read it"),
+            *(
+                case,
+                "unwise",
+                "fsdp1-key",
+                f"{key} is {str(value).lower()} under FSDP2, which does not read it",
+            ),
             why=reason,
             change=f"remove {key}",
             key=f"fsdp_config.{key}",
@@ -209,7 +214,12 @@ def _wrapped_class(case: Case) -> Iterator[Finding]:
         )
     if (minimum := case.fsdp.get("fsdp_min_num_params")) is not None:
         yield _fsdp(
-            *(case, "unwise", "wrap-key-ignored", f"fsdp_min_num_params is {minimum}, by which nothing is wrapped"),
+            *(
+                case,
+                "unwise",
+                "wrap-key-ignored",
+                f"fsdp_min_num_params is {minimum}, by which nothing is wrapped",
+            ),
             why="only SIZE_BASED_WRAP reads it",
             change="remove fsdp_min_num_params",
             key="fsdp_config.fsdp_min_num_params",

@@ -118,7 +118,9 @@ def is_older(host: Host, package: str, than: str) -> bool:
 
 def _built_extensions(variables: Mapping[str, str]) -> set[str]:
     """Names of the extensions that torch compiled here before: DeepSpeed takes them as they are."""
-    folders = [variables["TORCH_EXTENSIONS_DIR"]] if "TORCH_EXTENSIONS_DIR" in variables else _EXTENSION_FOLDERS
+    folders = (
+        [variables["TORCH_EXTENSIONS_DIR"]] if "TORCH_EXTENSIONS_DIR" in variables else _EXTENSION_FOLDERS
+    )
     return {library.stem for folder in folders for library in Path(folder).expanduser().rglob("*.so")}
 
 

@@ -19,7 +19,9 @@ def host_ram_faults(case: Case, setting: Setting) -> Iterator[Finding]:
     if total is None:
         return
     strategy = fit_groups(
-        setting.strategy, num_ranks=setting.num_gpus, ranks_per_node=min(setting.num_gpus, setting.gpus_per_node)
+        setting.strategy,
+        num_ranks=setting.num_gpus,
+        ranks_per_node=min(setting.num_gpus, setting.gpus_per_node),
     )
     placement = placement_of(strategy)
 

@@ -45,18 +45,17 @@ def _engine(case: Case) -> Iterator[Finding]:
             edits=(Edit("yaml", ("distributed_type",), "NO"),),
         )
         return
-    likely = _ENGINE_SYNONYMS.get(str(said).upper().replace("-", "_").replace(" ", "_"))
-    likely = likely or meant_by(str(said).upper(), _SUPPORTED) or _engine_of_sections(case)
+    upper = str(said or "").upper().replace("-", "_").replace(" ", "_")
+    likely = upper if upper in _SUPPORTED else _ENGINE_SYNONYMS.get(upper)
+    likely = likely or meant_by(upper, _SUPPORTED) or _engine_of_sections(case)
     sentence = "there is no distributed_type" if said is None else f"distributed_type is {said}"
-    upper = str(said).upper()
-    close = next((engine for engine in _SUPPORTED if engine == upper), None)
     yield _launch(
         *(case, "wrong", "distributed-type", sentence),
         why="accelerate takes its own words only, in capitals, and refuses others; of them "
         f"{', '.join(_SUPPORTED)} are trained here",
-        change=f"distributed_type: {close or likely}",
+        change=f"distributed_type: {likely}",
         key="distributed_type",
-        edits=(Edit("yaml", ("distributed_type",), close or likely),),
+        edits=(Edit("yaml", ("distributed_type",), likely),),
     )
 
 
@@ -116,7 +115,12 @@ def _processes(case: Case) -> Iterator[Finding]:
         )
     if case.engine == "NO" and count != 1:
         yield _launch(
-            *(case, "wrong", "processes-without-engine", f"num_processes is {count} with distributed_type NO"),
+            *(
+                case,
+                "wrong",
+                "processes-without-engine",
+                f"num_processes is {count} with distributed_type NO",
+            ),
             why="accelerate starts one process and never the others",
             change="num_processes: 1, or distributed_type: MULTI_GPU",
             key=key,
@@ -177,14 +181,24 @@ def _address(case: Case, machines: int) -> Iterator[Finding]:
     change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
     if address is None:
         yield _launch(
-            *(case, "unwise", "main-process-ip-absent", f"num_machines is {machines}, without main_process_ip"),
+            *(
+                case,
+                "unwise",
+                "main-process-ip-absent",
+                f"num_machines is {machines}, without main_process_ip",
+            ),
             why="unless the command gives --main_process_ip, every machine looks for rank 0 at None",
             change=change,
             key="main_process_ip",
         )
     elif str(address) in ("localhost", "::1", "0.0.0.0") or str(address).startswith("127."):
         yield _launch(
-            *(case, "wrong", "main-process-ip-local", f"main_process_ip is {address} for {machines} machines"),
+            *(
+                case,
+                "wrong",
+                "main-process-ip-local",
+                f"main_process_ip is {address} for {machines} machines",
+            ),
             why="on every machine that address is the machine itself: each waits for the others at home",
             change=change,
             key="main_process_ip",

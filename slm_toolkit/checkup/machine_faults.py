@@ -135,11 +135,13 @@ def _shm(case: Case) -> Iterator[Finding]:
 
 
 def _quantized(case: Case) -> Iterator[Finding]:
-    keys = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if case.zero.get(key) is True]
+    keys = [
+        key for key in ("zero_quantized_weights", "zero_quantized_gradients") if case.zero.get(key) is True
+    ]
     if keys and case.zero_stage == 3 and not case.host.gpu_names:
         yield _machine(
             *(case, "wrong", "quantized-needs-gpu", f"{' and '.join(keys)} on a machine without GPUs"),
-            why="DeepSpeed has no CPU kernel for it: \"This op had not been implemented on CPU backend\"",
+            why='DeepSpeed has no CPU kernel for it: "This op had not been implemented on CPU backend"',
             change="run it on GPUs",
             file="json",
             key=f"{ZERO}.{keys[0]}",

@@ -85,9 +85,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
         texts[json_path] = (after.json_text, after.json_path)
     there = [path for path in texts if path.exists()]
     if there and not overwrite:
-        raise ValueError(
-            f"{there[0]} exists\nhint: another folder after --fix, or --overwrite to replace it"
-        )
+        raise ValueError(f"{there[0]} exists\nhint: another folder after --fix, or --overwrite to replace it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, (text, source) in texts.items():

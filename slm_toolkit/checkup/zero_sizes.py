@@ -198,7 +198,10 @@ def _offload_speed(case: Case) -> Iterator[Finding]:
                 key=f"{ZERO}.{part}.pin_memory",
                 edits=(Edit("json", (ZERO, part, "pin_memory"), True),),
             )
-    on_disk = case.zero_stage == 3 and "nvme" in (case.offload("offload_optimizer"), case.offload("offload_param"))
+    on_disk = case.zero_stage == 3 and "nvme" in (
+        case.offload("offload_optimizer"),
+        case.offload("offload_param"),
+    )
     if on_disk and not isinstance(case.files.deepspeed.get("aio"), dict):
         yield _size(
             *(case, "could be faster", "aio-absent", "nvme offload without an aio section"),

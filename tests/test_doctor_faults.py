@@ -1,0 +1,137 @@
+"""`slm doctor` finds each planted fault, it alone, and its corrected files are free of it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from planted_faults import ALL, HYBRID, Planted
+from test_doctor_shipped import MEANT
+
+from slm_toolkit.checkup.case import Case, read_files
+from slm_toolkit.checkup.examine import Examined, examine_all
+from slm_toolkit.checkup.host import Host
+from slm_toolkit.checkup.mend import write_mended
+from slm_toolkit.config import RunConfig
+from slm_toolkit.finding import REMOVE, Finding
+from slm_toolkit.hardware import Gpu
+from slm_toolkit.models import find_model
+from slm_toolkit.predict.bandwidth import cluster_of
+from slm_toolkit.predict.site import Site
+from slm_toolkit.strategy import config_dir, find_strategy
+
+
+def clean(base: str) -> Planted:
+    """The shipped files of `base` as a user's own; groups of a hybrid shard follow the nodes in ours only."""
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": MEANT[base].num_gpus // 2}
+    groups = {f"parallelism_config.parallelism_config_{name}": size for name, size in sizes.items()}
+    return Planted("", base, groups if base == HYBRID else {})
+
+
+def planted_case(planted: Planted, folder: Path) -> Case:
+    """Real files with the fault in them, and all else as the strategy is meant."""
+    meant = MEANT[planted.base]
+    config = yaml.safe_load((config_dir("accel_configs") / f"{planted.base}.yaml").read_text())
+    if (named := config.get("deepspeed_config", {}).get("deepspeed_config_file")) is not None:
+        content = json.loads((config_dir("ds_configs") / Path(named).name).read_text())
+        for key, value in planted.json.items():
+            put(content, key.split("."), value)
+        (folder / "mine.json").write_text(planted.more_text.get("json") or json.dumps(content, indent=2))
+        config["deepspeed_config"]["deepspeed_config_file"] = "mine.json"
+    for key, value in {**clean(planted.base).yaml, **planted.yaml}.items():
+        put(config, key.split("."), value)
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False) + planted.more_text.get("yaml", ""))
+    changes = dict(planted.case)
+    model = changes.pop("model", meant.model)
+    flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": meant.batch, **planted.flags}
+    case = Case(
+        "mine",
+        read_files(path),
+        find_model(model),
+        run_config(flags),
+        Host(**planted.host),
+        num_gpus=meant.num_gpus,
+        gpus_per_node=8,
+        gpu_names=(meant.gpu,),
+        gpus_given=True,
+    )
+    return dataclasses.replace(case, **changes)
+
+
+def put(content: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+    if value is REMOVE:
+        content.pop(keys[-1], None)
+    else:
+        content[keys[-1]] = value
+
+
+def run_config(flags: dict[str, Any]) -> RunConfig:
+    kind = RunConfig
+    if "peft" in flags and "peft" not in {f.name for f in dataclasses.fields(RunConfig)}:
+        kind = dataclasses.make_dataclass(
+            "WithPeft", [("peft", str, "none")], bases=(RunConfig,), frozen=True
+        )
+    return kind(**flags).with_defaults(has_gpu=True)
+
+
+def site_of(gpu: Gpu) -> Site:
+    return Site(cluster_of(gpu, inter_node_gbps=None))
+
+
+def examined(case: Case) -> tuple[Examined, list[Finding]]:
+    (one,), found, _ = examine_all([case], site_of=site_of, software="2026")
+    return one, found
+
+
+def grave(found: list[Finding]) -> set[str]:
+    return {finding.name for finding in found if finding.severity != "could be faster"}
+
+
+@pytest.mark.parametrize("base", MEANT)
+def test_the_files_that_faults_are_planted_in_are_clean(base: str, tmp_path: Path) -> None:
+    _, found = examined(planted_case(clean(base), tmp_path))
+    planted = {row.name for row in ALL} - {"faster-flag", "offload-time-unknown"}
+    assert not planted & {finding.name for finding in found}
+    assert grave(found) == set()
+
+
+@pytest.mark.parametrize("planted", ALL, ids=lambda row: row.row)
+def test_a_planted_fault_is_found_and_it_alone(planted: Planted, tmp_path: Path) -> None:
+    _, found = examined(planted_case(planted, tmp_path))
+    (first, *_) = named = [finding for finding in found if finding.name == planted.name]
+    is_grave = first.severity != "could be faster"
+    assert grave(found) == {*planted.also, *([planted.name] if is_grave else [])}
+    for finding in named:
+        assert finding.sentence
+        assert finding.why
+        assert finding.change
+
+
+@pytest.mark.parametrize(
+    "planted", [row for row in ALL if row.yaml or row.json or row.more_text], ids=lambda r: r.row
+)
+def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path) -> None:
+    case = planted_case(planted, tmp_path)
+    one, found = examined(case)
+    if not any(f.is_mended_by_files for f in found if f.name == planted.name):
+        assert one.corrected.files == case.files or planted.also
+        return
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    written = write_mended(case.files, one.corrected.files, tmp_path / "fixed", overwrite=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    again = dataclasses.replace(case, files=read_files(tmp_path / "fixed" / "mine.yaml"))
+    _, left = examined(again)
+    assert planted.name not in {finding.name for finding in left}
+    assert grave(left) <= set(planted.also)
+    assert written[0].path == tmp_path / "fixed" / "mine.yaml"
+    find_strategy(str(written[0].path))  # reads it, or raises
+
+
+def test_the_table_has_more_than_25_faults() -> None:
+    assert len({planted.name for planted in ALL}) > 100
+    assert len({planted.row for planted in ALL}) == len(ALL)
