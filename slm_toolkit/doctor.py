@@ -91,8 +91,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         const=_FIXED,
         type=Path,
         metavar="DIR",
-        help=f"write corrected copies of the files into a folder (default: {_FIXED}), and say what was changed "
-        "and what no file mends",
+        help=f"write corrected copies of the files into a folder (default: {_FIXED}), and say what was "
+        "changed and what no file mends",
     )
     parser.add_argument("--overwrite", action="store_true", help="let --fix replace files that are there")
     parser.add_argument("--json", action="store_true", help="print a list of findings")

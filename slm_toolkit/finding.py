@@ -74,8 +74,10 @@ def gravest_first(found: list[Finding]) -> list[Finding]:
         of_topic = TOPICS.index(finding.topic)
         return SEVERITIES.index(finding.severity), of_topic, -(finding.speedup or 0)
 
-    unique = {(f.name, f.sentence, f.file, f.strategy, f.gpu): f for f in reversed(found)}
-    return sorted(reversed(unique.values()), key=gravity)
+    unique: dict[tuple, Finding] = {}
+    for f in found:
+        unique.setdefault((f.name, f.sentence, f.file, f.strategy, f.gpu), f)
+    return sorted(unique.values(), key=gravity)
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

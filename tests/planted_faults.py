@@ -1,4 +1,4 @@
-"""Faults to plant in the shipped files, flags, machines and shells, one a row, by the name `slm doctor` gives them."""
+"""Faults to plant in shipped files, flags, machines and shells, a row each, by `slm doctor`'s names."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +153,12 @@ OF_DEEPSPEED = (
     Planted("unknown-key", ZERO3, json={f"{_Z}stage3_max_live_params": 10**8}, tag="of zero_optimization"),
     Planted("unknown-key", OFFLOAD, json={f"{_Z}offload_optimizer.pin": True}, tag="of offload_optimizer"),
     Planted("removed-key", ZERO2, json={"elasticity": {"enabled": True}}),
-    Planted("renamed-key", ZERO3, json={f"{_Z}stage3_gather_fp16_weights_on_model_save": True}),
+    Planted(
+        *("renamed-key", ZERO3),
+        json={f"{_Z}stage3_gather_fp16_weights_on_model_save": True},
+        tag="beside the new one",
+    ),
+    Planted("renamed-key", ZERO2, json={f"{_Z}cpu_offload": False}),
     Planted("refused", ZERO2, json={f"{_Z}overlap_comm": "yes"}),
     Planted("zero3-init-by-default", ZERO3, {f"{_D}zero3_init_flag": REMOVE}),
     Planted("zero3-init-below-stage-3", ZERO2, {f"{_D}zero3_init_flag": True}),

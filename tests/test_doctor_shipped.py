@@ -19,8 +19,8 @@ class Meant:
     batch: int
 
 
-# The training state of 2.2B parameters is 35 GB: whole it does not fit with room on 40 GB; that of 3B is 48 GB,
-# and halves of it do not fit on 24.
+# The training state of 2.2B parameters is 35 GB: whole it does not fit with room on 40 GB; that of 3B is 48
+# GB, and halves of it do not fit on 24.
 _LARGE = Meant("slm-2b-hw", "a100-40gb", 8, 8)
 _TWO_NODES = Meant("slm-2b-hw", "a100-40gb", 16, 8)
 _SMALL_CARDS = Meant("slm-3b", "l4", 2, 4)

@@ -151,7 +151,7 @@ def fault(
     key: str | None = None,
     edits: tuple[Edit, ...] = (),
 ) -> Finding:
-    """A finding about `case`; `file`: yaml or json, where it lies in one, else it concerns no one strategy."""
+    """A finding about `case`; `file`: yaml or json, where it lies in one, else of no one strategy."""
     paths = {"yaml": case.files.yaml_path, "json": case.files.json_path or case.files.yaml_path}
     of_case = file is not None or bool(edits)
     return Finding(

@@ -1,4 +1,4 @@
-"""Faults of a DeepSpeed JSON and of the YAML's `deepspeed_config`: keys set twice, refused, or of another stage."""
+"""Faults of a DeepSpeed JSON and of `deepspeed_config`: keys set twice, refused, or of another stage."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,8 +9,8 @@ from slm_toolkit.deepspeed_json import KEYS_OF_THE_JSON
 from slm_toolkit.finding import REMOVE, Edit, Finding
 
 ZERO = "zero_optimization"
-# "auto" that accelerate 1.15 fills in: Accelerator._prepare_deepspeed and DeepSpeedPlugin; in an offload section
-# it means none
+# "auto" that accelerate 1.15 fills in: Accelerator._prepare_deepspeed and DeepSpeedPlugin; of offload it
+# means none
 _AUTO_IS_FILLED_IN = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "bf16.enabled", "fp16.enabled", f"{ZERO}.stage", f"{ZERO}.reduce_bucket_size"),
@@ -50,7 +50,7 @@ def _json_itself(case: Case) -> Iterator[Finding]:
     if case.files.json_problem is not None:
         yield _deepspeed(
             *(case, "wrong", "json-unreadable", case.files.json_problem),
-            why="DeepSpeed has no settings then, and the launch ends with an error about base64",
+            why="accelerate refuses to start without the settings that it names",
             change="name a JSON that is there; `slm configs --copy DIR` writes good ones",
             file="yaml",
             key="deepspeed_config.deepspeed_config_file",
@@ -133,7 +133,7 @@ def _stage(case: Case) -> Iterator[Finding]:
     if case.zero_stage is None:
         yield _deepspeed(
             *(case, "wrong", "zero-stage", f"ZeRO stage {case.zero.get('stage')!r}"),
-            why="there are stages 0 to 3: nothing, optimizer, and gradients, and parameters are sharded",
+            why="DeepSpeed refuses all but 0 to 3, which shard nothing, optimizer, gradients, parameters",
             change=f"{keys[-1]}: 2",
             file=file,
             key=".".join(keys),
@@ -173,8 +173,8 @@ def _offload(case: Case) -> Iterator[Finding]:
     if stage == 0 and optimizer != "none":
         yield _deepspeed(
             *(case, "wrong", "offload-without-zero", "offload_optimizer under ZeRO stage 0"),
-            why="only ZeRO-1, 2 and 3 move the optimizer; accelerate takes DeepSpeed's CPU Adam all the same, which "
-            "refuses parameters on a GPU",
+            why="only ZeRO-1, 2 and 3 move the optimizer; accelerate takes DeepSpeed's CPU Adam anyway, "
+            "which refuses parameters on a GPU",
             change=f"remove {keys[-1]}, or stage 2",
             file=file,
             key=".".join(keys),
@@ -260,13 +260,17 @@ def _other_stage(case: Case) -> Iterator[Finding]:
 
 def _optimizer(case: Case) -> Iterator[Finding]:
     reasons = {
-        "optimizer": "the script makes its own, and accelerate refuses two",
-        "scheduler": "DeepSpeed would set the learning rate after each step, and the script before it",
+        "optimizer": ("wrong", "the script makes its own, and accelerate refuses two"),
+        "scheduler": (
+            "unwise",
+            "DeepSpeed sets the learning rate by it after each step; slm_toolkit.train sets it anew before "
+            "the next one, other scripts do not",
+        ),
     }
-    for section, why in reasons.items():
+    for section, (severity, why) in reasons.items():
         if section in case.files.deepspeed:
             yield _deepspeed(
-                *(case, "wrong", f"json-{section}", f"the JSON has a section {section}"),
+                *(case, severity, f"json-{section}", f"the JSON has a section {section}"),
                 why=why,
                 change=f"remove {section}: --learning_rate, --weight_decay and --warmup_steps say it",
                 file="json",

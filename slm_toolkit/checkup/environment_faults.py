@@ -112,8 +112,8 @@ def _left_over(case: Case) -> Iterator[Finding]:
     if names:
         yield _environment(
             *(case, "wrong", "launcher-variables", f"{', '.join(names)} in the environment"),
-            why="accelerate's launcher sets these for its ranks; those that it does not set anew for this file "
-            "reach them and overrule it",
+            why="accelerate's launcher sets these for its ranks; those that it does not set anew for this "
+            "file reach them and overrule it",
             change=f"unset {' '.join(names)}",
             key=names[0],
         )
@@ -125,7 +125,7 @@ def _allocator(case: Case) -> Iterator[Finding]:
     if len(said) == 2 and said[new] != said[old]:
         yield _environment(
             *(case, "unwise", "allocator-set-twice", f"{new}={said[new]} and {old}={said[old]}"),
-            why="two names of one setting with two values: parts of PyTorch read the one first, parts the other",
+            why="one setting, two values: parts of PyTorch read the one name first, parts the other",
             change=f"unset {old}, the older name",
             key=old,
         )
@@ -140,7 +140,7 @@ def _allocator(case: Case) -> Iterator[Finding]:
 
 
 def _threads(case: Case) -> Iterator[Finding]:
-    """accelerate's launcher gives each rank OMP_NUM_THREADS=1 where the shell has none; torch 2.13 does, too."""
+    """accelerate's launcher, and torchrun, give each rank OMP_NUM_THREADS=1 where the shell has none."""
     cores, name = case.host.num_cores, "OMP_NUM_THREADS"
     if not case.host.is_meant or cores is None:
         return
@@ -163,7 +163,7 @@ def _threads(case: Case) -> Iterator[Finding]:
         yield _environment(
             *(case, "could be faster", "one-thread-per-rank"),
             f"{name} is {said or 'unset, which the launcher makes 1'}: {ranks} ranks on {cores} cores",
-            why=f"{what} runs on one core of those that each rank could have",
+            why=f"{what} runs on one core of those that each rank could have; `slm compare` shares them out",
             change=f"{name}={cores // ranks}",
             key=name,
         )

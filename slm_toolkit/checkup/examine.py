@@ -1,4 +1,4 @@
-"""All findings of a case: its files, what they would be after their corrections, flags, machine, closed forms."""
+"""All findings of a case: of its files, of what corrections bring up, of flags, machine and closed forms."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,11 +9,13 @@ from slm_toolkit.checkup.deepspeed_faults import deepspeed_faults
 from slm_toolkit.checkup.environment_faults import environment_faults
 from slm_toolkit.checkup.flag_faults import flag_faults
 from slm_toolkit.checkup.fsdp_faults import fsdp_faults
+from slm_toolkit.checkup.group_faults import group_faults
 from slm_toolkit.checkup.host_ram import host_ram_faults
 from slm_toolkit.checkup.keys import key_faults
 from slm_toolkit.checkup.launch_faults import launch_faults
 from slm_toolkit.checkup.machine_faults import machine_faults
 from slm_toolkit.checkup.mend import edits_of, mended
+from slm_toolkit.checkup.several_machines import machine_count_faults
 from slm_toolkit.checkup.zero_sizes import zero_size_faults
 from slm_toolkit.estimate_checks import placement_problems
 from slm_toolkit.finding import Finding, gravest_first
@@ -25,8 +27,8 @@ from slm_toolkit.predict.unknown import known_to_estimates
 from slm_toolkit.strategy import Strategy, contradictions, strategy_of
 
 _CHECKS = (
-    *(key_faults, launch_faults, fsdp_faults, deepspeed_faults, zero_size_faults),
-    *(flag_faults, machine_faults, environment_faults),
+    *(key_faults, launch_faults, machine_count_faults, fsdp_faults, group_faults, deepspeed_faults),
+    *(zero_size_faults, flag_faults, machine_faults, environment_faults),
 )
 _MOST_ROUNDS = 6
 "of corrections, each of which may bring up what the one before hid"

@@ -6,7 +6,6 @@ from typing import Any
 
 from slm_toolkit.checkup.case import Case, fault, is_count, shown
 from slm_toolkit.finding import REMOVE, Edit, Finding
-from slm_toolkit.strategy import is_shipped
 
 _FLASH = {  # package, and the least architecture: transformers 5.23, modeling_flash_attention_utils.py
     "flash_attention_2": "flash-attn",
@@ -28,7 +27,6 @@ def flag_faults(case: Case) -> Iterator[Finding]:
     yield from _attention(case)
     yield from _packages(case)
     yield from _adapters(case)
-    yield from _copies(case)
     if case.has_json:
         for check in (_batch, _accumulation, _clipping, _dtypes, _communication):
             yield from check(case)
@@ -43,7 +41,7 @@ def _attention(case: Case) -> Iterator[Finding]:
         yield _flags(
             *(case, "wrong", "flash-attn-absent", f"{flag}, and {package} is not installed"),
             why="transformers refuses to build the model",
-            change=f"--attn_implementation sdpa, which has a flash kernel of its own, or pip install {package}",
+            change=f"--attn_implementation sdpa, which has its own flash kernel, or pip install {package}",
         )
     if kernel in _IN_16_BITS and case.flags.numerics == "fp32":
         yield _flags(
@@ -113,33 +111,6 @@ def _adapters(case: Case) -> Iterator[Finding]:
         )
 
 
-def _copies(case: Case) -> Iterator[Finding]:
-    """A hybrid shard of one's own whose copies and shards are not the ranks; ours follow the nodes."""
-    section = case.section("parallelism_config")
-    copies, shard = (section.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
-    if not (case.is_fsdp2 and is_count(copies) and is_count(shard) and shard > 1):
-        return
-    if is_shipped(case.files.yaml_path):
-        return
-    ranks = case.num_ranks if case.gpus_given else case.num_processes or case.num_ranks
-    if copies * shard == ranks:
-        return
-    fits = ranks % copies == 0 and ranks // copies > 1
-    edits = (Edit("yaml", ("parallelism_config", "parallelism_config_dp_shard_size"), ranks // copies),)
-    yield fault(
-        *(case, "wrong", "groups-do-not-divide"),
-        f"dp_replicate_size {copies} x dp_shard_size {shard} with {ranks} ranks",
-        topic="fsdp",
-        why="accelerate refuses sizes whose product is not the number of ranks",
-        change=f"parallelism_config_dp_shard_size: {ranks // copies}"
-        if fits
-        else f"an even number of ranks, or {copies * shard} of them",
-        file="yaml",
-        key="parallelism_config",
-        edits=edits if fits else (),
-    )
-
-
 def _batch(case: Case) -> Iterator[Finding]:
     micro, asked = case.files.deepspeed.get("train_micro_batch_size_per_gpu", "auto"), case.flags
     if micro not in ("auto", None, asked.per_device_train_batch_size):
@@ -205,8 +176,8 @@ def _clipping(case: Case) -> Iterator[Finding]:
     elif (1.0 if said in (None, "auto") else said) != asked:
         yield _flags(
             *(case, "wrong", "clipping-differs"),
-            f"{key} is {'absent' if said is None else shown(said)} with --numerics stock --max_grad_norm {asked}",
-            why="DeepSpeed clips by its own config, at 1.0 where that is silent or auto, whatever the script says",
+            f"{key} is {'absent' if said is None else shown(said)}; --max_grad_norm is {asked}, in stock",
+            why="DeepSpeed clips by its own config, at 1.0 where that is silent, whatever the script says",
             change=f"{key}: {asked}",
             file="json",
             key=key,
@@ -226,7 +197,7 @@ def _dtypes(case: Case) -> Iterator[Finding]:
             f"{dtype}.enabled is {shown(said)} with --numerics {numerics}",
             why="fp16 needs loss scaling and overflows where bf16 does not; other strategies run in bf16"
             if dtype == "fp16"
-            else f"--numerics {numerics} computes in {'bf16' if wanted else 'fp32'}: the strategies would differ",
+            else f"--numerics {numerics} computes in {'bf16' if wanted else 'fp32'}: strategies would differ",
             change=f'{dtype}.enabled: "auto", and --numerics says it',
             file="json",
             key=f"{dtype}.enabled",
@@ -262,7 +233,7 @@ def _communication(case: Case) -> Iterator[Finding]:
     elif case.flags.numerics != "fp32" and (reduces in wide) != (keeps in wide):
         yield fault(
             *(case, "unwise", "communication-dtype-alone"),
-            f"communication_data_type is {reduces or 'absent'}, data_types.grad_accum_dtype is {keeps or 'absent'}",
+            f"communication_data_type is {reduces or 'absent'}, grad_accum_dtype is {keeps or 'absent'}",
             why="one of them alone changes nothing: gradients are kept in bf16, or reduced in it",
             change="remove both, or --reduce_dtype fp32, which writes both",
             **said,

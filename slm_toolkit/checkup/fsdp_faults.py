@@ -1,4 +1,4 @@
-"""Faults of `fsdp_config` and `parallelism_config`: what FSDP2 does not read, and what it can't do."""
+"""Faults of `fsdp_config`: what FSDP2 does not read, what it reads otherwise, and what it can't do."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ _OF_FSDP1 = {
     "fsdp_use_orig_params": "FSDP2 always uses the original parameters",
     "fsdp_sync_module_states": "FSDP2 shards what each rank holds and has nothing to synchronize",
     "fsdp_forward_prefetch": "FSDP2 prefetches one layer by itself; --fsdp_prefetch N asks for more",
-    "fsdp_backward_prefetch": "FSDP2 prefetches in backward by itself; accelerate drops the key with a warning",
+    "fsdp_backward_prefetch": "FSDP2 prefetches in backward by itself; accelerate warns and drops it",
 }
 _fsdp = partial(fault, topic="fsdp", file="yaml")
 
@@ -39,7 +39,6 @@ def fsdp_faults(case: Case) -> Iterator[Finding]:
     yield from _wrapping(case)
     yield from _checkpointing(case)
     yield from _loading_and_saving(case)
-    yield from _groups(case)
 
 
 def _edit(case: Case, key: str, value: Any) -> Edit:
@@ -84,8 +83,8 @@ def _fsdp1(case: Case) -> Iterator[Finding]:
         yield _fsdp(
             *(case, "wrong", "reshard-ignored-by-fsdp1"),
             f"fsdp_reshard_after_forward is {reshard} under FSDP1, which runs {runs}",
-            why="accelerate's launcher always hands FSDP1 a fsdp_sharding_strategy, FULL_SHARD where the file "
-            "names none, and that one wins",
+            why="accelerate's launcher always hands FSDP1 a fsdp_sharding_strategy, FULL_SHARD where the "
+            "file names none, and that one wins",
             change=change,
             key="fsdp_config.fsdp_reshard_after_forward",
             edits=tuple(edits),
@@ -98,7 +97,7 @@ def _fsdp2(case: Case) -> Iterator[Finding]:
         value = (_sharding_named(reshard) or "FULL_SHARD") in _RESHARDS
         yield _fsdp(
             *(case, "wrong", "reshard-not-boolean", f"fsdp_reshard_after_forward is {reshard!r}"),
-            why="FSDP2 takes true (full shard) or false (shard grad-op); names are FSDP1's",
+            why="FSDP2 takes true (full shard) or false (shard grad-op); accelerate refuses FSDP1's names",
             change=f"fsdp_reshard_after_forward: {str(value).lower()}",
             key="fsdp_config.fsdp_reshard_after_forward",
             edits=(_edit(case, "fsdp_reshard_after_forward", value),),
@@ -128,8 +127,8 @@ def _fsdp2(case: Case) -> Iterator[Finding]:
         yield fault(
             *(case, "wrong", "tied-embeddings", f"{case.spec.name} ties its embeddings; here is {has}"),
             topic="versions",
-            why="the one matrix of embedding and head belongs to two FSDP2 units there, and the tie breaks or "
-            "torch refuses; both are one unit from accelerate 1.15 with torch 2.13 on",
+            why="embedding and head belong to two FSDP2 units there, and their one matrix is torn or torch "
+            "refuses; both are in one unit from accelerate 1.15 with torch 2.13 on",
             change=f"pip install -U {wanted}, or ds_zero3",
             file="yaml",
         )
@@ -188,7 +187,8 @@ def _wrapping(case: Case) -> Iterator[Finding]:
         edits += [_edit(case, "fsdp_min_num_params", REMOVE)] * (minimum is not None)
     elif named not in _POLICIES:
         severity, name = "wrong", "wrap-policy-unknown"
-        sentence, why = f"{key} is {policy}", f"accelerate knows {', '.join(_POLICIES)}"
+        sentence = f"{key} is {policy}"
+        why = f"accelerate knows {', '.join(_POLICIES)} and refuses others"
     else:
         yield from _wrapped_class(case)
         return
@@ -257,7 +257,7 @@ def _loading_and_saving(case: Case) -> Iterator[Finding]:
         yield _fsdp(
             *(case, "wrong", "ram-efficient-without-sync"),
             f"fsdp_sync_module_states is false, fsdp_cpu_ram_efficient_loading is {said}",
-            why="accelerate launch refuses the pair, under FSDP2 as well: rank 0 alone would hold the weights",
+            why="accelerate launch refuses the pair, under FSDP2 too: rank 0 alone would hold the weights",
             change="remove fsdp_sync_module_states",
             key="fsdp_config.fsdp_sync_module_states",
             edits=(_edit(case, "fsdp_sync_module_states", REMOVE),),
@@ -267,7 +267,7 @@ def _loading_and_saving(case: Case) -> Iterator[Finding]:
     if kind is not None and str(kind).upper() not in kinds:
         yield _fsdp(
             *(case, "wrong", "state-dict-type", f"fsdp_state_dict_type is {kind}"),
-            why=f"FSDP{2 if case.is_fsdp2 else 1} knows {', '.join(kinds)}",
+            why=f"FSDP{2 if case.is_fsdp2 else 1} takes {', '.join(kinds)}; accelerate refuses others",
             change="fsdp_state_dict_type: SHARDED_STATE_DICT",
             key="fsdp_config.fsdp_state_dict_type",
             edits=(_edit(case, "fsdp_state_dict_type", "SHARDED_STATE_DICT"),),
@@ -276,33 +276,3 @@ def _loading_and_saving(case: Case) -> Iterator[Finding]:
 
 def _is_truthy(value: object) -> bool:
     return bool(value)
-
-
-def _groups(case: Case) -> Iterator[Finding]:
-    """Hybrid shards: sizes that FSDP2 can't form groups of. Whether they divide the GPUs: flag_faults.py."""
-    section = case.section("parallelism_config")
-    if not section or not case.is_fsdp2:
-        return
-    prefix = "parallelism_config_"
-    copies = section.get(f"{prefix}dp_replicate_size", 1)
-    shard = section.get(f"{prefix}dp_shard_size", 1)
-    context = section.get(f"{prefix}cp_size", 1)
-    for name, size in ((f"{prefix}dp_replicate_size", copies), (f"{prefix}dp_shard_size", shard)):
-        if not is_count(size):
-            yield _fsdp(
-                *(case, "wrong", "group-size", f"{name} is {size!r}"),
-                why="it is a whole number of at least 1",
-                change="remove parallelism_config: all ranks share one copy",
-                key=f"parallelism_config.{name}",
-                edits=(Edit("yaml", ("parallelism_config",), REMOVE),),
-            )
-            return
-    if shard == 1 and context == 1 and all(str(key).startswith(prefix) for key in section):
-        yield _fsdp(
-            *(case, "wrong", "nothing-to-shard"),
-            f"parallelism_config has dp_replicate_size {copies} and dp_shard_size 1",
-            why="accelerate refuses FSDP2 without a group to shard over; copies alone are MULTI_GPU",
-            change="remove parallelism_config, or give dp_shard_size the ranks of one copy",
-            key="parallelism_config",
-            edits=(Edit("yaml", ("parallelism_config",), REMOVE),),
-        )

@@ -1,4 +1,4 @@
-"""Host: what a launch from here would find, seen without torch: GPUs, RAM, interfaces, packages, variables."""
+"""Host: what a launch from here would find, seen without torch: GPUs, RAM, interfaces, packages."""
 
 import os
 import re

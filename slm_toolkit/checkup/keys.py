@@ -1,4 +1,4 @@
-"""Which keys accelerate 1.15 and DeepSpeed 0.19.8 read, and those that neither does: misspelt, removed, renamed."""
+"""Keys that accelerate 1.15 and DeepSpeed 0.19.8 read, and others: misspelt, removed, renamed, doubled."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ ACCELERATE_KEYS = (
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm"),
     *("tpu_env", "dynamo_config", "dynamo_backend", "fp16"),
 )
-# accelerate 1.15, commands/launch.py: options of `accelerate launch`; a section's key is one of them or nothing
+# accelerate 1.15, commands/launch.py: options of `accelerate launch`; a section's key is one, or nothing
 FSDP_KEYS = (
     *("fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy"),
     *("fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap"),
@@ -39,7 +39,7 @@ PARALLELISM_KEYS = tuple(
         *("sp_size", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
     )
 )
-# deepspeed 0.19.8, runtime/zero/config.py and offload_config.py: what is not there is refused (extra="forbid")
+# deepspeed 0.19.8, runtime/zero/config.py and offload_config.py: others are refused (extra="forbid")
 ZERO_KEYS = (
     *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions"),
     *("use_multi_rank_bucket_allreduce", "allgather_bucket_size", "overlap_comm", "compute_grad_norm"),
@@ -63,7 +63,7 @@ OFFLOAD_KEYS = {
         *("super_offload", "cpuadam_cores_perc"),
     ),
 }
-# deepspeed 0.19.8, runtime/config.py, constants.py and the modules it reads sections with; others are read by nobody
+# deepspeed 0.19.8, runtime/config.py and the modules that read sections; others are read by nobody
 JSON_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
     *("managed_gradient_accumulation", "scheduler", "zero_optimization", "bf16", "fp16", "torch_autocast"),
@@ -176,12 +176,15 @@ def _of_json(case: Case) -> Iterator[Finding]:
         )
     for key, (new, value) in RENAMED_IN_ZERO.items():
         if key in case.zero:
-            put = [] if new in case.zero or not case.zero[key] else [Edit("json", (*here, new), value)]
+            is_double = new in case.zero
+            put = [] if is_double or not case.zero[key] else [Edit("json", (*here, new), value)]
             yield fault(
-                *(case, "unwise", "renamed-key", f"{key} is called {new} now"),
+                *(case, "wrong" if is_double else "unwise", "renamed-key", f"{key} is called {new} now"),
                 topic="deepspeed",
-                why="DeepSpeed warns of the old name, and will stop reading it",
-                change=f"{new}: {value}" if case.zero[key] else f"remove {key}",
+                why="DeepSpeed refuses both names together"
+                if is_double
+                else "DeepSpeed warns of the old name, and will stop reading it",
+                change=f"{new}: {value}" if put else f"remove {key}",
                 file="json",
                 key=f"zero_optimization.{key}",
                 edits=(Edit("json", (*here, key), REMOVE), *put),
@@ -199,7 +202,7 @@ def _unknown(
     topic: str,
     written: dict[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """A finding for each key of `section` that is none of `known`; `written`: the keys as the file has them."""
+    """A finding for each key of `section` that is none of `known`; `written`: as the file has them."""
     for key, value in section.items():
         if key in known or str(key).startswith(("_", "//", "#")):  # JSON has no other comments
             continue

@@ -1,10 +1,10 @@
-"""Faults of the accelerate YAML's own keys: what is launched, on which processes and machines."""
+"""Faults of the accelerate YAML's own keys: what is launched, on which processes, in which numbers."""
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from slm_toolkit.checkup.case import Case, fault, is_count, is_true
+from slm_toolkit.checkup.case import Case, fault, is_true
 from slm_toolkit.checkup.keys import meant_by
 from slm_toolkit.finding import REMOVE, Edit, Finding
 
@@ -27,7 +27,7 @@ _launch = partial(fault, topic="launch", file="yaml")
 def launch_faults(case: Case) -> Iterator[Finding]:
     if not case.files.yaml_text:  # a DeepSpeed JSON by itself
         return
-    checks = (_engine, _sections, _processes, _machines, _gpu_ids, _precision, _compiler, _odds_and_ends)
+    checks = (_engine, _sections, _processes, _gpu_ids, _precision, _compiler, _odds_and_ends)
     for check in checks:
         yield from check(case)
 
@@ -75,7 +75,7 @@ def _sections(case: Case) -> Iterator[Finding]:
             instead = _WITHOUT_A_SECTION.get(name, REMOVE) if case.engine == engine else REMOVE
             yield _launch(
                 *(case, "wrong", "not-a-section", f"{name} is {value!r}"),
-                why="it holds settings, one per indented line; accelerate fails on anything else",
+                why="it holds settings, one per indented line; of anything else accelerate takes none",
                 change=f"remove {name}" if instead is REMOVE else f"{name}: {instead}",
                 key=name,
                 edits=(Edit("yaml", (name,), instead),),
@@ -98,7 +98,9 @@ def _processes(case: Case) -> Iterator[Finding]:
         said = "there is no num_processes" if count is None else f"num_processes is {count!r}"
         yield _launch(
             *(case, "unwise" if count is None else "wrong", "num-processes", said),
-            why="accelerate refuses the file unless the command gives --num_processes, a whole number from 1",
+            why="accelerate refuses the file unless the command gives --num_processes"
+            if count is None
+            else "it is a whole number of at least 1: no rank would start",
             change=f"num_processes: {case.num_gpus}",
             key=key,
             edits=(Edit("yaml", (key,), case.num_gpus),),
@@ -128,83 +130,6 @@ def _processes(case: Case) -> Iterator[Finding]:
         )
 
 
-def _machines(case: Case) -> Iterator[Finding]:
-    machines, rank = case.config.get("num_machines", 1), case.config.get("machine_rank", 0)
-    if not is_count(machines):
-        yield _launch(
-            *(case, "wrong", "num-machines", f"num_machines is {machines!r}"),
-            why="it is a whole number of at least 1",
-            change="num_machines: 1",
-            key="num_machines",
-            edits=(Edit("yaml", ("num_machines",), 1),),
-        )
-        return
-    if rank is not None and (not isinstance(rank, int) or not 0 <= rank < machines):
-        yield _launch(
-            *(case, "wrong", "machine-rank", f"machine_rank is {rank!r} of {machines} machines"),
-            why=f"machines are numbered from 0 to {machines - 1}; the rendezvous waits for a number that "
-            "never comes",
-            change="machine_rank: 0 on the first, 1 on the next, or --machine_rank at each launch",
-            key="machine_rank",
-            edits=(Edit("yaml", ("machine_rank",), 0),),
-        )
-    if machines == 1:
-        return
-    processes = case.num_processes
-    if processes is not None and processes % machines:
-        started = max(1, processes // machines) * machines
-        yield _launch(
-            *(case, "wrong", "processes-per-machine"),
-            f"num_processes is {processes} on {machines} machines, which does not divide",
-            why=f"accelerate starts {processes} // {machines} on each: {processes // machines * machines}",
-            change=f"num_processes: {started}",
-            key="num_processes",
-            edits=(Edit("yaml", ("num_processes",), started),),
-        )
-    yield from _address(case, machines)
-    launcher = case.section("deepspeed_config").get("deepspeed_multinode_launcher")
-    hostfile = case.section("deepspeed_config").get("deepspeed_hostfile")
-    if case.engine == "DEEPSPEED" and launcher != "standard" and hostfile is None:
-        yield _launch(
-            *(case, "wrong", "deepspeed-launcher"),
-            f"deepspeed_multinode_launcher is {launcher or 'absent'} with {machines} machines",
-            why="accelerate then calls DeepSpeed's own launcher, which wants pdsh, password-free ssh and a "
-            "hostfile; standard starts each machine by its own `accelerate launch`",
-            change="deepspeed_multinode_launcher: standard",
-            key="deepspeed_config.deepspeed_multinode_launcher",
-            edits=(Edit("yaml", ("deepspeed_config", "deepspeed_multinode_launcher"), "standard"),),
-        )
-
-
-def _address(case: Case, machines: int) -> Iterator[Finding]:
-    address = case.config.get("main_process_ip")
-    change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
-    if address is None:
-        yield _launch(
-            *(
-                case,
-                "unwise",
-                "main-process-ip-absent",
-                f"num_machines is {machines}, without main_process_ip",
-            ),
-            why="unless the command gives --main_process_ip, every machine looks for rank 0 at None",
-            change=change,
-            key="main_process_ip",
-        )
-    elif str(address) in ("localhost", "::1", "0.0.0.0") or str(address).startswith("127."):
-        yield _launch(
-            *(
-                case,
-                "wrong",
-                "main-process-ip-local",
-                f"main_process_ip is {address} for {machines} machines",
-            ),
-            why="on every machine that address is the machine itself: each waits for the others at home",
-            change=change,
-            key="main_process_ip",
-        )
-
-
 def _gpu_ids(case: Case) -> Iterator[Finding]:
     ids = case.config.get("gpu_ids")
     if ids is None or ids == "all":
@@ -215,7 +140,10 @@ def _gpu_ids(case: Case) -> Iterator[Finding]:
         text = ",".join(map(str, listed)) if len(listed) >= max(2, here) else "all"
         why = "accelerate splits a text at commas and fails on a number or a list (AttributeError)"
     elif len(ids.split(",")) < here and case.engine in ("MULTI_GPU", "FSDP", "DEEPSPEED"):
-        text, why = "all", f"each machine runs {here} ranks, and each needs a GPU of its own"
+        text, why = (
+            "all",
+            f"each of a machine's {here} ranks needs a GPU of its own; accelerate refuses a single id",
+        )
     else:
         return
     yield _launch(
@@ -288,7 +216,7 @@ def _odds_and_ends(case: Case) -> Iterator[Finding]:
     if compute != "LOCAL_MACHINE":
         yield _launch(
             *(case, "wrong", "compute-environment", f"compute_environment is {compute}"),
-            why="accelerate then reads the file as SageMaker's, whose keys are others, and starts nothing here",
+            why="accelerate then takes the file for SageMaker's, whose keys are others, and refuses these",
             change="compute_environment: LOCAL_MACHINE",
             key="compute_environment",
             edits=(Edit("yaml", ("compute_environment",), "LOCAL_MACHINE"),),
@@ -299,7 +227,7 @@ def _odds_and_ends(case: Case) -> Iterator[Finding]:
             *(case, "wrong" if is_obeyed else "unwise", "use-cpu", "use_cpu is true for a machine with GPUs"),
             why="the GPUs stay idle"
             if is_obeyed
-            else f"accelerate does not hand it to the ranks of {case.engine}, which take the GPUs all the same",
+            else f"accelerate does not hand it to the ranks of {case.engine}, which take GPUs all the same",
             change="use_cpu: false",
             key="use_cpu",
             edits=(Edit("yaml", ("use_cpu",), False),),
@@ -315,7 +243,7 @@ def _odds_and_ends(case: Case) -> Iterator[Finding]:
     if is_true(case.config.get("debug")):
         yield _launch(
             *(case, "unwise", "debug-mode", "debug is true"),
-            why="accelerate then compares the shapes on all ranks before each of its own gathers and reductions",
+            why="accelerate then compares shapes on all ranks before each of its gathers and reductions",
             change="debug: false",
             key="debug",
             edits=(Edit("yaml", ("debug",), False),),

@@ -117,8 +117,8 @@ def _gpus(case: Case) -> Iterator[Finding]:
     if old and case.flags.numerics != "fp32":
         yield _machine(
             *(case, "wrong", "gpu-without-bf16", f"{', '.join(old)} with --numerics {case.flags.numerics}"),
-            why="GPUs before Ampere have no bf16 tensor cores and no FlashAttention-2: bf16 is emulated, slower "
-            "than fp32",
+            why="GPUs before Ampere have no bf16 tensor cores and no FlashAttention-2: bf16 is emulated, "
+            "slower than fp32",
             change="--numerics fp32, or another GPU",
         )
 

@@ -1,6 +1,7 @@
 """What a strategy's files, and the flags, are after the edits of findings."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import yaml
 
 from slm_toolkit.checkup.case import Case, Files, with_json
 from slm_toolkit.checkup.splice import with_edits
-from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.finding import Edit, Finding
 
 
@@ -37,8 +37,6 @@ def mended(case: Case, edits: list[Edit]) -> Case:
 
 
 def _mended_files(files: Files, edits: list[Edit]) -> Files:
-    import json
-
     of = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
     duplicates = tuple(double for double in files.duplicates if not of[double[0]])
     if of["yaml"] and files.yaml_text:
@@ -71,15 +69,9 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
     written, texts = [], {}
     json_path = folder / after.json_path.name if after.json_path is not None else None
     if before.yaml_text:
-        text = after.yaml_text
-        section = after.config.get("deepspeed_config")
-        names_json = isinstance(section, dict) and section.get("deepspeed_config_file")
-        if json_path is not None and names_json:
-            named = ("deepspeed_config", "deepspeed_config_file")
-            target = _as_named(json_path)
-            kept = deepspeed_config_path(str(names_json), folder / before.yaml_path.name)
-            if kept is None or kept != json_path.resolve():
-                text = with_edits(text, [Edit("yaml", named, target)], is_json=False)
+        text, named = after.yaml_text, ("deepspeed_config", "deepspeed_config_file")
+        if json_path is not None and json_path.resolve() != after.json_path.resolve():
+            text = with_edits(text, [Edit("yaml", named, _as_named(json_path))], is_json=False)
         texts[folder / before.yaml_path.name] = (text, before.yaml_path)
     if json_path is not None and after.json_text:
         texts[json_path] = (after.json_text, after.json_path)

@@ -1,4 +1,4 @@
-"""Faults of a DeepSpeed JSON's sizes beside the model's: buckets, reuse, groups of hpZ, and how offload moves."""
+"""Faults of a DeepSpeed JSON's sizes beside the model's: buckets, reuse, groups of hpZ, offload's pace."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -95,7 +95,7 @@ def _overlap(case: Case) -> Iterator[Finding]:
 
 
 def _stage_3(case: Case) -> Iterator[Finding]:
-    """Parameters that stay gathered: deepspeed 0.19.8, partitioned_param_coordinator.py, __params_to_release."""
+    """Parameters that stay gathered, by deepspeed 0.19.8's runtime/zero/partitioned_param_coordinator.py."""
     if case.zero_stage != 3:
         return
     params, layer = case.spec.num_params, case.spec.params_per_layer
@@ -155,8 +155,8 @@ def _hpz(case: Case) -> Iterator[Finding]:
             f"{key} {size} with deepspeed {case.host.versions['deepspeed']}",
             topic="versions",
             file="json",
-            why="before 0.19.5 a rank whose share of the second copy begins past a small parameter's end stops "
-            "with an IndexError (DeepSpeed's pull request 8210)",
+            why="before 0.19.5 a rank whose share of the second copy begins past a small parameter's end "
+            "stops with an IndexError (DeepSpeed's pull request 8210)",
             change='pip install -U "deepspeed>=0.19.5"',
             **where,
         )

@@ -7,22 +7,19 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.finding import Finding, gravest_first
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers, misaligned_widths
 from slm_toolkit.predict.estimate import Estimate, largest_batch
+from slm_toolkit.predict.other_strategies import faster_strategies, needless
 from slm_toolkit.predict.setting import Setting, alignment_gain
-from slm_toolkit.strategy import Strategy, find_strategy
 
 _MOST_LEVERS = 3
-_CLEARLY_FASTER = 1.05
-"less is within what estimates can tell apart"
-_MUCH_FASTER = 1.15
 _LOGIT_BYTES = 10
-"per token and word, in the loss of transformers: bf16 logits, an fp32 copy, its log-softmax (predict/memory.py)"
+"per token and word, in transformers' loss: bf16 logits, an fp32 copy, its log-softmax (predict/memory.py)"
 
 
 def findings(settings: list[Setting]) -> list[Finding]:
     """Of all settings, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
     found = [finding for setting in settings for check in _OF_EACH for finding in check(setting)]
     found += [f for setting in _fastest(settings) for check in _OF_FASTEST for f in check(setting)]
-    found += _strategies(settings)
+    found += faster_strategies(settings)
     return gravest_first(found)
 
 
@@ -47,8 +44,8 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
         gpu=gain.gpu,
         sentence=f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
         f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
-        why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS takes "
-        "kernels that load one number at a time",
+        why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS "
+        "takes kernels that load one number at a time",
         change=f"--model {gain.sibling.split(' ')[0]}"
         if gain.sibling.startswith("slm-")
         else f"another shape: {gain.sibling}",
@@ -134,10 +131,10 @@ def _network(setting: Setting) -> Iterator[Finding]:
             severity="wrong" if share > 0.5 else "unwise",
             gpu=gpu,
             strategy=strategy,
-            sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide its "
-            f"communication, there are {has:,.0f}: {share:.0%} of a step is waiting",
+            sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
+            f"its communication, there are {has:,.0f}: {share:.0%} of a step is waiting",
             why="what is sent between nodes takes longer than the compute beside it",
-            change="a larger batch, --gradient_accumulation_steps under ddp, or fsdp_hybrid_shard or ds_zeropp",
+            change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
         )
 
 
@@ -211,92 +208,13 @@ def _kernels(setting: Setting) -> Iterator[Finding]:
             severity="could be faster",
             gpu=setting.gpu.name,
             strategy=setting.strategy.name,
-            sentence=f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} should "
-            f"give {lever.speedup - 1:+.0%} tokens/s",
+            sentence=f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} "
+            f"should give {lever.speedup - 1:+.0%} tokens/s",
             why=f"of a step's time most goes to {bound}",
             change=lever.change,
             speedup=lever.speedup,
         )
 
 
-def _needless(setting: Setting) -> Iterator[Finding]:
-    """Sharding and offload of what fits without: the paper's answer is DDP first."""
-    if setting.strategy.offloads:
-        row = dataclasses.replace(setting, strategy=without_offload(setting.strategy)).estimate()
-        if row.verdict == "fits":
-            yield Finding(
-                name="offload-of-what-fits",
-                topic="strategy",
-                severity="unwise",
-                gpu=setting.gpu.name,
-                strategy=setting.strategy.name,
-                sentence=f"{setting.spec.name} fits on {setting.num_gpus} x {setting.gpu.name} without offload: "
-                f"{row.peak_allocated_bytes / 2**30:.1f} GiB under {setting.strategy.name}",
-                why="offload sends the training state over the host's bus at every step",
-                change="the same strategy without its offload keys",
-            )
-        return
-    if not setting.strategy.sharded_parts:
-        return
-    plain = find_strategy("ddp" if setting.num_gpus > 1 else "single")
-    before, after = setting.estimate(), dataclasses.replace(setting, strategy=plain).estimate()
-    if after.verdict != "fits" or before.tokens_per_second is None or after.tokens_per_second is None:
-        return
-    speedup = after.tokens_per_second / before.tokens_per_second
-    if speedup >= _CLEARLY_FASTER:
-        yield Finding(
-            name="sharding-of-what-fits",
-            topic="strategy",
-            severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
-            gpu=setting.gpu.name,
-            strategy=setting.strategy.name,
-            sentence=f"{setting.spec.name} fits on each of {setting.num_gpus} x {setting.gpu.name} whole: {plain.name} "
-            f"gives {speedup - 1:+.0%} tokens/s over {setting.strategy.name}",
-            why="shards are sent around to be put together again; the paper's advice for small models is DDP "
-            "while it fits",
-            change=f"--strategy {plain.name}",
-            speedup=speedup,
-        )
-
-
-def without_offload(strategy: Strategy) -> Strategy:
-    """The strategy with everything on the GPU."""
-    config = dict(strategy.accelerate_config or {})
-    if strategy.engine == "deepspeed":
-        zero = dict(strategy.deepspeed_config["zero_optimization"])
-        for part in ("offload_optimizer", "offload_param"):
-            zero.pop(part, None)
-        deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
-        return dataclasses.replace(strategy, deepspeed_config=deepspeed)
-    config["fsdp_config"] = {**config["fsdp_config"], "fsdp_offload_params": False}
-    return dataclasses.replace(strategy, accelerate_config=config)
-
-
-def _strategies(settings: list[Setting]) -> Iterator[Finding]:
-    """Where another of the strategies asked about fits too and is clearly faster, if none that is `_needless`."""
-    groups: dict[tuple, list[Estimate]] = {}
-    for setting in settings:
-        row = setting.estimate()
-        if row.fits and row.tokens_per_second is not None:
-            groups.setdefault((setting.gpu.name, setting.num_gpus, setting.spec.name), []).append(row)
-    for group in groups.values():
-        best = max(group, key=lambda row: row.tokens_per_second)
-        for row in group:
-            speedup = best.tokens_per_second / row.tokens_per_second
-            if speedup >= _CLEARLY_FASTER and best.strategy not in ("ddp", "single"):
-                yield Finding(
-                    name="faster-strategy",
-                    topic="strategy",
-                    severity="could be faster",
-                    gpu=row.gpu,
-                    strategy=row.strategy,
-                    sentence=f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives {speedup - 1:+.0%} "
-                    f"tokens/s over {row.strategy}",
-                    why="it sends less, or computes less again",
-                    change=f"--strategy {best.strategy}",
-                    speedup=speedup,
-                )
-
-
-_OF_EACH = (_memory, _network, _needless)
+_OF_EACH = (_memory, _network, needless)
 _OF_FASTEST = (_alignment, _kernels, _logits, _saturation)
