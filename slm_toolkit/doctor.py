@@ -135,11 +135,6 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
     problems = config.problems()
     if args.gpus_per_node is not None and args.gpus_per_node < 1:
         problems.append(f"--gpus_per_node is {args.gpus_per_node}: at least 1")
-    per_node = args.gpus_per_node or _NUM_GPUS
-    if args.num_gpus is not None and args.num_gpus > per_node and args.num_gpus % per_node:
-        problems.append(
-            f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node"
-        )
     if args.overwrite and args.fix is None:
         problems.append("--overwrite without --fix, which would write")
     if problems:
@@ -201,7 +196,11 @@ def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[in
     machines = machines or 1
     here = len(host.gpu_names) if host.is_meant else 0
     if args.num_gpus is not None:
-        return args.num_gpus, min(args.num_gpus, args.gpus_per_node or _NUM_GPUS)
+        per_node = args.gpus_per_node or here or _NUM_GPUS
+        if args.num_gpus > per_node and args.num_gpus % per_node:
+            said = f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node"
+            raise all_of([said], verb="doctor")
+        return args.num_gpus, min(args.num_gpus, per_node)
     if here:
         return here * machines, args.gpus_per_node or here
     if processes is None or is_shipped(files.yaml_path) or not files.yaml_text:

@@ -43,7 +43,7 @@ class Finding:
     """One thing to know. What it is, its reason and its change are sentences; None: it has no such place."""
 
     name: str
-    "stable: for scripts, and to silence it"
+    "stable: scripts may look for it"
     topic: str
     "one of TOPICS"
     severity: str

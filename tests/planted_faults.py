@@ -41,6 +41,7 @@ _F, _D, _P, _Z = (
     "zero_optimization.",
 )
 _TWO_MACHINES = {"num_machines": 2, "num_processes": 16, "main_process_ip": "10.0.0.1"}
+_INLINE = {f"{_D}deepspeed_config_file": REMOVE, f"{_D}zero_stage": 2}
 _HERE = {"is_meant": True}
 _16 = {"num_gpus": 16}
 _OLD_ACCELERATE = {"versions": {"accelerate": "1.14.0", "torch": "2.13.0+cpu"}}
@@ -198,6 +199,11 @@ OF_DEEPSPEED = (
         json={f"{_Z}stage3_gather_16bit_weights_on_model_save": "auto"},
         flags={"save_final_model": True},
     ),
+    Planted(
+        *("zero3-cannot-save", ZERO3, {**_INLINE, f"{_D}zero_stage": 3}),
+        flags={"save_final_model": True},
+        tag="in the yaml",
+    ),
     # slm-100m has 130,569,920 parameters: 5e8 elements are more
     Planted(
         "bucket-larger-than-model",
@@ -205,6 +211,7 @@ OF_DEEPSPEED = (
         json={f"{_Z}reduce_bucket_size": 5e8},
         case={"model": "slm-100m-hw"},
     ),
+    Planted("bucket-larger-than-model", ZERO2, _INLINE, case={"model": "slm-100m-hw"}, tag="by default"),
     Planted("odd-bucket", ZERO2, json={f"{_Z}allgather_bucket_size": 52428801}),
     Planted("no-overlap", ZERO2, json={f"{_Z}overlap_comm": REMOVE}),
     Planted("zero3-never-releases", ZERO3, json={f"{_Z}stage3_max_reuse_distance": 5e9}),
@@ -244,6 +251,10 @@ OF_FLAGS = (
         tag="in stock",
     ),
     Planted("clipping-differs", ZERO2, json={"gradient_clipping": 0.5}),
+    Planted("clipping-differs", ZERO2, {**_INLINE, f"{_D}gradient_clipping": 0.5}, tag="in the yaml"),
+    Planted(
+        "accumulation-differs", ZERO2, {**_INLINE, f"{_D}gradient_accumulation_steps": 4}, tag="in the yaml"
+    ),
     Planted(
         *("clipping-differs", ZERO2),
         json={"gradient_clipping": REMOVE},

@@ -114,6 +114,16 @@ def test_the_recommendation_shown_is_what_its_command_prints() -> None:
     assert slm(*words[1:]).out.startswith(shown)
 
 
+def test_the_findings_shown_are_what_the_doctor_prints(tmp_path: Path) -> None:
+    section = README[README.index("### Doctor") :]
+    (tmp_path / "mine.yaml").write_text(re.search(r"```yaml\n(.*?)```", section, re.S)[1])
+    (words, fixing, *_) = [words for words in SLM if words[1] == "doctor"]
+    printed = slm(*words[1:], cwd=tmp_path, env={"COLUMNS": "110"}).out
+    assert printed == re.search(r"```text\n(.*?)```", section, re.S)[1]
+    assert slm(*fixing[1:], cwd=tmp_path).code == 0
+    assert "# from a guide of 2023" in (tmp_path / "fixed" / "mine.yaml").read_text()
+
+
 def test_the_errors_shown_are_those_of_the_bench_as_it_was_kept() -> None:
     printed = (ROOT / "results" / "speed" / "accuracy.txt").read_text()
     line = r"^  {}  +n +(\d+)  median \|error\| +([\d.]+%)  p90 +([\d.]+%)"

@@ -89,7 +89,10 @@ class Case:
             found = self.files.deepspeed.get("zero_optimization")
             return found if isinstance(found, dict) else {}
         section = self.section("deepspeed_config")
-        made: dict[str, Any] = {"stage": section.get("zero_stage", 2)}  # accelerate's default
+        made: dict[str, Any] = {
+            "stage": section.get("zero_stage", 2),  # accelerate's default
+            "stage3_gather_16bit_weights_on_model_save": section.get("zero3_save_16bit_model"),
+        }
         for part in ("offload_optimizer", "offload_param"):
             if str(section.get(f"{part}_device", "none")) != "none":
                 made[part] = {"device": section[f"{part}_device"]}

@@ -39,10 +39,10 @@ def deepspeed_faults(case: Case) -> Iterator[Finding]:
     if not case.has_json and case.section("deepspeed_config").get("deepspeed_config_file"):
         return  # a JSON that can't be read decides
     if not case.has_json or isinstance(case.files.deepspeed.get(ZERO), dict):
-        for check in (_stage, _offload, _nvme_of_yaml):
+        for check in (_stage, _offload, _nvme_of_yaml, _saving):
             yield from check(case)
     if case.has_json:
-        for check in (_autos, _other_stage, _optimizer, _saving):
+        for check in (_autos, _other_stage, _optimizer):
             yield from check(case)
 
 
@@ -281,15 +281,17 @@ def _optimizer(case: Case) -> Iterator[Finding]:
 
 def _saving(case: Case) -> Iterator[Finding]:
     key = "stage3_gather_16bit_weights_on_model_save"
+    keys = (ZERO, key) if case.has_json else ("deepspeed_config", "zero3_save_16bit_model")
+    file = "json" if case.has_json else "yaml"
     if case.zero_stage == 3 and case.flags.save_final_model and not is_true(case.zero.get(key)):
         yield _deepspeed(
-            *(case, "wrong", "zero3-cannot-save", f"{key} is {shown(case.zero.get(key))}"),
+            *(case, "wrong", "zero3-cannot-save", f"{keys[-1]} is {shown(case.zero.get(key))}"),
             why="absent and auto mean false, and accelerate then refuses to write the final model, after the "
             "last step",
-            change=f"{key}: true",
-            file="json",
-            key=f"{ZERO}.{key}",
-            edits=(Edit("json", (ZERO, key), True),),
+            change=f"{keys[-1]}: true",
+            file=file,
+            key=".".join(keys),
+            edits=(Edit(file, keys, True),),
         )
 
 

@@ -27,8 +27,12 @@ def flag_faults(case: Case) -> Iterator[Finding]:
     yield from _attention(case)
     yield from _packages(case)
     yield from _adapters(case)
+    names_json = case.section("deepspeed_config").get("deepspeed_config_file")
+    if case.engine == "DEEPSPEED" and (case.has_json or not names_json):
+        for check in (_accumulation, _clipping):
+            yield from check(case)
     if case.has_json:
-        for check in (_batch, _accumulation, _clipping, _dtypes, _communication):
+        for check in (_batch, _dtypes, _communication):
             yield from check(case)
 
 
@@ -132,28 +136,37 @@ def _batch(case: Case) -> Iterator[Finding]:
 
 
 def _of_json(case: Case, name: str, key: str, said: object, flag: str, *, why: str) -> Finding:
+    """That DeepSpeed's `key` and a flag differ: both say it, the flag is to."""
+    file, keys = _place(case, key)
     return _flags(
-        *(case, "wrong", name, f"{key} is {shown(said)} in the JSON; {flag}"),
+        *(case, "wrong", name, f"{key} is {shown(said)} in the {file.upper()}; {flag}"),
         why=why,
-        change=f'{key}: "auto", and let the flags say it',
-        file="json",
-        key=key,
-        edits=(Edit("json", (key,), "auto"),),
+        change=f'{key}: "auto", and let the flags say it'
+        if case.has_json
+        else f"remove {key}: the flags say it",
+        file=file,
+        key=".".join(keys),
+        edits=(Edit(file, keys, "auto" if case.has_json else REMOVE),),
     )
+
+
+def _place(case: Case, key: str) -> tuple[str, tuple[str, ...]]:
+    """The file that DeepSpeed has a top-level key from, and the keys down to it."""
+    return ("json", (key,)) if case.has_json else ("yaml", ("deepspeed_config", key))
+
+
+def _said(case: Case, key: str) -> Any:
+    return (case.files.deepspeed if case.has_json else case.section("deepspeed_config")).get(key)
 
 
 def _accumulation(case: Case) -> Iterator[Finding]:
     key, asked = "gradient_accumulation_steps", case.flags.gradient_accumulation_steps
-    said = case.files.deepspeed.get(key)
-    in_stock = case.flags.numerics == "stock"
-    if said not in (None, "auto", asked) or (said is None and in_stock and asked != 1):
+    said, in_stock = _said(case, key), case.flags.numerics == "stock"
+    is_silent = said is None and in_stock and asked != 1 and case.has_json
+    if said not in (None, "auto", asked) or is_silent:
         yield _of_json(
-            *(
-                case,
-                "accumulation-differs",
-                key,
-                "absent, which accelerate takes for 1," if said is None else said,
-            ),
+            *(case, "accumulation-differs", key),
+            "absent, which accelerate takes for 1," if is_silent else said,
             f"--{key} is {asked}",
             why="DeepSpeed's value runs, with a warning in the log: another batch than under DDP and FSDP"
             if in_stock
@@ -163,7 +176,7 @@ def _accumulation(case: Case) -> Iterator[Finding]:
 
 def _clipping(case: Case) -> Iterator[Finding]:
     key, asked = "gradient_clipping", case.flags.max_grad_norm
-    said = case.files.deepspeed.get(key)
+    said, (file, keys) = _said(case, key), _place(case, key)
     if asked is None:
         return
     if case.flags.numerics != "stock":  # the trainer writes the flag's value over "auto" and into silence
@@ -179,9 +192,9 @@ def _clipping(case: Case) -> Iterator[Finding]:
             f"{key} is {'absent' if said is None else shown(said)}; --max_grad_norm is {asked}, in stock",
             why="DeepSpeed clips by its own config, at 1.0 where that is silent, whatever the script says",
             change=f"{key}: {asked}",
-            file="json",
-            key=key,
-            edits=(Edit("json", (key,), asked),),
+            file=file,
+            key=".".join(keys),
+            edits=(Edit(file, keys, asked),),
         )
 
 

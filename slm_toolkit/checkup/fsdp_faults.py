@@ -73,8 +73,8 @@ def _fsdp1(case: Case) -> Iterator[Finding]:
         "fsdp-version-missing" if version is None else "fsdp1",
         "fsdp_config has no fsdp_version" if version is None else f"fsdp_version is {version}",
         why=("accelerate takes a missing version for 1. " if version is None else "")
-        + "FSDP1 flattens parameters into one, needs a GPU, keeps gradients and communicates in other "
-        "dtypes, and PyTorch no longer develops it",
+        + "FSDP1 flattens a unit's parameters into one, takes other keys and needs a GPU; what is compared "
+        "here is FSDP2",
         change=change + (f", without {', '.join(gone)}" if gone else ""),
         key="fsdp_config.fsdp_version",
         edits=tuple(edits),

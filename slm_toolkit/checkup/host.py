@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def look_here(
     )
 
 
+@cache
 def gpus_here() -> tuple[str, ...]:
     """The driver's names of the NVIDIA GPUs that a process started from here sees; asks NVML, not CUDA."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")):

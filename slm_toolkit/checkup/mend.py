@@ -40,7 +40,8 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
     of = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
     duplicates = tuple(double for double in files.duplicates if not of[double[0]])
     if of["yaml"] and files.yaml_text:
-        text = with_edits(files.yaml_text, of["yaml"], is_json=False)
+        is_json = files.yaml_path.suffix == ".json"  # accelerate reads such, too
+        text = with_edits(files.yaml_text, of["yaml"], is_json=is_json)
         config = yaml.safe_load(text)
         files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
         if files.json_path is None:  # perhaps it is named, or read, only now
@@ -71,7 +72,8 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
     if before.yaml_text:
         text, named = after.yaml_text, ("deepspeed_config", "deepspeed_config_file")
         if json_path is not None and json_path.resolve() != after.json_path.resolve():
-            text = with_edits(text, [Edit("yaml", named, _as_named(json_path))], is_json=False)
+            is_json = before.yaml_path.suffix == ".json"
+            text = with_edits(text, [Edit("yaml", named, _as_named(json_path))], is_json=is_json)
         texts[folder / before.yaml_path.name] = (text, before.yaml_path)
     if json_path is not None and after.json_text:
         texts[json_path] = (after.json_text, after.json_path)

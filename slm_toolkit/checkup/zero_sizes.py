@@ -1,7 +1,6 @@
 """Faults of a DeepSpeed JSON's sizes beside the model's: buckets, reuse, groups of hpZ, offload's pace."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from slm_toolkit.checkup.case import Case, fault, is_count, is_true, shown
 from slm_toolkit.checkup.deepspeed_faults import ZERO
@@ -26,15 +25,33 @@ _AIO = {
     "overlap_events": True,
 }
 "ds_configs/zero3_nvme.json's"
-_size = partial(fault, topic="deepspeed", file="json")
 
 
 def zero_size_faults(case: Case) -> Iterator[Finding]:
-    if not case.has_json or case.zero_stage is None:
+    """Of stages above 0; a YAML without a JSON has DeepSpeed's defaults, and no way to say otherwise."""
+    if case.files.json_problem is not None or not case.zero_stage:
         return
-    checks = (_reduce_bucket, _overlap, _stage_3, _hpz, _offload_speed)
-    for check in checks if case.zero_stage > 0 else ():
+    for check in (_reduce_bucket, _overlap, _stage_3, *((_hpz, _offload_speed) if case.has_json else ())):
         yield from check(case)
+
+
+def _size(
+    case: Case,
+    severity: str,
+    name: str,
+    sentence: str,
+    *,
+    why: str,
+    change: str,
+    key: str,
+    edits: tuple[Edit, ...],
+) -> Finding:
+    if case.has_json:
+        where = {"file": "json", "key": key, "edits": edits}
+    else:
+        where = {"file": "yaml", "key": "deepspeed_config.deepspeed_config_file"}
+        change = f"name a DeepSpeed JSON with {change}, such as ds_configs/zero{case.zero_stage}.json"
+    return fault(case, severity, name, sentence, topic="deepspeed", why=why, change=change, **where)
 
 
 def _number(case: Case, key: str) -> int:
