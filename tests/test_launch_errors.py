@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import launch, run
 
-from slm_toolkit.run.launched import Launch, check_devices
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.run.launched import Launch, check_devices, check_environment
+from slm_toolkit.strategy import find_strategy, on_nodes
 
 QUICK = ("--model", "slm-1m", "--max_steps", "2")
 ONE_GPU = """
@@ -69,6 +69,24 @@ def test_the_pasted_command_has_one_number_of_processes(typed: str, pasted: str)
     command = Launch(find_strategy("ddp"), 8, tuple(typed.split())).command_for(4)
     assert command.startswith(f"accelerate launch {pasted}")
     assert "8" not in command
+
+
+def test_on_several_machines_the_command_counts_the_ranks_of_all() -> None:
+    ddp = on_nodes(find_strategy("ddp"), 2)
+    command = ("accelerate", "launch", "--num_processes", "16", "--num_machines", "2", "-m", "x")
+    launched = Launch(ddp, 16, command)
+    with pytest.raises(ValueError, match="8 processes but 4 GPUs.*\n.* --num_processes 8 --num_machines 2 "):
+        check_devices(launched, num_gpus=4, local_processes=8)
+
+
+def test_machines_that_count_ranks_differently_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the first said 4 and started 2 ranks, the second said 2 and started 1
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    launched = Launch(on_nodes(find_strategy("ddp"), 2), 4, ())
+    with pytest.raises(
+        ValueError, match="asks for ddp on 4 processes, .* ddp on 3: .*\nhint: the same --num_pro"
+    ):
+        check_environment(launched)
 
 
 def test_enough_gpus_or_none_at_all_are_no_error() -> None:

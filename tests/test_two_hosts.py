@@ -15,6 +15,10 @@ BIN = Path(sys.executable).parent
 SLM, ACCELERATE = (str(BIN / "slm"), "launch"), (str(BIN / "accelerate"), "launch")
 SHIPPED = "accel_configs/{}.yaml"
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "5", "--numerics", "fp32")
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 384},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+}
 NUM_PARAMS = 951_424
 "of slm-1m"
 
@@ -235,6 +239,40 @@ def test_checkpoints_in_a_folder_that_is_not_shared_are_refused(hosts: Hosts, tm
 
 
 @pytest.mark.slow
+def test_a_run_on_both_goes_on_from_its_checkpoint(hosts: Hosts, on_one: list[float], tmp_path: Path) -> None:
+    words = (SHIPPED.format("ds_zero3"), "2", "--run_name", "kept")
+    both = on_both(hosts, tmp_path / "whole", *words, "--save_steps", "3")
+    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
+    checkpoint = tmp_path / "whole" / "runs" / "kept" / "checkpoints" / "step_3"
+    both = on_both(hosts, tmp_path / "again", *words, "--resume_from_checkpoint", str(checkpoint))
+    assert [done.code for done in both] == [0, 0], both[0].err + both[1].err
+    record = record_under(tmp_path / "again" / "runs")
+    assert record["first_step"] == 3
+    assert record["losses"] == pytest.approx(on_one[3:], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(LLAMA))
+    launcher = hidden_on_the_second(tmp_path / "own")
+    words = (SHIPPED.format("ddp"), "2", "--model", f"{tmp_path}/own/config.json")
+    env = {"SLM_PATIENCE_SECONDS": "12"}
+    first, second = on_both(hosts, tmp_path, *words, launcher=launcher, envs=(env, env))
+    assert (first.code, second.code) == (1, 1)
+    assert "error: " in second.err
+    assert "config.json" in second.err
+    assert "error: 1 of 2 machines came within 12 s: nobody came to " in first.err
+    assert "as machine 1\nhint: its launcher came: what says its own output?" in first.err
+
+
+def hidden_on_the_second(folder: Path) -> tuple[str, ...]:
+    """`slm launch` where `folder` is empty on the second host."""
+    hides = f'case "$*" in *"machine_rank 1"*) mount -t tmpfs none {folder};; esac; exec "$@"'
+    return ("unshare", "--mount", "sh", "-c", hides, "sh", *SLM)
+
+
+@pytest.mark.slow
 def test_text_is_packed_once_on_each_host_that_has_a_disk_of_its_own(hosts: Hosts, tmp_path: Path) -> None:
     caches = [tmp_path / "cache0", tmp_path / "cache1"]
     envs = tuple({"HF_HOME": str(cache)} for cache in caches)
@@ -250,8 +288,7 @@ def test_text_is_packed_once_on_each_host_that_has_a_disk_of_its_own(hosts: Host
 def test_a_text_that_one_host_has_not_is_an_error_on_both(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "text.txt").write_text("what machine 0 has " * 1000)
-    hides = f'case "$*" in *"machine_rank 1"*) mount -t tmpfs none {tmp_path}/own;; esac; exec "$@"'
-    launcher = ("unshare", "--mount", "sh", "-c", hides, "sh", *SLM)
+    launcher = hidden_on_the_second(tmp_path / "own")
     words = (SHIPPED.format("ddp"), "2", "--dataset", f"{tmp_path}/own/text.txt")
     both = on_both(hosts, tmp_path, *words, launcher=launcher)
     assert [done.code for done in both] == [1, 1]
