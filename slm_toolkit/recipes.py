@@ -11,6 +11,19 @@ from pathlib import Path
 
 from slm_toolkit.errors import user_errors
 
+_DESCRIPTION = """\
+Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. With a GPU a
+recipe does the real thing, as its first block of variables says, which the environment can change; without
+one, or with TRY=1, two steps of a tiny model."""
+_EPILOG = """\
+examples:
+  slm recipes                            what there is, on which hardware, how long, for how much
+  slm recipes lora                       one, to read and to paste from
+  slm recipes --copy mine                all of them as files
+  TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
+  MODEL=slm-500m-hw bash mine/cheapest_100m.sh
+"""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -45,11 +58,9 @@ class Recipe:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm recipes`, and what it does."""
-    parser.description = (
-        "Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. "
-        "`bash <(slm recipes NAME)` runs one: for real where there is a GPU; without one, or with TRY=1, two "
-        "steps of a tiny model."
-    )
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", nargs="?", help="print this one (default: list them)")
     parser.add_argument(
         "--copy", type=Path, metavar="DIR", help="write all of them, or the one named, to DIR"

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import launch, record_under, slm
 
+from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
+
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "5", "--json")
 NEW = {
     2: ("fsdp_full_shard_offload", "ds_zero2_offload", "ds_zero3_offload"),
@@ -37,6 +39,12 @@ def test_the_launchers_sizes_of_a_hybrid_shard_are_those_recorded(tmp_path: Path
     assert done.code == 0, done.err
     asked = record_under(tmp_path)["asked"]["accelerate_config"]["parallelism_config"]
     assert list(asked.values()) == [3, 2]
+
+
+def test_no_shipped_yaml_is_left_out() -> None:
+    compared = {*STUDIED_STRATEGIES, "single"}  # the fixtures of conftest; single is parity's reference
+    here = {*NEW[2], *NEW[4], "ds_zero3_nvme"}
+    assert set(shipped_strategies()) == compared | here
 
 
 @pytest.mark.slow
