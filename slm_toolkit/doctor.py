@@ -53,7 +53,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         nargs="+",
         metavar="NAME",
-        help=f"the GPUs meant (default: this machine's; without any {' '.join(_GPUS)})",
+        help="the GPUs meant, of another machine, whose disks, RAM and libraries are not looked at (default: "
+        f"this machine's, and all of it; where it has none {' '.join(_GPUS)})",
     )
     parser.add_argument(
         "--num_gpus",

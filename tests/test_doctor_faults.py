@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from test_doctor_shipped import MEANT
 from slm_toolkit.checkup.case import Case, read_files
 from slm_toolkit.checkup.examine import Examined, examine_all
 from slm_toolkit.checkup.host import Host
-from slm_toolkit.checkup.mend import write_mended
+from slm_toolkit.checkup.keys import (
+    ACCELERATE_KEYS,
+    DEEPSPEED_YAML_KEYS,
+    FSDP_KEYS,
+    JSON_KEYS,
+    OFFLOAD_KEYS,
+    ZERO_KEYS,
+)
+from slm_toolkit.checkup.mend import mended, write_mended
 from slm_toolkit.config import RunConfig
-from slm_toolkit.finding import REMOVE, Finding
+from slm_toolkit.finding import REMOVE, Edit, Finding
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import find_model
 from slm_toolkit.predict.bandwidth import cluster_of
@@ -130,6 +139,35 @@ def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path
     assert grave(left) <= set(planted.also)
     assert written[0].path == tmp_path / "fixed" / "mine.yaml"
     find_strategy(str(written[0].path))  # reads it, or raises
+
+
+_ODD = (
+    *(None, True, False, 0, 2, -1, 1.5, 5e8, 10**30, "auto", "cpu", "nvme", "no", "two", "", [], {}, [1, 2]),
+    *("FULL_SHARD", "0,1", "localhost", {"device": "cpu"}, {"enabled": "auto"}, {"stage": 3}),
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
+    seed: int, tmp_path: Path
+) -> None:
+    random = Random(seed)
+    base = random.choice(list(MEANT))
+    case = planted_case(clean(base), tmp_path)
+    yaml_keys = [(key,) for key in ACCELERATE_KEYS]
+    yaml_keys += [("fsdp_config", key) for key in FSDP_KEYS]
+    yaml_keys += [("deepspeed_config", key) for key in DEEPSPEED_YAML_KEYS]
+    json_keys = [(key,) for key in JSON_KEYS] + [("zero_optimization", key) for key in ZERO_KEYS]
+    json_keys += [("zero_optimization", part, key) for part, keys in OFFLOAD_KEYS.items() for key in keys]
+    odd = [Edit("yaml", random.choice(yaml_keys), random.choice(_ODD)) for _ in range(3)]
+    odd += [Edit("json", random.choice(json_keys), random.choice(_ODD)) for _ in range(3)]
+    written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd", overwrite=False)
+    case = dataclasses.replace(
+        case, files=read_files(written[0].path), host=Host(is_meant=True, has_libaio=False)
+    )
+    one, _ = examined(case)
+    _, left = examined(one.corrected)
+    assert not [finding for finding in left if finding.is_mended_by_files]
 
 
 def test_the_table_has_more_than_25_faults() -> None:

@@ -1,5 +1,6 @@
 """`slm doctor` at the command line: `--fix`, exit codes, what it reads of a shell, how it prints."""
 
+import argparse
 import json
 import textwrap
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import DEEPSPEED, own_strategy, slm
 
-from slm_toolkit.checkup.host import parsed_version, visible
+from slm_toolkit.checkup.case import read_files
+from slm_toolkit.checkup.host import Host, parsed_version, visible
 from slm_toolkit.checkup.splice import with_edits
+from slm_toolkit.doctor import _gpus_of
 from slm_toolkit.finding import REMOVE, Edit
 from slm_toolkit.strategy import config_dir
 
@@ -221,6 +224,22 @@ def test_the_gpus_seen_are_those_that_cuda_would_see() -> None:
     assert visible(names, "2,0") == ("C", "A")
     assert visible(names, "") == ()
     assert visible(names, "1,7,0") == ("B",)  # CUDA stops at the first that is none
+
+
+def test_gpus_are_counted_where_they_are_asked_for_here_or_in_the_file(tmp_path: Path) -> None:
+    files = read_files(Path(own_strategy(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 6\n")))
+
+    def counted(num_gpus: int | None, per_node: int | None, here: int) -> tuple[int, int]:
+        args = argparse.Namespace(num_gpus=num_gpus, gpus_per_node=per_node)
+        return _gpus_of(args, files, Host(is_meant=True, gpu_names=("NVIDIA L4",) * here))
+
+    assert counted(None, None, 0) == (6, 6)
+    assert counted(None, 4, 0) == (6, 3)  # nodes of at most four that six ranks fill
+    assert counted(None, None, 4) == (4, 4)
+    assert counted(16, None, 4) == (16, 4)
+    assert counted(2, None, 4) == (2, 2)
+    with pytest.raises(ValueError, match="--num_gpus is 6: full nodes of 4"):
+        counted(6, None, 4)
 
 
 def test_versions_are_compared_as_numbers() -> None:

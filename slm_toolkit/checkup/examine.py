@@ -55,9 +55,9 @@ def examine(case: Case) -> Examined:
     now = case
     for _ in range(_MOST_ROUNDS):
         seen = {(f.name, f.key, f.file) for f in found}
-        new = [f for check in _CHECKS for f in check(now) if (f.name, f.key, f.file) not in seen]
-        found += gravest_first(new)
-        edits = edits_of(gravest_first(new))
+        current = gravest_first([f for check in _CHECKS for f in check(now)])
+        found += [f for f in current if (f.name, f.key, f.file) not in seen]
+        edits = edits_of(current)
         if not edits:
             break
         now = mended(now, edits)

@@ -18,7 +18,7 @@ _PACKAGES = {  # by the flag's value that needs it
     ("use_liger_kernel", True): ("liger-kernel", "slm-toolkit[liger]"),
     ("fp8", "tensorwise"): ("torchao", "slm-toolkit[fp8]"),
     ("fp8", "rowwise"): ("torchao", "slm-toolkit[fp8]"),
-    **{("peft", kind): ("peft", "peft") for kind in ("lora", "qlora", "ia3")},
+    **{("peft", kind): ("peft", "slm-toolkit[peft]") for kind in ("lora", "qlora", "ia3")},
 }
 _flags = partial(fault, topic="flags")
 
@@ -85,7 +85,7 @@ def _packages(case: Case) -> Iterator[Finding]:
         (flag, value, *found) for (flag, value), found in _PACKAGES.items() if _flag(case, flag) == value
     ]
     if _flag(case, "peft") == "qlora":
-        needed.append(("peft", "qlora", "bitsandbytes", "bitsandbytes"))
+        needed.append(("peft", "qlora", "bitsandbytes", "slm-toolkit[peft]"))
     for flag, value, package, extra in needed:
         if package in versions and versions[package] is None:
             yield _flags(

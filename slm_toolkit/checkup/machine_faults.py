@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from slm_toolkit.checkup.case import Case, fault
+from slm_toolkit.checkup.case import Case, fault, shown
 from slm_toolkit.checkup.deepspeed_faults import ZERO
 from slm_toolkit.finding import Finding
 
@@ -41,9 +41,9 @@ def _disk(case: Case) -> Iterator[Finding]:
         named = case.zero[part].get("nvme_path")
         where = {"file": "json", "key": f"{ZERO}.{part}.nvme_path"}
         change = f"{part}.nvme_path: a folder on a local NVMe disk"
-        if named in (None, "auto"):
+        if not isinstance(named, str) or named == "auto":
             yield _machine(
-                *(case, "wrong", "nvme-path", f"{part} to nvme without nvme_path"),
+                *(case, "wrong", "nvme-path", f"{part} to nvme with nvme_path {shown(named)}"),
                 why="DeepSpeed does not know where to write",
                 change=change,
                 **where,

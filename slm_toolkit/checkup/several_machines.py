@@ -34,13 +34,16 @@ def machine_count_faults(case: Case) -> Iterator[Finding]:
     processes = case.num_processes
     if processes is not None and processes % machines:
         started = max(1, processes // machines) * machines
+        has_gpus = not case.gpus_given or started <= case.num_gpus
         yield _launch(
             *(case, "wrong", "processes-per-machine"),
             f"num_processes is {processes} on {machines} machines, which does not divide",
             why=f"accelerate starts {processes} // {machines} on each: {processes // machines * machines}",
-            change=f"num_processes: {started}",
+            change=f"num_processes: {started}"
+            if has_gpus
+            else f"a GPU at least on each of {machines} machines",
             key="num_processes",
-            edits=(Edit("yaml", ("num_processes",), started),),
+            edits=(Edit("yaml", ("num_processes",), started),) if has_gpus else (),
         )
     yield from _address(case, machines)
     launcher = case.section("deepspeed_config").get("deepspeed_multinode_launcher")
