@@ -21,7 +21,8 @@ from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
 from slm_toolkit.strategy import find_strategy
 
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
-_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps")
+_NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
+_FRACTIONS = ("lora_dropout",)
 _NOT_FLAGS = ("strategy", "num_gpus", "status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
 
 
@@ -32,13 +33,13 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
-    for half in ("development", "held_out", "fresh", "fused_mlp"):
+    for half in ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"):
         rows = traces(args.folder / f"{half}.csv")
         about = json.loads((args.folder / f"{half}.json").read_text())
         print(f"{half}: {summary([error for error, _ in rows])}; traced {about['date']}: {about['command']}")
         for strategy in sorted({row["strategy"] for _, row in rows}):
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
-        if half == "development":
+        if half in ("development", "adapters"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
@@ -54,7 +55,7 @@ def traces(path: Path) -> list[tuple[float, dict[str, Any]]]:
 def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
     """What the estimator says of a traced configuration."""
     flags = {
-        name: int(value) if name in _NUMBERS else value
+        name: int(value) if name in _NUMBERS else float(value) if name in _FRACTIONS else value
         for name, value in row.items()
         if name not in _NOT_FLAGS
     }

@@ -4,6 +4,8 @@
     python bench/memory_traces.py --half held_out      # formulas are never changed after a look at these
     python bench/memory_traces.py --half fresh         # another draw, when formulas were done
     python bench/memory_traces.py --half fused_mlp     # a draw with --mlp_kernel fused, which came later
+    python bench/memory_traces.py --half adapters      # of --peft lora and ia3; looked at, as development
+    python bench/memory_traces.py --half adapters_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -28,8 +30,8 @@ from slm_toolkit.record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy import Strategy, find_strategy
 
 SEED = 20261120
-HALVES = ("development", "held_out", "fresh", "fused_mlp")
-NUM, FRESH, FUSED_MLP = 280, 110, 60
+HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
+NUM, FRESH, FUSED_MLP, ADAPTERS = 280, 110, 60, 140
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -51,6 +53,24 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_steps": (1, 1, 4),
 }
 "a value that stands twice is drawn twice as often"
+OF_ADAPTERS: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "model": (
+        *("slm-10m", "slm-100m", "slm-100m", "slm-500m", "slm-1b"),
+        *("smollm2-135m", "tinyllama-1.1b", "qwen2.5-0.5b"),
+    ),
+    "seq_len": (256, 512, 1024, 2048),
+    "attn_implementation": ("sdpa", "sdpa", "eager"),
+    "gradient_checkpointing": ("none", "none", "full", "full", "selective_layer", "selective_op"),
+    "loss_kernel": ("hf", "fused_logits", "fused_linear", "fused_linear"),
+    "numerics": ("aligned", "aligned", "aligned", "stock", "pure_bf16", "fp32"),
+    "mlp_kernel": ("hf", "hf", "fused"),
+    "peft": ("lora", "lora", "lora", "lora", "ia3"),
+    "lora_r": (8, 16, 64),
+    "lora_dropout": (0.0, 0.0, 0.0, 0.05),
+    "lora_target_modules": ("all-linear", "all-linear", "q_proj,v_proj", "gate_proj,up_proj,down_proj"),
+}
+"the same with adapters; IA3 has neither rank nor dropout"
 
 
 _FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
@@ -58,15 +78,18 @@ _TAKE_SECONDS_TO_IMPORT = (
     *("slm_toolkit.train", "deepspeed", "deepspeed.runtime.zero.stage3", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
     *("accelerate.commands.launch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("peft.tuners.lora", "peft.tuners.ia3"),
 )
 
 
-def sample(num: int, seed: int = SEED) -> list[dict[str, Any]]:
+def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) -> list[dict[str, Any]]:
     """`num` different configurations, the same for the same seed; what can't be is left out."""
     rng = random.Random(seed)
     found: dict[str, dict[str, Any]] = {}
     while len(found) < num:
-        drawn = {name: rng.choice(values) for name, values in AXES.items()}
+        drawn = {name: rng.choice(values) for name, values in axes.items()}
+        if drawn.get("peft") == "ia3":
+            drawn |= {"lora_r": 16, "lora_dropout": 0.0}
         if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in (
             "single",
             "ddp",
@@ -81,8 +104,9 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     shuffled = random.Random(seed).sample(configurations, len(configurations))
     fresh = [found for found in sample(FRESH, seed + 1) if found not in configurations]
     fused = [{**found, "mlp_kernel": "fused"} for found in sample(FUSED_MLP, seed + 2)]
-    drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh}
-    return {**drawn, "fused_mlp": fused}
+    adapters = sample(ADAPTERS, seed + 3, OF_ADAPTERS)
+    drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh, "fused_mlp": fused}
+    return {**drawn, "adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
 
 
 def main() -> None:
@@ -93,7 +117,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--loss_kernel", help="trace only those of this kernel again, keep the other rows")
     args = parser.parse_args()
-    configurations = [{"mlp_kernel": "hf", **found} for found in halves(sample(args.num))[args.half]]
+    configurations = [
+        {**found, "mlp_kernel": found.get("mlp_kernel", "hf")}
+        for found in halves(sample(args.num))[args.half]
+    ]
     for module in _TAKE_SECONDS_TO_IMPORT:
         importlib.import_module(module)
 
@@ -111,7 +138,7 @@ def main() -> None:
         configurations = [found for found in configurations if found["loss_kernel"] == args.loss_kernel]
     context = multiprocessing.get_context("fork")
     with path.open("w", newline="") as file, context.Pool(args.processes, maxtasksperchild=1) as pool:
-        writer = csv.DictWriter(file, fieldnames=[*AXES, "mlp_kernel", *_FOUND])
+        writer = csv.DictWriter(file, fieldnames=[*configurations[0], *_FOUND])
         writer.writeheader()
         writer.writerows(kept)
         for done, row in enumerate(pool.imap_unordered(trace, configurations), start=1):

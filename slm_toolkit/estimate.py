@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate_checks import (
+    CHANGES_NOTHING,
     NOT_OF_AN_ESTIMATE,
     add_software_flag,
     all_of,
@@ -150,7 +151,7 @@ def estimates(
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
         for name, value in given.items()
     }
-    several["seed"] = several.get("seed", [0])[:1]  # changes no memory
+    several |= {name: several[name][:1] for name in CHANGES_NOTHING if name in several}
     if find_largest_batch:
         several["per_device_train_batch_size"] = [1]
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]

@@ -21,8 +21,11 @@ NOT_OF_AN_ESTIMATE = (
         "save_total_limit",
         "save_final_model",
     ),
-    *("resume_from_checkpoint", "report_to", "output_dir", "run_name"),
+    *("resume_from_checkpoint", "report_to", "output_dir", "run_name", "merge_adapter", "lm_eval_tasks"),
+    *("eval_dataset", "dataset_format", "loss_on", "scale_lr", "base_batch_size"),
 )
+CHANGES_NOTHING = ("seed", "lora_alpha")
+"grid flags of which an estimate takes one value: all give the same row"
 _LARGEST_NUMBER = 10**12
 _LARGEST_MODEL = 10**15
 

@@ -150,6 +150,12 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
 
     if args.tokens is not None and args.target_loss is not None:
         raise ValueError("--tokens and --target_loss both say how long to train\nhint: give one")
+    adapters = [name for name in args.peft or () if name != "none"]
+    if adapters and args.tokens is None:
+        raise ValueError(
+            f"--peft {adapters[0]} without --tokens: the scaling laws are of training from scratch\n"
+            "hint: --tokens 50M, what of the data the adapter is to see"
+        )
     law = LAWS[args.law]
     found, unreached = [], []
     for name in dict.fromkeys(args.model or [_DEFAULT_MODEL]):

@@ -11,7 +11,7 @@ import pytest
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS, ModelSpec, find_model
-from slm_toolkit.predict import memory, optimizer_bytes
+from slm_toolkit.predict import loss_memory, optimizer_bytes
 from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy
 
@@ -116,11 +116,11 @@ def test_constants_are_the_trainers() -> None:
     from slm_toolkit.run import loss_kernels, optimizer
 
     assert optimizer_bytes.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
-    assert memory.FUSED_LOSS_CHUNK == loss_kernels.NUM_CHUNK_ELEMENTS
+    assert loss_memory.FUSED_LOSS_CHUNK == loss_kernels.NUM_CHUNK_ELEMENTS
     for spec in PRESETS.values():
         for num_tokens in (7, 1024, 16 * 2048):
             sizes = {"num_tokens": num_tokens, "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
-            assert memory.chunk_rows(**sizes) == loss_kernels.chunk_rows(**sizes)
+            assert loss_memory.chunk_rows(**sizes) == loss_kernels.chunk_rows(**sizes)
 
 
 def test_every_parameter_is_counted_once_in_the_optimizers_chunks() -> None:

@@ -13,7 +13,10 @@ from slm_toolkit.predict.speed import StepTime
 if TYPE_CHECKING:
     from slm_toolkit.predict.estimate import Estimate
 
-BOTTLENECKS = ("matmul", "attention", "memory_traffic", "communication", "optimizer", "launch_overhead")
+BOTTLENECKS = (
+    *("matmul", "attention", "memory_traffic", "dequantization", "communication", "optimizer"),
+    "launch_overhead",
+)
 ALIGNED_TO = 64
 "what a width off the multiple of 8 is rounded to: a tile's edge, and no more than 32 elements away"
 WORTH_SAYING = 1.01
@@ -65,11 +68,12 @@ def _changes(spec: ModelSpec, config: RunConfig) -> Iterator[tuple[str, ModelSpe
         return words, spec, dataclasses.replace(config, **flags)
 
     aligned = aligned_sibling(spec)
-    if aligned != spec:
+    trains_all = config.peft == "none"  # else the weights are what they are
+    if aligned != spec and trains_all:
         yield f"widths in multiples of 8: {describe_alignment(spec, aligned)}", aligned, config
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
-    if not config.torch_compile:
+    if not config.torch_compile and trains_all:
         yield changed(torch_compile=True)
     if config.norm_kernel == "hf" and not config.torch_compile:
         yield changed(norm_kernel="fused")

@@ -2,12 +2,13 @@
 
 One function per engine, each read off the allocation traces of the real one (`slm_toolkit.train --rehearse`;
 torch 2.13, accelerate 1.15, deepspeed 0.19.8), with the engine's own words. P: parameters, p: those of a
-decoder layer, E: those of a vocabulary matrix, N: ranks."""
+decoder layer, E: those of a vocabulary matrix, G, g and D: those of them that have gradients, N: ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import Weights, sharded_adapters
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,22 @@ class Copies:
     """bf16 copies of fp32 weights, which autocast makes; in all the rest of the cases there are none."""
 
     of_layer: float = 0.0
+    trained_of_layer: float = 0.0
+    "of them, those of trained weights: autocast keeps them until forward ends, whoever needs them"
     of_head: float = 0.0
     recomputed: tuple[bool, ...] = ()
     "of each layer, whether it is checkpointed: then its copies don't wait for backward"
+    head_waits: bool = True
+    "for backward"
 
     def waiting(self, num_layers: int) -> float:
-        """Those of the first so many layers, at the end of forward."""
+        """Those of the first so many layers, for their backward."""
         return self.of_layer * (num_layers - sum(self.recomputed[:num_layers]))
+
+    @property
+    def in_forward(self) -> float:
+        """Those of all layers, at the end of forward."""
+        return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
 
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -108,6 +118,7 @@ DDP_BUCKET_BYTES = 25 * 2**20
 
 def replicated(
     spec: ModelSpec,
+    weights: Weights,
     dtypes: Dtypes,
     *,
     has_buckets: bool,
@@ -117,39 +128,43 @@ def replicated(
     optimizer_temporary: float,
 ) -> Step:
     """One process, and DDP, of one rank too: all on every rank, and buckets as large as all gradients."""
-    P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
-    g = dtypes.gradient
-    buckets = P * g if has_buckets else 0
-    state = State(P * dtypes.parameter, P * dtypes.master, P * dtypes.moments, buckets)
-    before = P * g if accumulates else 0
-    widest = spec.hidden_size * spec.ffn_size * g
-    copied = max(E, DDP_BUCKET_BYTES // g) * 4 if has_buckets and reduces_copies else 0
-    held = E * g if spec.tied else 0  # the head's part of the gradient waits for the embedding's
+    P, L, e = weights.total, spec.num_layers, dtypes.gradient
+    G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
+    buckets = G * e if has_buckets else 0
+    state = State(P * dtypes.parameter, G * dtypes.master, G * dtypes.moments, buckets)
+    before = G * e if accumulates else 0
+    widest = weights.widest_trained * e
+    in_a_bucket = min(G, max(weights.largest_trained, DDP_BUCKET_BYTES // e))
+    copied = in_a_bucket * 4 if has_buckets and reduces_copies else 0
+    held = D * e if spec.tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
         own = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
         gathered = copies.waiting(layer + 1) + own
         if accumulates:
             return At(gathered, before + held, temporary=widest)
-        return At(gathered, g * (E + spec.hidden_size + (L - 1 - layer) * p + made))
+        return At(gathered, e * (D + weights.trained_norm + (L - 1 - layer) * g + made))
 
+    waiting = copies.waiting(L) + copies.of_head * copies.head_waits
     return Step(
         state,
-        at_forward_loss=At(L * copies.of_layer + copies.of_head, before),
-        at_loss=At(copies.waiting(L) + copies.of_head, before),
-        at_head=At(copies.waiting(L) + copies.of_head, before + E * g, temporary=copies.of_head),
-        at_norm=At(copies.waiting(L), before + E * g),
+        at_forward_loss=At(copies.in_forward + copies.of_head, before),
+        at_loss=At(waiting, before),
+        at_head=At(waiting, before + D * e, temporary=copies.of_head * bool(D)),
+        at_norm=At(copies.waiting(L), before + D * e),
         at_layer=at_layer,
-        at_embedding=At(0, P * g + (2 + accumulates if spec.tied else accumulates) * E * g, temporary=copied),
-        at_optimizer=At(0, P * g, temporary=optimizer_temporary),
+        at_embedding=At(0, G * e + (2 + accumulates if spec.tied else accumulates) * D * e, temporary=copied),
+        at_optimizer=At(0, G * e, temporary=optimizer_temporary),
     )
 
 
 def fsdp2(
     spec: ModelSpec,
+    weights: Weights,
     dtypes: Dtypes,
     *,
     num_ranks: int,
+    gathering_ranks: int,
     reshard_after_forward: bool,
     accumulates: bool,
     optimizer_temporary: float,
@@ -158,50 +173,63 @@ def fsdp2(
 
     A unit is gathered into a flat buffer that is copied out into its parameters; the buffer of one unit lives
     until the next one's arrived. The last unit stays gathered for backward, which gathers one unit ahead.
+    A single rank has nobody to gather from: it copies a unit when it needs it, and none ahead.
+    `num_ranks` share the state, `gathering_ranks` are gathered from: others, where the host holds the state.
     """
-    P, p, E, L = spec.num_params, spec.params_per_layer, spec.embedding_params, spec.num_layers
+    P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
+    G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, r, kept = dtypes.compute, dtypes.reduced, dtypes.kept_gradient
-    tail = E + spec.hidden_size
-    state = State(
-        P / num_ranks * dtypes.parameter, P / num_ranks * dtypes.master, P / num_ranks * dtypes.moments
-    )
-    before = P * max(dtypes.gradient, r) if accumulates else 0  # whole ones, in the reduction's dtype
-    widest = spec.hidden_size * spec.ffn_size * w
+    tail, trained_tail = E + spec.hidden_size, D + weights.trained_norm
+    share, own, sent = P / num_ranks, G / num_ranks, g
+    if weights.is_frozen:  # adapters have few rows, some ranks' shares have one and others none
+        if num_ranks == gathering_ranks:
+            own = L * sharded_adapters(weights, num_ranks)
+        share = (P - G) / num_ranks + own
+        sent = gathering_ranks * sharded_adapters(weights, gathering_ranks)
+        p += sent - g
+        P += L * (sent - g)
+    state = State(share * dtypes.parameter, own * dtypes.master, own * dtypes.moments)
+    before = G * max(dtypes.gradient, r) if accumulates else 0  # whole ones, in the reduction's dtype
+    widest = weights.widest_trained * w
     # tied: one unit of embedding, norm and head, gathered from the first to the last moment, and its gradient
     # waits for the embedding's
-    held = tail if spec.tied else 0
-    ahead_of_first = 0 if spec.tied else E
+    held, held_gradient = (tail, trained_tail) if spec.tied else (0, 0)
+    is_alone = gathering_ranks == 1
 
     def gathered_at(layer: int) -> float:
         if not reshard_after_forward:
             return (E + (layer + 1) * p) * w
-        return (held + p + (p if layer else ahead_of_first)) * w
+        ahead = p if layer else 0 if spec.tied else E
+        return (held + p + ahead * (not is_alone)) * w
 
     def at_layer(layer: int, made: float) -> At:
         if accumulates:
-            return At(gathered_at(layer), before + held * w, temporary=widest)
-        reduced_so_far = (0 if spec.tied else tail) + (L - 1 - layer) * p
-        last = 0 if spec.tied else tail
+            return At(gathered_at(layer), before + held_gradient * w, temporary=widest)
+        last = 0 if spec.tied else trained_tail
+        reduced_so_far = last + (L - 1 - layer) * g
         return At(
             gathered_at(layer),
-            (held + made) * w + reduced_so_far / num_ranks * kept,
-            communication=(last if layer == L - 1 else p) * r,
+            (held_gradient + made) * w + reduced_so_far * own / G * kept,
+            communication=(last if layer == L - 1 else sent) * r,
         )
 
     whole = P * w if not reshard_after_forward else 0
-    flat = p if spec.tied else tail
+    flat = 0 if is_alone else p if spec.tied else tail
+    next_unit = 0 if is_alone else p
+    # a frozen embedding has nothing to send, and the buffer that it was gathered into is still there
+    end = E if weights.is_frozen and not spec.tied and not is_alone else 0
     return Step(
         state,
-        at_gather=None if spec.tied else At((whole or (p + tail) * w) + tail * w, before),
+        at_gather=None if spec.tied or is_alone else At((whole or (p + tail) * w) + tail * w, before),
         at_forward_loss=At((whole or tail * w) + flat * w, before),
         at_loss=At(whole or tail * w, before),
-        at_head=At(whole or (tail + p) * w, before + E * w),
-        at_norm=At(whole or (tail + p) * w, before + tail * w),
+        at_head=At(whole or (tail + next_unit) * w, before + D * w),
+        at_norm=At(whole or (tail + next_unit) * w, before + trained_tail * w),
         at_layer=at_layer,
         at_embedding=At(
-            tail * w,
-            (3 if spec.tied else 1) * E * w + (before or (P - E) / num_ranks * kept),
-            communication=p * r,
+            (tail + end) * w,
+            (3 if spec.tied else 1) * D * w + (before or (G - D) * own / G * kept),
+            communication=sent * r,
         ),
-        at_optimizer=At(0, P / num_ranks * kept, temporary=optimizer_temporary),
+        at_optimizer=At(0, own * kept, temporary=optimizer_temporary),
     )

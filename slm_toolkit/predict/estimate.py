@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.deepspeed_estimator import DeepSpeedNeeds
 from slm_toolkit.predict.gpu_memory import (
     allocated_band,
@@ -50,6 +51,13 @@ class Estimate:
     mlp_kernel: str
     torch_compile: bool
     optim: str
+    peft: str
+    lora_r: int | None
+    "None without LoRA's matrices"
+    lora_dropout: float | None
+    adapted_modules: list[str] | None
+    "matrices of each layer that have an adapter; None where all is trained"
+    num_trainable_params: int
     software: str
     "generation of torch and transformers, as in `predict.activations.SOFTWARE`"
     peak_allocated_bytes: int
@@ -70,7 +78,8 @@ class Estimate:
     batch_with_margin: int | None
     "with --largest_batch: the largest whose verdict is fits, not tight"
     deepspeed_bytes: int | None
-    "what DeepSpeed's own estimator says; None for stages that it has none for"
+    """what DeepSpeed's own estimator says; None for stages that it has none for, and with adapters: it knows
+    of no frozen parameters"""
     deepspeed_host_bytes: int | None
     deepspeed_stage: int | None
     deepspeed_stands_in: bool
@@ -89,6 +98,7 @@ class Estimate:
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
+    "of 6 N + 12 L H S per token; with adapters of 4 N + 6 N_adapters + 12 L H S: `flops.py`"
     bottleneck: str | None
     "one of `predict.bottleneck.BOTTLENECKS`"
     inter_node_gbps: float | None
@@ -140,7 +150,9 @@ def estimate(
     if gpu is not None and gpu.memory_bytes is not None:
         usable = gpu.memory_bytes - context
         verdict = verdict_of(held, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
-    stage = deepspeed_stage(strategy)
+    adapters = adapters_of(spec, config)
+    weights = weights_of(spec, adapters)
+    stage = deepspeed_stage(strategy) if adapters is None else None
     needs = deepspeed_needs(
         spec.num_params,
         spec.largest_layer_params,
@@ -170,6 +182,11 @@ def estimate(
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,
         optim=config.optim,
+        peft=config.peft,
+        lora_r=adapters.rank if adapters and adapters.rank else None,
+        lora_dropout=config.lora_dropout if adapters and adapters.rank else None,
+        adapted_modules=list(adapters.targets) if adapters else None,
+        num_trainable_params=weights.trained,
         software=software,
         peak_allocated_bytes=allocated.middle,
         peak_allocated_low_bytes=allocated.low,

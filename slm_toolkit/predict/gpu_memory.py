@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked
 from slm_toolkit.strategy import Strategy
 
@@ -88,7 +89,8 @@ def allocator_slack(
     if optimizer_on_gpu and memory.peak_instant != "optimizer step":
         dtypes = dtypes_asked(strategy, config)
         shards = 1 if strategy.engine in ("single", "ddp") else num_ranks
-        gradients = spec.num_params / shards * dtypes.kept_gradient
+        trained = weights_of(spec, adapters_of(spec, config)).trained
+        gradients = trained / shards * dtypes.kept_gradient
     num_tokens = config.per_device_train_batch_size * config.seq_len
     of_loss = LOGITS_NOT_REUSED * spec.vocab_size * num_tokens if config.loss_kernel == "hf" else 0
     return round(gradients + of_loss + ROUNDING * allocated)

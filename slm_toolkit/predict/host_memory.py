@@ -8,6 +8,7 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked, estimate_memory
 from slm_toolkit.strategy import Strategy
 
@@ -112,16 +113,18 @@ def memory_of_rank(
     parameters of ZeRO-3 may stay. hpZ adds the share of a second copy in 16 bits.
     """
     offloads = placement.optimizer_device != "none"
-    shards = MANY_RANKS if offloads else num_ranks
-    memory = estimate_memory(spec, strategy, config, num_gpus=shards, software=software)
-    moved = {}
+    state_ranks = MANY_RANKS if offloads else num_ranks
+    memory = estimate_memory(
+        spec, strategy, config, num_gpus=num_ranks, state_ranks=state_ranks, software=software
+    )
+    moved, stored = {}, weights_of(spec, adapters_of(spec, config)).total
     if placement.parameter_device != "none":
         moved["parameters"] = 0
     elif offloads and strategy.zero_stage == 3:
-        moved["parameters"] = spec.num_params * dtypes_asked(strategy, config).parameter // num_ranks
+        moved["parameters"] = stored * dtypes_asked(strategy, config).parameter // num_ranks
     if placement.secondary_ranks > 1:
         here = moved.get("parameters", memory.parts["parameters"])
-        moved["parameters"] = here + 2 * spec.num_params // placement.secondary_ranks
+        moved["parameters"] = here + 2 * stored // placement.secondary_ranks
     return MemoryEstimate({**memory.parts, **moved}, memory.peak_instant) if moved else memory
 
 
@@ -139,7 +142,9 @@ def host_bytes_per_node(
     DeepSpeed on cpu: master weights, moments and fp32 gradients of the rank's share. On nvme: its pinned
     buffers only (deepspeed 0.19.8, runtime/zero/offload_config.py and runtime/swap_tensor).
     """
-    building = 4 * (spec.largest_layer_params if placement.zero_init else spec.num_params)
+    weights = weights_of(spec, adapters_of(spec, config))
+    trained = weights.trained if weights.is_frozen else 0  # beside the model
+    building = 4 * ((spec.largest_layer_params if placement.zero_init else spec.num_params) + trained)
     offloaded = _offloaded_bytes(spec, strategy, config, placement, num_ranks)
     return gpus_per_node * (PROCESS_BYTES + max(building, round(offloaded)))
 
@@ -150,7 +155,8 @@ def _offloaded_bytes(
     if placement.optimizer_device == "none" and placement.parameter_device == "none":
         return 0
     dtypes = dtypes_asked(strategy, config)
-    share = spec.num_params / num_ranks
+    weights = weights_of(spec, adapters_of(spec, config))
+    share = weights.trained / num_ranks
     zero = (strategy.deepspeed_config or {}).get("zero_optimization", {})
     of_optimizer = of_parameters = 0.0
     if placement.optimizer_device == "cpu":
@@ -160,7 +166,7 @@ def _offloaded_bytes(
         buffers = zero["offload_optimizer"].get("buffer_count") or 4
         of_optimizer = buffers * min(share, zero.get("sub_group_size") or 1e9) * 4
     if placement.parameter_device == "cpu":
-        of_parameters = share * dtypes.parameter
+        of_parameters = weights.total / num_ranks * dtypes.parameter
     elif placement.parameter_device == "nvme":
         section = zero["offload_param"]
         elements = (section.get("buffer_count") or 5) * (section.get("buffer_size") or 1e8)

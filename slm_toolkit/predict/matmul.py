@@ -74,8 +74,13 @@ class ProductSeconds:
     """y = x W for x of (rows, inputs), W of (inputs, outputs)."""
 
     forward: float
-    backward: float
-    "both gradients: of the input and of W"
+    input_gradient: float
+    weight_gradient: float
+    "not made where W is frozen"
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
 
     @property
     def total(self) -> float:
@@ -103,7 +108,8 @@ def product_seconds(
 
     return ProductSeconds(
         forward=seconds(rows, outputs, inputs),
-        backward=seconds(rows, inputs, outputs) + seconds(inputs, outputs, rows),
+        input_gradient=seconds(rows, inputs, outputs),
+        weight_gradient=seconds(inputs, outputs, rows),
     )
 
 

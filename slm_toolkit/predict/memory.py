@@ -4,11 +4,12 @@ The step is a handful of instants - the loss, the head's and the final norm's ba
 the last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory, layer_memory
+from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory
+from slm_toolkit.predict.adapters import Weights, adapters_of, weights_of
 from slm_toolkit.predict.engine_bytes import (
     At,
     Copies,
@@ -18,6 +19,8 @@ from slm_toolkit.predict.engine_bytes import (
     fsdp2,
     replicated,
 )
+from slm_toolkit.predict.layers import gradients_made, keeps_inputs, layers_of
+from slm_toolkit.predict.loss_memory import loss_memory
 from slm_toolkit.predict.optimizer_bytes import optimizer_temporary
 from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.predict.zero_bytes import zero_1_or_2, zero_3, zero_of
@@ -41,22 +44,37 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    spec: ModelSpec, strategy: Strategy, config: RunConfig, *, num_gpus: int, software: str = "2026"
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    *,
+    num_gpus: int,
+    state_ranks: int | None = None,
+    software: str = "2026",
 ) -> MemoryEstimate:
     """What `slm_toolkit.train` allocates at its peak on one of `num_gpus` ranks; CUDA's own is not counted.
 
-    `config` has its defaults filled in. Raises ValueError for sizes that can't be, and for flags that no
+    `config` has its defaults filled in. `state_ranks`: over which the training state counts as sharded, where
+    the host holds part of it (default: all). Raises ValueError for sizes that can't be, and for flags that no
     closed form covers.
     """
-    if unknown := unknown_to_estimates(config):
+    unknown = unknown_to_estimates(config)
+    if config.peft != "none" and software != "2026":
+        unknown.append(f"--software {software} with --peft {config.peft}: no closed form for it")
+    if unknown:
         raise ValueError("\n".join(unknown))
     engine = strategy.engine
     dtypes = dtypes_asked(strategy, config)
     compute = compute_of(config.numerics, engine)
     num_tokens = config.per_device_train_batch_size * config.seq_len
-    layers = _layers(spec, config, compute, software)
-    step = _engine_step(spec, strategy, config, engine, dtypes, compute, num_gpus)
-    loss = _loss_memory(spec, config, compute, num_tokens, software)
+    adapters = adapters_of(spec, config)
+    weights = weights_of(spec, adapters)
+    layers = layers_of(spec, strategy, config, adapters, compute, software)
+    ranks = (num_gpus, state_ranks or num_gpus)
+    step = _engine_step(spec, weights, strategy, config, engine, dtypes, compute, ranks)
+    frozen = {"is_frozen": weights.is_frozen, "keeps_inputs": keeps_inputs(strategy)}
+    loss = loss_memory(spec, config, compute, num_tokens, software, **frozen)
+    made_at = gradients_made(spec, adapters)
 
     sums = _saved_below(layers)
     saved = sums[-1] * num_tokens
@@ -70,7 +88,13 @@ def estimate_memory(
             best_total, best = total, (instant, at, activations, logits)
 
     residual = layers[-1].residual * spec.hidden_size * num_tokens
-    consider("forward: the loss", step.at_forward_loss, saved + fixed, loss.forward)
+    # What asks for the gradient of a frozen embedding's output keeps it, and that, until the loss is
+    # forgotten, in the next micro-step's forward; a first layer that is checkpointed keeps it anyway.
+    asks = weights.is_frozen and config.gradient_checkpointing != "none"
+    if asks and config.gradient_checkpointing == "selective_layer":
+        fixed += residual
+    left = 2 * residual * (asks and config.gradient_accumulation_steps > 1)
+    consider("forward: the loss", step.at_forward_loss, saved + fixed + left, loss.forward)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
@@ -79,31 +103,26 @@ def estimate_memory(
     elif compute == AUTOCAST:  # but in bf16: the parameter's, in fp32, lies beside it
         consider("backward: lm_head", step.at_norm, saved + fixed, loss.head)
     consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
-    matrices = (
-        spec.hidden_size * spec.ffn_size,
-        spec.hidden_size * spec.num_kv_heads * spec.head_dim,
-        spec.hidden_size * spec.num_heads * spec.head_dim,
-    )
     last = spec.num_layers - 1
     for index in {last, max(0, last - 1), step.crowded_layer, 0}:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
-            made = (
-                moment.ffn_grads * matrices[0]
-                + moment.kv_grads * matrices[1]
-                + moment.query_grads * matrices[2]
-            )
-            at = step.at_layer(index, made)
-            consider(f"backward: layers.{index}.{moment.where}", at, below + moment.num_bytes * num_tokens, 0)
+            at = step.at_layer(index, made_at(moment))
+            held = below + moment.num_bytes * num_tokens
+            consider(f"backward: layers.{index}.{moment.where}", at, held, 0)
+            if weights.unpacked_bytes and moment.ffn_grads == 1:  # before the last of the three gradients
+                at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
+                held -= 2 * spec.ffn_size * num_tokens
+                consider(f"backward: layers.{index}, unpacking", at, held, 0)
         if step.at_layer_end is not None:
             consider(f"backward: layers.{index}, reducing", step.at_layer_end(index), below, 0)
-    consider("backward: embed_tokens", step.at_embedding, residual + fixed, 0)
-    consider("optimizer step", step.at_optimizer, 0, 0)
+    consider("backward: embed_tokens", step.at_embedding, (2 if asks else 1) * residual + fixed, 0)
+    consider("optimizer step", step.at_optimizer, 2 * residual * asks, 0)
 
     instant, at, activations, logits = best
     state = step.state
     parts = {
-        "parameters": state.parameters,
+        "parameters": state.parameters + weights.scales_bytes,
         "master_weights": state.master_weights,
         "gradients": state.gradients + at.gradients,
         "optimizer": state.optimizer,
@@ -142,26 +161,6 @@ def compute_of(numerics: str, engine: str) -> str:
     return AUTOCAST if numerics == "stock" and engine in ("single", "ddp") else BF16
 
 
-def _layers(spec: ModelSpec, config: RunConfig, compute: str, software: str) -> list[LayerMemory]:
-    def layer(checkpointing: str) -> LayerMemory:
-        return layer_memory(
-            spec,
-            seq_len=config.seq_len,
-            compute=compute,
-            eager=config.attn_implementation == "eager",
-            fused_norm=config.norm_kernel == "fused",
-            fused_mlp=config.mlp_kernel == "fused",
-            checkpointing=checkpointing,
-            compiled=config.torch_compile,
-            software=software,
-        )
-
-    if config.gradient_checkpointing == "selective_layer":
-        pair = (layer("none"), layer("full"))  # the second, the fourth, ... are computed again
-        return [pair[number % 2] for number in range(spec.num_layers)]
-    return [layer(config.gradient_checkpointing)] * spec.num_layers
-
-
 def _saved_below(layers: list[LayerMemory]) -> list[float]:
     """Bytes per token kept by the layers before each, and by all."""
     sums = [0.0]
@@ -179,85 +178,27 @@ def _shared(spec: ModelSpec, config: RunConfig, compute: str) -> float:
     return rope + config.per_device_train_batch_size * config.seq_len**2 * e
 
 
-@dataclass(frozen=True)
-class LossMemory:
-    """Bytes from the final norm on, at the instants when they may be the peak; heads and losses differ."""
-
-    final_norm: float
-    forward: float
-    backward: float
-    head: float
-    norm: float
-
-
-def _loss_memory(
-    spec: ModelSpec, config: RunConfig, compute: str, num_tokens: int, software: str
-) -> LossMemory:
-    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient.
-
-    In 2024 the fp32 copy was what the model handed back, and so stayed alive in backward.
-    """
-    h, V, T = spec.hidden_size, spec.vocab_size, num_tokens
-    e = 4 if compute == FP32 else 2
-    fused_norm = config.norm_kernel == "fused"
-    # kept by the final norm, the residual stream's gradient (as wide as the norm's input) included
-    if compute == BF16:
-        kept = (4 if fused_norm else 8) * h + 4
-        norm_backward = 16 * h + 8 if fused_norm else 24 * h
-    elif compute == AUTOCAST:
-        kept = (6 if fused_norm else 10) * h + 4
-        norm_backward = 20 * h + 8
-    else:
-        kept = (8 if fused_norm else 12) * h + 4
-        norm_backward = 20 * h + 8
-    apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
-    if config.loss_kernel == "fused_linear":
-        chunk = chunk_rows(num_tokens=T, vocab_size=V, hidden_size=h)
-        wide = min(chunk * V, max(1, FUSED_LOSS_CHUNK // V) * V)
-        in_forward = kept * T + e * h * T + chunk * V * e + (wide * 4 if apart else 0) + V * h * e
-        after = kept * T + e * h * T + V * h * e
-        return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
-    if config.loss_kernel == "fused_logits":
-        rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
-        in_forward = kept * T + e * V * T + (rows * V * 4 if apart else 0)
-        if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
-            in_forward = kept * T + (e + 4) * V * T
-        after = kept * T + e * V * T
-        return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
-    in_forward = kept * T + (8 if compute == FP32 else 10) * V * T
-    backward = kept * T + (16 if software == "2024" else 12) * V * T
-    head = kept * T + e * V * T + e * h * T
-    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
-
-
-FUSED_LOSS_CHUNK = 2**24
-"elements of fp32 probabilities at a time in `run/loss_kernels.py`: a test compares the two"
-
-
-def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Tokens whose logits the fused linear loss makes at once: see `run/loss_kernels.py`."""
-    rows = -(-num_tokens // -(-vocab_size // hidden_size))
-    at_least = max(1, FUSED_LOSS_CHUNK // 2 // vocab_size)
-    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
-
-
 def _engine_step(
     spec: ModelSpec,
+    weights: Weights,
     strategy: Strategy,
     config: RunConfig,
     engine: str,
     dtypes: Dtypes,
     compute: str,
-    num_gpus: int,
+    ranks: tuple[int, int],
 ) -> Step:
+    """`ranks`: that take part, and that share the training state."""
+    num_gpus, state_ranks = ranks
     accumulates = config.gradient_accumulation_steps > 1
     temporary = optimizer_temporary(
         spec,
+        weights,
         dtypes,
         numerics=config.numerics,
         engine=engine,
         optim=config.optim,
-        num_shards=1 if engine in ("single", "ddp") else num_gpus,
+        num_shards=1 if engine in ("single", "ddp") else state_ranks,
     )
     if engine in ("single", "ddp"):
         copies = Copies()
@@ -267,9 +208,18 @@ def _engine_step(
                 number % 2 == 1 if checkpointing == "selective_layer" else checkpointing != "none"
                 for number in range(spec.num_layers)
             )
-            copies = Copies(2 * spec.matmul_params_per_layer, 2 * spec.embedding_params, recomputed)
+            of_layer = spec.matmul_params_per_layer
+            trained = weights.trained_layer if weights.is_frozen else of_layer
+            copies = Copies(
+                2 * (of_layer + trained * weights.is_frozen),
+                2 * trained,
+                2 * spec.embedding_params,
+                recomputed,
+                head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
+            )
         return replicated(
             spec,
+            weights,
             dtypes,
             has_buckets=engine == "ddp",
             reduces_copies=config.reduce_dtype == "fp32" and dtypes.gradient == 2,
@@ -280,8 +230,10 @@ def _engine_step(
     if engine in ("fsdp1", "fsdp2"):
         return fsdp2(
             spec,
+            weights,
             dtypes,
-            num_ranks=num_gpus,
+            num_ranks=state_ranks,
+            gathering_ranks=num_gpus,
             reshard_after_forward=strategy.reshard_after_forward is not False,
             accumulates=accumulates,
             optimizer_temporary=temporary,
@@ -289,5 +241,11 @@ def _engine_step(
     zero = zero_of(strategy.deepspeed_config or {}, spec)
     make = zero_3 if zero.stage == 3 else zero_1_or_2
     return make(
-        spec, dtypes, zero, num_ranks=num_gpus, accumulates=accumulates, optimizer_temporary=temporary
+        spec,
+        weights,
+        dtypes,
+        zero,
+        num_ranks=state_ranks,
+        accumulates=accumulates,
+        optimizer_temporary=temporary,
     )

@@ -31,7 +31,8 @@ def best_plans(
     best: dict[tuple, Plan] = {}
     for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
         row = plan.estimate
-        training = (row.model, row.numerics, row.seq_len, row.reduce_dtype)  # other results, not only a rate
+        # other results, not only a rate
+        training = (row.model, row.numerics, row.seq_len, row.reduce_dtype, row.peft, row.lora_r)
         best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
     return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
 

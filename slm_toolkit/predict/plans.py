@@ -70,8 +70,8 @@ class Plan:
     usd: float | None
     law: str
     "of scaling_laws.LAWS"
-    expected_loss: float
-    "by that law, of its own data and tokenizer"
+    expected_loss: float | None
+    "by that law, of its own data and tokenizer; None with adapters, of which it says nothing"
     loss_per_usd: float | None
     "the paper's equation 1: what the next dollar would take off the loss"
 
@@ -102,7 +102,7 @@ def observation_key(
         *("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "attn_implementation"),
         *("gradient_checkpointing", "loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel"),
         *("torch_compile", "torch_compile_mode", "numerics", "reduce_dtype", "optim", "fp8", "tf32"),
-        "fsdp_prefetch",
+        *("fsdp_prefetch", "peft", "lora_r", "lora_dropout", "lora_target_modules", "packing"),
     )
     sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
     return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
@@ -266,6 +266,7 @@ def _plan(
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
     taken = budget(num_tokens=job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
     num_params = num_params_of(job.law, job.spec)
+    trains_all = config.peft == "none"
     return Plan(
         estimate=found,
         spec=job.spec,
@@ -283,9 +284,9 @@ def _plan(
         hours=taken.hours,
         usd=taken.usd if price else None,
         law=job.law.name,
-        expected_loss=loss(job.law, num_params, job.num_tokens),
+        expected_loss=loss(job.law, num_params, job.num_tokens) if trains_all else None,
         loss_per_usd=loss_per_usd(job.law, num_params, job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
-        if price
+        if price and trains_all
         else None,
     )
 

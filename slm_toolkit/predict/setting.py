@@ -64,12 +64,13 @@ class AlignmentGain:
 
 
 def alignment_gain(setting: Setting) -> AlignmentGain | None:
-    """Against the preset's hardware-friendly sibling, else the same shape rounded; None where all is well.
+    """Against the preset's hardware-friendly sibling, else the same shape rounded; None where all is well,
+    and for weights that are there already.
 
     Tokens per second of both; the siblings' parameters differ by up to 11 % (slm-100m), which is in it.
     """
     spec = setting.spec
-    if not misaligned_widths(spec):
+    if not misaligned_widths(spec) or setting.config.peft != "none":
         return None
     sibling = hw_sibling(spec) or aligned_sibling(spec)
     before, after = setting.estimate(), setting.estimate(sibling)

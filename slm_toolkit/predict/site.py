@@ -7,6 +7,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.flops import model_flops_utilization
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.bandwidth import Cluster, cluster_of
 from slm_toolkit.predict.bottleneck import bottleneck_of
 from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
@@ -120,6 +121,7 @@ def _speed(
         )
         return dict.fromkeys(names)
     seconds, rate = time.step_seconds, time.tokens_per_second
+    weights = weights_of(spec, adapters_of(spec, config))
     return {
         "step_seconds": seconds,
         "step_low_seconds": seconds / software.high,
@@ -131,7 +133,11 @@ def _speed(
         "mfu": None
         if config.numerics == "fp32"  # of which we know no peak with tensor cores off
         else model_flops_utilization(
-            spec, seq_len=config.seq_len, gpu=gpu, tokens_per_second_per_gpu=rate / num_gpus
+            spec,
+            seq_len=config.seq_len,
+            gpu=gpu,
+            tokens_per_second_per_gpu=rate / num_gpus,
+            adapter_params=weights.trained if weights.is_frozen else None,
         ),
         "bottleneck": bottleneck_of(time),
     }

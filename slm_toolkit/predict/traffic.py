@@ -5,6 +5,8 @@ M (n - 1) / n, a reduction to all of them twice that. So per step, with one micr
 2 M, FSDP full shard and ZeRO-3 3 M, shard grad-op 2 M (Rajbhandari et al., arXiv 1910.02054, section 7).
 ZeRO++ (Wang et al., arXiv 2306.10209): qwZ gathers int8 for forward, hpZ gathers backward's inside a group,
 qgZ sends int4 gradients: 3 M between nodes become 0.75 M.
+Under --peft gathers are of all parameters, frozen ones too; gradients, and what ZeRO-1 and ZeRO-2 gather
+after the step, are the adapters' alone.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from math import gcd
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.host_memory import Placement
 from slm_toolkit.predict.memory import dtypes_asked
@@ -84,8 +87,10 @@ def transfers(
         return ()
     dtypes = dtypes_asked(strategy, config)
     shard_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
+    weights = weights_of(spec, adapters_of(spec, config))
     return _transfers(
-        spec.num_params,
+        weights.total,
+        weights.trained,
         spec.num_layers + 2,
         strategy.engine,
         strategy.zero_stage,
@@ -128,6 +133,7 @@ def _zero_settings(strategy: Strategy) -> _ZeroSettings:
 @lru_cache(maxsize=65536)
 def _transfers(
     num_params: int,
+    num_trained: int,
     num_units: int,
     engine: str,
     zero_stage: int | None,
@@ -142,7 +148,7 @@ def _transfers(
     num_gpus: int,
     gpus_per_node: int,
 ) -> tuple[Transfer, ...]:
-    weights, gradients = num_params * parameter_bytes, num_params * reduced_bytes
+    updated, gradients = num_trained * parameter_bytes, num_trained * reduced_bytes
     bucket_bytes = (zero.bucket_elements or 0) * reduced_bytes or DDP_BUCKET_BYTES
     buckets = max(1.0, gradients / bucket_bytes)
 
@@ -175,7 +181,7 @@ def _transfers(
                 times=each,
                 overlaps=zero.overlaps,
             ),
-            transfer("gather_updated", "all_gather", weights, 1, overlaps=False),
+            transfer("gather_updated", "all_gather", updated, 1, overlaps=False),
         )
     found = []
     whole = parameter_bytes if not zero.quantized_weights else INT8_SCALES
@@ -201,7 +207,7 @@ def _transfers(
             )
         )
     each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
-    reduced = num_params * INT4_SCALES if zero.quantized_gradients else gradients
+    reduced = num_trained * INT4_SCALES if zero.quantized_gradients else gradients
     found.append(
         transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
     )

@@ -3,6 +3,7 @@
 import dataclasses
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.predict.adapters import unknown_targets
 
 _ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
@@ -33,6 +34,18 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
         )
     if config.fsdp_prefetch:
         found.append(f"--fsdp_prefetch {config.fsdp_prefetch}: no closed form for it; --rehearse N tells")
+    if config.packing not in ("auto", "concat"):
+        found.append(
+            f"--packing {config.packing}: no closed form for it: the mask that keeps documents apart, and "
+            "the share of padding, are not known before the documents are; --trace_memory tells"
+        )
+    if config.peft != "none" and config.torch_compile:
+        found.append(
+            f"--torch_compile with --peft {config.peft}: no closed form for what compiled adapters keep; a "
+            "GPU measures it"
+        )
+    if problem := unknown_targets(config):
+        found.append(problem)
     return found
 
 

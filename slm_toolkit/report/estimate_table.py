@@ -30,6 +30,8 @@ _SETTINGS = (  # a column where rows differ, else once above: in these words, bu
     ("mlp_kernel", "MLP kernel", "MLP {}", ("hf",)),
     ("torch_compile", "compile", "compiled", (False,)),
     ("optim", "optimizer", "{}", ()),
+    ("peft", "peft", "{}", ("none",)),
+    ("lora_r", "rank", "rank {}", (None,)),
 )
 _OTHERS = ("communication", "temporary", "workspace")
 
@@ -172,6 +174,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
         notes.append("compiled: what Inductor's kernels keep is a hypothesis, never traced")
+    notes += _adapter_notes(rows)
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
         notes.append(f"DeepSpeed's estimate: of version {versions.pop()}; model states only, no activations")
     if any(row.deepspeed_stands_in for row in rows):
@@ -179,6 +182,26 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     if dropped:
         notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
     return [Text(note, style="dim") for note in notes]
+
+
+def _adapter_notes(rows: list[Estimate]) -> list[str]:
+    notes = []
+    for peft in dict.fromkeys(row.peft for row in rows if row.adapted_modules):
+        row = next(row for row in rows if row.peft == peft)
+        counts = sorted({row.num_trainable_params for row in rows if row.peft == peft})
+        trained = " to ".join(dict.fromkeys(f"{count:,}" for count in (counts[0], counts[-1])))
+        notes.append(f"{peft}: {trained} trained parameters beside {', '.join(row.adapted_modules)}")
+    if any(row.adapted_modules for row in rows):
+        notes.append(
+            "adapters: memory as traced; the time that they take beside frozen weights is counted by hand; "
+            "MFU is of 4 N + 6 N_adapters; DeepSpeed's estimator knows of no frozen parameters"
+        )
+    if any(row.peft == "qlora" for row in rows):
+        notes.append(
+            "qlora: bytes of 4-bit weights are checked on a CPU; what unpacking them takes, of memory and of "
+            "time, was never measured: that needs a GPU"
+        )
+    return notes
 
 
 def _speed_notes(rows: list[Estimate]) -> list[str]:

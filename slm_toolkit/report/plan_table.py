@@ -153,9 +153,10 @@ def _heading(ranked: list[Plan]) -> Text:
     words = []
     for model in dict.fromkeys(plan.estimate.model for plan in ranked):
         plan = next(plan for plan in ranked if plan.estimate.model == model)
+        loss = "" if plan.expected_loss is None else f", expected loss {plan.expected_loss:.2f} ({plan.law})"
         words.append(
             f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
-            f"{_size(plan.tokens_per_step)}, expected loss {plan.expected_loss:.2f} ({plan.law})"
+            f"{_size(plan.tokens_per_step)}{loss}"
         )
     return Text("\n".join(words), style="bold")
 
@@ -177,6 +178,8 @@ _SETTINGS = (
     "mlp_kernel",
     "torch_compile",
     "optim",
+    "peft",
+    "lora_r",
 )
 
 

@@ -76,9 +76,9 @@ class Row:
     "0..1, with attention's FLOPs; None where the GPU's peak is not known"
     mfu_without_attention: float | None
     flops_per_token: float
-    "forward and backward, 6 N + 12 L H S"
+    "forward and backward, 6 N + 12 L H S; with adapters 4 N + 6 N_adapters + 12 L H S"
     flops_per_token_without_attention: float
-    "6 N"
+    "6 N; 4 N + 6 N_adapters"
     tokens_per_step: int | None
     "over all ranks and micro-steps"
     tokens_counted: dict[str, int] | None
@@ -163,8 +163,10 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     config, spec = flags_asked(shown), spec_of(shown)
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
     price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
-    with_attention = flops_per_token(spec, seq_len=config["seq_len"])
-    without = flops_per_token_without_attention(spec)
+    # of frozen weights no gradient is made
+    adapters = None if config["peft"] == "none" else shown.num_trainable_params or 0
+    with_attention = flops_per_token(spec, seq_len=config["seq_len"], adapter_params=adapters)
+    without = flops_per_token_without_attention(spec, adapter_params=adapters)
     mfu = mfu_of(shown, per_gpu and per_gpu / (1 - padding), with_attention)
     status, reason = judged.status, judged.reason
     if status == "ok" and (wrong := impossible(ok, mfu)):

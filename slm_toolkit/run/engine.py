@@ -118,7 +118,7 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     if config.rehearse is not None:
-        sizes = [param.numel() for param in model.parameters()]
+        sizes = [param.numel() for param in model.parameters() if param.requires_grad]
         in_a_bucket = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
         largest = max(in_a_bucket, *sizes)
         model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduced_already)

@@ -46,6 +46,9 @@ def fake_tensors() -> Iterator[None]:
             # by which accelerate tells parameters apart
             patch.object(FakeTensor, "data_ptr", _address, create=True),
             patch.object(torch.nn.parallel, "DistributedDataParallel", _FakeDistributedDataParallel),
+            patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),  # as `stay_in_place` says
+            # by a mask of bytes, as GPUs drop; a CPU's own is in the input's dtype
+            patch.object(torch.nn.functional, "dropout", _dropout),
         ):
             stack.enter_context(context)
         yield
@@ -54,6 +57,14 @@ def fake_tensors() -> Iterator[None]:
 def _address(tensor: torch.Tensor) -> int:
     """Different for different memory, and well aligned."""
     return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size()
+
+
+def _dropout(
+    tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0:
+        return tensor
+    return torch.native_dropout(tensor, p, True)[0]
 
 
 @cache

@@ -240,7 +240,9 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         num_trainable_params=_num_trainable(model) if config.peft != "none" else None,
         tokens_per_step=sequences_per_step(config, accelerator)
         * config.seq_len,  # after prepare: see num_micro_steps
-        deepspeed_estimate=deepspeed_estimate_of(
+        deepspeed_estimate=None
+        if config.peft != "none"  # it knows of no frozen parameters
+        else deepspeed_estimate_of(
             job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
         ),
     )
