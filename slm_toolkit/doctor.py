@@ -1,6 +1,7 @@
 """`slm doctor`: what is wrong or unwise in a model and its configuration on the GPUs meant for it."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
-from slm_toolkit.estimate_checks import NOT_OF_AN_ESTIMATE, add_software_flag, all_of, model_to_estimate
+from slm_toolkit.estimate_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    all_of,
+    model_to_estimate,
+    size_problems,
+)
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.output_flags import count, positive_number
 from slm_toolkit.site_flags import add_network_flags, sites_of
@@ -133,9 +140,10 @@ def _doctor(args: argparse.Namespace) -> int:
 def _checked_config(args: argparse.Namespace) -> RunConfig:
     """The flags of the run. Raises ValueError for those that make no sense by themselves."""
     config = config_from_args(args)
-    problems = config.problems()
-    if args.gpus_per_node is not None and args.gpus_per_node < 1:
-        problems.append(f"--gpus_per_node is {args.gpus_per_node}: at least 1")
+    problems = [
+        *config.problems(),
+        *size_problems({name: [value] for name, value in dataclasses.asdict(config).items()}),
+    ]
     if args.overwrite and args.fix is None:
         problems.append("--overwrite without --fix, which would write")
     if problems:

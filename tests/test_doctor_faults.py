@@ -60,7 +60,7 @@ def planted_case(planted: Planted, folder: Path) -> Case:
         "mine",
         read_files(path),
         find_model(model),
-        run_config(flags),
+        RunConfig(**flags).with_defaults(has_gpu=True),
         Host(**planted.host),
         num_gpus=meant.num_gpus,
         gpus_per_node=8,
@@ -77,15 +77,6 @@ def put(content: dict[str, Any], keys: list[str], value: Any) -> None:
         content.pop(keys[-1], None)
     else:
         content[keys[-1]] = value
-
-
-def run_config(flags: dict[str, Any]) -> RunConfig:
-    kind = RunConfig
-    if "peft" in flags and "peft" not in {f.name for f in dataclasses.fields(RunConfig)}:
-        kind = dataclasses.make_dataclass(
-            "WithPeft", [("peft", str, "none")], bases=(RunConfig,), frozen=True
-        )
-    return kind(**flags).with_defaults(has_gpu=True)
 
 
 def site_of(gpu: Gpu) -> Site:

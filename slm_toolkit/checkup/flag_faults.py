@@ -81,10 +81,9 @@ def _of_architecture(case: Case, architectures: tuple[str, ...], *names: str) ->
 
 def _packages(case: Case) -> Iterator[Finding]:
     versions = case.host.versions
-    needed = [
-        (flag, value, *found) for (flag, value), found in _PACKAGES.items() if _flag(case, flag) == value
-    ]
-    if _flag(case, "peft") == "qlora":
+    asked = vars(case.flags)
+    needed = [(flag, value, *found) for (flag, value), found in _PACKAGES.items() if asked[flag] == value]
+    if case.flags.peft == "qlora":
         needed.append(("peft", "qlora", "bitsandbytes", "slm-toolkit[peft]"))
     for flag, value, package, extra in needed:
         if package in versions and versions[package] is None:
@@ -100,12 +99,8 @@ def _packages(case: Case) -> Iterator[Finding]:
             )
 
 
-def _flag(case: Case, name: str) -> Any:
-    return getattr(case.flags, name, None)
-
-
 def _adapters(case: Case) -> Iterator[Finding]:
-    if _flag(case, "peft") == "qlora" and case.zero_stage == 3:
+    if case.flags.peft == "qlora" and case.zero_stage == 3:
         yield _flags(
             *(case, "wrong", "qlora-under-zero3", "--peft qlora under ZeRO-3"),
             why="ZeRO-3 cuts the packed 4-bit weights into shares without the scales that belong to them",
