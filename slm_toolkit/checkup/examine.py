@@ -132,11 +132,6 @@ def _settings(
     if one.strategy is None:
         return []
     case, spec = one.corrected, one.corrected.spec
-    if case.flags.peft != "none":
-        notes.append(
-            f"note: --peft {case.flags.peft}: no closed form for adapters, memory and speed are not looked at"
-        )
-        return []
     config, unknown = known_to_estimates(case.flags)
     notes += [f"note: {sentence}" for sentence in unknown]
     made = []
