@@ -163,7 +163,6 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
     assert "note: --fp8 rowwise: no closed form for it" in done.err
     adapter = slm("doctor", *H100S, "--json", "--strategy", "ds_zero3", "--peft", "qlora")
     assert "qlora-under-zero3" in names(adapter.out)
-    assert "no closed form for adapters" in adapter.err
 
 
 @pytest.mark.parametrize(
