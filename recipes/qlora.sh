@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # How little memory can fine-tuning a 1.5B model take?
-# hardware: ?
-# memory: ?
-# time: ?
-# cost: ?
+# hardware: 1 x rtx-4090
+# memory: 1.6 of 23.5 GiB per GPU, 7 GiB of host RAM per node
+# time: 2.3 h
+# cost: $1.67
 # estimated on 2026-11-22 by the first command below
 set -euo pipefail
 
