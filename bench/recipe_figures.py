@@ -93,7 +93,11 @@ def main() -> int:
     args = parser.parse_args()
     lines = []
     for recipe in shipped_recipes():
-        figures = figures_of(recipe)
+        try:
+            figures = figures_of(recipe)
+        except ValueError as error:
+            lines.append(f"{recipe.name}: {error}")
+            continue
         if found := stale(recipe, figures):
             lines += found
             if args.write:
