@@ -102,7 +102,9 @@ def _of_adapters(config: RunConfig) -> list[str]:
         found += [f"--{name} with --peft ia3, which has no matrices" for name in changed]
     if config.fp8 != "none":
         found.append(f"--fp8 {config.fp8} with --peft {config.peft}, which trains none of those weights")
-    if config.merge_adapter and config.save_final_model is False:
+    if config.merge_adapter and config.rehearse is not None:
+        found.append("--merge_adapter with --rehearse, which learns nothing")
+    elif config.merge_adapter and config.save_final_model is False:
         found.append("--merge_adapter with --save_final_model false")
     if config.peft == "qlora" and config.numerics in ("fp32", "stock"):
         found.append(f"--peft qlora with --numerics {config.numerics}: its weights compute in bf16")
@@ -123,6 +125,9 @@ def _of_data(config: RunConfig) -> list[str]:
         given = ("packing", "dataset_format", "eval_dataset", "lm_eval_tasks")
         changed = [name for name in given if getattr(config, name) != getattr(RunConfig, name)]
         found += [f"--{name} with synthetic tokens, which are no documents" for name in changed]
+    share = config.validation_split_percentage
+    if config.eval_dataset is not None and share != RunConfig.validation_split_percentage:
+        found.append(f"--validation_split_percentage {share} with --eval_dataset, which is held out instead")
     if config.eval_dataset is not None and config.eval_steps is None:
         found.append("--eval_dataset without --eval_steps")
     if config.base_batch_size is not None and config.scale_lr == "none":

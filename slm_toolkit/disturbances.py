@@ -32,7 +32,9 @@ def warnings_of(record: RunRecord) -> list[str]:
         hint = "" if (record.asked["config"].get("dataloader_num_workers") or 0) else _READ_AHEAD
         found.append(f"waited for data {share:.0%} of the time{hint}")
     if (share := padding_share(record)) > PADDING_SHARE:
-        found.append(f"{share:.0%} of the tokens were padding: --packing multipack puts documents together")
+        packed = all(fact["packing"] == "multipack" for fact in record.datasets) and bool(record.datasets)
+        helps = "a longer --seq_len leaves less" if packed else "--packing multipack puts documents together"
+        found.append(f"{share:.0%} of the tokens were padding: {helps}")
     found += _of_ram(record.host_ram or {})
     compiled = [
         step + 1 for step, graphs in enumerate(record.num_graphs_compiled) if graphs and step >= start

@@ -1,5 +1,6 @@
 """Fine-tuning: adapters under every engine, chats with a loss on answers, datasets mixed and told apart."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source, sources_of
 from slm_toolkit.models import PRESETS, find_model
-from slm_toolkit.run.batches import num_labels
+from slm_toolkit.run.batches import make_loader, num_labels
 from slm_toolkit.run.data import load_data
+from slm_toolkit.run.evaluate import mean_loss
 from slm_toolkit.run.formats import documents_of
-from slm_toolkit.run.tokenizers import load_tokenizer
+from slm_toolkit.run.model import build_model
+from slm_toolkit.run.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
 SPEC = PRESETS["slm-1m"]
 EOS = "</s>"
@@ -60,6 +63,7 @@ def config_of(dataset: object, **options: Any) -> RunConfig:
 @pytest.mark.parametrize("kind", ROWS)
 def test_every_chat_format_has_its_loss_on_the_answers(kind: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(RunConfig(), SPEC)
+    tokenizer.chat_template = CHAT_TEMPLATE
     rows = {name: [value] for name, value in ROWS[kind].items()}
     text, answers = TEXT[kind]
     (found,) = documents_of(rows, kind, tokenizer, text_column="text", loss_on="answers")
@@ -112,6 +116,69 @@ def test_chats_that_cannot_be_trained_on_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         load_data(config_of(write_rows(tmp_path / "chat.jsonl", rows), **options), SPEC, num_sequences=0)
+
+
+def test_given_turns_are_not_learnt_and_a_template_that_rewrites_can_be_learnt_whole() -> None:
+    tokenizer = load_tokenizer(RunConfig(), SPEC)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    rows = {"prompt": [CHAT[:3]], "completion": [CHAT[3:]]}
+    options = {"tokenizer": tokenizer, "text_column": "text"}
+    (found,) = documents_of(rows, "prompt_completion", loss_on="answers", **options)
+    assert tokenizer.decode([label for label in found.labels if label != -100]) == f"Five.{EOS}"
+    tokenizer.chat_template = "{{ messages | length }}: " + CHAT_TEMPLATE  # how many turns there are in all
+    with pytest.raises(ValueError, match="changes earlier turns"):
+        documents_of({"messages": [CHAT]}, "messages", loss_on="answers", **options)
+    (whole,) = documents_of({"messages": [CHAT]}, "messages", loss_on="all", **options)
+    assert whole.labels == whole.tokens
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}, "calls tools"),
+        ({"role": "assistant", "content": None}, "or more than text"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "or more than text"),
+    ],
+    ids=str,
+)
+def test_what_is_more_than_text_is_refused(turn: dict[str, Any], said: str) -> None:
+    tokenizer = load_tokenizer(RunConfig(), SPEC)
+    rows = {"messages": [[CHAT[0], turn]]}
+    with pytest.raises(ValueError, match=said):
+        documents_of(rows, "messages", tokenizer, text_column="text", loss_on="answers")
+
+
+def test_masked_tokens_are_left_out() -> None:
+    rows = {"input_ids": [[5, 6, 0, 0]], "attention_mask": [[1, 1, 0, 0]]}
+    (found,) = documents_of(rows, "tokens", None, text_column="text", loss_on="answers")
+    assert (found.tokens, found.labels) == ([5, 6], [5, 6])
+
+
+def test_every_held_out_sequence_counts_once() -> None:
+    config = RunConfig(per_device_train_batch_size=4)
+    sequences = [{"input_ids": torch.full((8,), number)} for number in range(5)]
+    batches = list(make_loader(sequences, config, train=False, num_ranks=2))
+    assert [len(batch["input_ids"]) for batch in batches] == [4, 4]  # one for each of two ranks
+    assert sum(num_labels(batch).item() for batch in batches) == 5 * 7
+    assert mean_loss({"a": (1.0, 10), "b": (float("nan"), 0)}) == 1.0
+
+
+def test_a_tied_head_gets_no_adapter() -> None:
+    config = RunConfig(model="smollm2-135m", peft="lora", lora_target_modules="q_proj,lm_head", seq_len=8)
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match="tied: merged, both would change"):
+        build_model(dataclasses.replace(SPEC, tied=True), config)
+
+
+def test_a_quantized_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    words = ["python", "-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "32", "--peft", "qlora"]
+    words += ["--output_dir", str(tmp_path), "--run_name", "q", "--save_steps", "1"]
+    first = run(*words, "--max_steps", "1")
+    assert first.code == 0, first.err
+    again = run(*words, "--max_steps", "2", "--resume_from_checkpoint", "latest")
+    assert again.code == 0, again.err
+    assert record_under(tmp_path)["first_step"] == 1
 
 
 def test_datasets_are_named_by_file_and_weighed() -> None:

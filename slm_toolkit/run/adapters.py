@@ -55,7 +55,16 @@ def quantize(model: PreTrainedModel) -> None:
         ).to(device)
         in_4_bits.bias = module.bias
         parent, _, child = name.rpartition(".")
+        in_4_bits.register_load_state_dict_pre_hook(_without_scales)
         setattr(model.model.layers.get_submodule(parent), child, in_4_bits)
+
+
+def _without_scales(
+    module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *rest: Any
+) -> None:
+    """A checkpoint's weights are those that are here: what quantizing them gave beside is not loaded."""
+    for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
+        del state_dict[name]
 
 
 def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) -> None:
@@ -83,6 +92,7 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
             lora_dropout=config.lora_dropout,
             target_modules=targets,
         )
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     try:
         model.add_adapter(adapter)
     except ValueError as error:
@@ -90,6 +100,12 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
             f"--peft {config.peft} with --lora_target_modules {names}: {str(error).splitlines()[0]}\n"
             "hint: all-linear, or names such as q_proj,v_proj"
         ) from None
+    wrapped = ends != (model.get_input_embeddings(), model.get_output_embeddings())
+    if wrapped and (model.config.tie_word_embeddings or config.loss_kernel == "fused_linear"):
+        why = "tied: merged, both would change" if model.config.tie_word_embeddings else "part of the loss"
+        raise ValueError(
+            f"--lora_target_modules {names}: embedding and head are {why}\nhint: modules of the layers"
+        )
     adapter.base_model_name_or_path = base
 
 

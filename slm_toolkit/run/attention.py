@@ -33,6 +33,11 @@ def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart:
         return kernel
     if kernel in SDPA_BACKENDS and kernel not in _ON_CPU and not torch.cuda.is_available():
         raise ValueError(f"--attn_implementation {kernel} needs a GPU\nhint: a CPU has {', '.join(_ON_CPU)}")
+    if kernel == "sdpa_flash" and documents_apart and torch.cuda.is_available():
+        raise ValueError(
+            "--attn_implementation sdpa_flash takes no mask on a GPU, which keeps packed documents apart\n"
+            "hint: sdpa, or flash_attention_2"
+        )
     backend = SDPA_BACKENDS.get(kernel)
     # with "flash" in the name, transformers would look for a package
     name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"

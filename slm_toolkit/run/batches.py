@@ -6,16 +6,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
 
 
-def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
-    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled."""
+def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int = 1) -> DataLoader:
+    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled.
+
+    Held-out sequences are filled up with some without labels, so that every rank has whole batches and none
+    counts twice.
+    """
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
+    if not train and not isinstance(dataset, IterableDataset):
+        dataset = _FilledUp(dataset, config.per_device_train_batch_size * num_ranks)
     return DataLoader(
         dataset,
         batch_size=config.per_device_train_batch_size,
@@ -25,6 +31,24 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool) -> DataLoader:
         persistent_workers=config.dataloader_num_workers > 0,
         pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
     )
+
+
+class _FilledUp(Dataset):
+    """Sequences with labels, so many more without any that their number is a multiple of `multiple`."""
+
+    def __init__(self, sequences: Any, multiple: int) -> None:
+        self.sequences = sequences
+        self.length = -(-len(sequences) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.sequences[index if index < len(self.sequences) else 0]
+        labels = row.get("labels", row["input_ids"])
+        if index >= len(self.sequences):
+            labels = torch.full_like(labels, IGNORE_INDEX)
+        return {**row, "labels": labels}
 
 
 def count_steps(config: RunConfig, loader: DataLoader) -> int:
@@ -42,7 +66,8 @@ def count_steps(config: RunConfig, loader: DataLoader) -> int:
         )
     if config.steps_asked is not None:
         return config.steps_asked
-    return max(1, math.ceil(config.num_train_epochs * num_batches / config.gradient_accumulation_steps))
+    of_epoch = num_batches // config.epoch_multiple * config.epoch_multiple  # as `endless` has them
+    return max(1, math.ceil(config.num_train_epochs * of_epoch / config.gradient_accumulation_steps))
 
 
 def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
@@ -56,6 +81,8 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
         return inputs
     inputs["position_ids"] = batch["position_ids"]
     if config.attn_implementation.startswith("flash_attention"):
+        inputs["labels"] = inputs["labels"].clone()
+        inputs["labels"][:, 0] = IGNORE_INDEX  # of the sequence before it
         return {name: value.reshape(1, -1) for name, value in inputs.items()}
     return inputs
 

@@ -28,11 +28,16 @@ def run_description(config: RunConfig, strategy: Strategy, num_processes: int) -
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
         ),
-        *("peft", "lora_r", "lora_target_modules", "packing", "loss_on", "dataset_format"),
+        *("peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+        *("packing", "loss_on", "dataset_format", "eval_dataset", "validation_split_percentage"),
+        "epoch_multiple",
         *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
     )
+    of_data = {"evaluates": config.eval_steps is not None}  # then some of the data is held out
+    if config.streaming:
+        of_data["eval_batches"] = config.eval_batches
     of_launch = {"engine": strategy.engine, "zero_stage": strategy.zero_stage, "num_processes": num_processes}
-    return {**{flag: getattr(config, flag) for flag in flags}, **of_launch}
+    return {**{flag: getattr(config, flag) for flag in flags}, **of_data, **of_launch}
 
 
 def save_checkpoint(
@@ -129,6 +134,7 @@ def save_model(
     """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of that name: not what this one saved
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None

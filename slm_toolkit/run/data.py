@@ -1,9 +1,10 @@
 """What a run trains and evaluates on: the sequences of every dataset, held-out ones apart, mixed as asked."""
 
-import itertools
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,7 +18,7 @@ from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStr
 from slm_toolkit.run.packing import APART, packing_of
 from slm_toolkit.run.sources import read_rows
 from slm_toolkit.run.synthetic import MarkovTokens
-from slm_toolkit.run.tokenizers import load_tokenizer
+from slm_toolkit.run.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ def load_data(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> Data
     held_out = {source.name: part.held_out for source, part in zip(sources, parts, strict=True) if split_here}
     facts = [part.facts for part in parts]
     of_eval = [_load_part(source, tokenizer, config, spec, hold_out=False) for source in config.eval_sources]
-    held_out |= {source.name: part.train for source, part in zip(config.eval_sources, of_eval, strict=True)}
+    for source, part in zip(config.eval_sources, of_eval, strict=True):
+        is_stream = isinstance(part.train, IterableDataset)
+        held_out[source.name] = list(islice(part.train, _most_held_out(config))) if is_stream else part.train
     for fact in facts:
-        if fact["packing"] != "concat":
+        if fact["packing"] != "concat" and os.environ.get("RANK", "0") == "0":
             print(_described(fact), file=sys.stderr)
     names = tuple(source.name for source in sources)
     train = _mixed([part.train for part in parts], sources, config)
@@ -85,6 +88,8 @@ def _load_part(
     """One dataset's sequences, and with `hold_out` the last of them apart."""
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
+    if kind in CHATS and tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, whose answers it then has learnt
     if packing == "concat" and kind in CHATS:
         raise ValueError(
             f"--packing concat with {source.path}, which holds chats: answers would see other chats\n"
@@ -128,12 +133,17 @@ def _split_stream(
             f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
             "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
         )
-    num_held_out = config.eval_batches * config.per_device_train_batch_size if hold_out else 0
-    held_out = list(itertools.islice(iter(stream), num_held_out))
+    num_held_out = _most_held_out(config) if hold_out else 0
+    held_out = list(islice(iter(stream), num_held_out))
     train = PackedStream(stream.rows, stream.pack, skip=num_held_out)
     if next(iter(train), None) is None:
         raise ValueError(_too_short(source, stream.pack.kind, config, num_held_out))
     return _Part(train, held_out if hold_out else None, facts)
+
+
+def _most_held_out(config: RunConfig) -> int:
+    """Sequences that are held in memory of a stream to evaluate on."""
+    return config.eval_batches * config.per_device_train_batch_size
 
 
 def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int = 0) -> str:

@@ -48,7 +48,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "mixed_precision": _mixed_precision(launch, config),
         # Without this, the last batch of an epoch would end a step early and shift all that follow.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+            num_steps=_micro_steps(launch, config), sync_with_dataloader=False
         ),
         "dataloader_config": DataLoaderConfiguration(
             dispatch_batches=False, use_seedable_sampler=True, non_blocking=torch.cuda.is_available()
@@ -82,6 +82,16 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
+
+
+def _micro_steps(launch: Launch, config: RunConfig) -> int:
+    """Per step: as the flags say, in `stock` as a DeepSpeed JSON says, which wins there."""
+    in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
+    return (
+        in_json
+        if config.numerics == "stock" and isinstance(in_json, int)
+        else (config.gradient_accumulation_steps)
+    )
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:

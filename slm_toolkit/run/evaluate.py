@@ -41,8 +41,9 @@ def evaluate(
 
 
 def mean_loss(of_sets: dict[str, tuple[float, int]]) -> float:
-    """Over the tokens of all sets."""
-    return sum(loss * count for loss, count in of_sets.values()) / sum(count for _, count in of_sets.values())
+    """Over the tokens of all sets; not a number where none has a loss."""
+    told = [(loss, count) for loss, count in of_sets.values() if count]
+    return sum(loss * count for loss, count in told) / sum(count for _, count in told) if told else math.nan
 
 
 def described(of_sets: dict[str, tuple[float, int]]) -> str:

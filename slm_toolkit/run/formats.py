@@ -13,7 +13,7 @@ _COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row
     "alpaca": ("instruction", "output"),
 }
 CHATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Document:
 def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
     """The format of a dataset from its first row. Raises ValueError where it is not what was asked."""
     found = asked
-    if asked == "auto":
+    if asked == "auto" and text_column != "text" and text_column not in row:
+        found = "text"  # which then is said to be missing
+    elif asked == "auto":
         chosen = text_column != "text" and text_column in row
         fitting = [kind for kind, needed in _COLUMNS.items() if all(column in row for column in needed)]
         found = "text" if chosen or not fitting else fitting[0]
@@ -46,7 +48,7 @@ def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -
     value = row[needed[0]]
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if found in kinds and not isinstance(value, kinds[found]):
+    if found in kinds and value is not None and not isinstance(value, kinds[found]):
         raise ValueError(
             f"{path}: column {needed[0]!r} holds {type(value).__name__}, not "
             f"{'text' if kinds[found] is str else 'a list'}\n"
@@ -70,51 +72,80 @@ def documents_of(
         return _tokenized(pieces, tokenizer, end=True)
     names = list(rows)
     chats = [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    pieces, raw = [], kind == "prompt_completion" and isinstance(rows["prompt"][0], str)
-    for chat in chats:
-        if raw:  # no conversation: taken as it is, as TRL takes it
-            pieces.append([(chat["prompt"], False), (chat["completion"], True)])
-        else:
-            pieces.append(_turns(_messages(chat, kind), tokenizer))
-    if loss_on == "all":
-        pieces = [[(text, True) for text, _ in document] for document in pieces]
-    found = _tokenized(pieces, tokenizer, end=raw)
+    as_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
+    ended = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, raw in as_pieces if raw]
+    found = [*ended, *_tokenized([pieces for pieces, raw in as_pieces if not raw], tokenizer, end=False)]
     return [document for document in found if any(label != IGNORE_INDEX for label in document.labels[1:])]
 
 
-def _messages(row: dict[str, Any], kind: str) -> list[dict[str, str]]:
-    """A row's conversation as roles and contents. Raises ValueError where it is none."""
+def _pieces(
+    row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
+) -> tuple[list[tuple[str, bool]], bool]:
+    """A chat's text in pieces, each with or without a loss; and whether it is two plain texts, no chat."""
+    if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as TRL takes them
+    messages, num_asked = _messages(row, kind)
+    if loss_on == "all":
+        return [(_rendered(messages, tokenizer), True)], False
+    return _turns(messages, tokenizer, first=num_asked), False
+
+
+def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
+    """A row's conversation as roles and contents, and how many turns of it are given, not answered.
+
+    Raises ValueError where it is none, or holds more than text.
+    """
     if kind == "alpaca":
         asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        return [_turn(turn, "role", "content") for turn in turns], 1
     if kind == "prompt_completion":
-        return [*row["prompt"], *row["completion"]]
+        if not (isinstance(row["prompt"], list) and isinstance(row["completion"], list)):
+            raise _not_a_chat("prompt and completion are neither two texts nor two lists", row)
+        turns = [*row["prompt"], *row["completion"]]
+        return [_turn(turn, "role", "content") for turn in turns], len(row["prompt"])
     role, content = ("from", "value") if kind == "sharegpt" else ("role", "content")
     turns = row["conversations" if kind == "sharegpt" else "messages"]
-    try:
-        return [
-            {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": turn[content]} for turn in turns
-        ]
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"a conversation has a turn without {role!r} and {content!r}: {str(turns)[:80]}\n"
-            "hint: --dataset_format names the format"
-        ) from None
+    if not turns:
+        raise _not_a_chat("a conversation has no turns", row)
+    return [_turn(turn, role, content) for turn in turns], 1
 
 
-def _turns(messages: list[dict[str, str]], tokenizer: Any) -> list[tuple[str, bool]]:
+def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
+    if not isinstance(turn, dict) or not isinstance(turn.get(role), str):
+        raise _not_a_chat(f"a conversation has a turn without {role!r} and {content!r}", turn)
+    said = turn.get(content)
+    if isinstance(said, list) and all(isinstance(part, dict) and part.get("text") for part in said):
+        said = "".join(part["text"] for part in said)
+    if turn.get("tool_calls"):
+        raise _not_a_chat("a turn calls tools, of which only text is trained on", turn)
+    if not isinstance(said, str):
+        raise _not_a_chat(
+            f"a conversation has a turn without {role!r} and {content!r}, or more than text", turn
+        )
+    return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": said}
+
+
+def _not_a_chat(what: str, row: Any) -> ValueError:
+    hint = "leave such rows out, or name the format by --dataset_format"
+    return ValueError(f"{what}: {str(row)[:80]}\nhint: {hint}")
+
+
+def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> list[tuple[str, bool]]:
     """A conversation by its chat template, cut where answers begin and end: text, and is it an answer.
 
-    An answer begins where generation would, and ends with its last mark that is no blank.
+    An answer begins where generation would, and ends with its last mark that is no blank; those before turn
+    number `first` are not learnt, nor is one that answers nothing.
     Raises ValueError for a template that writes earlier turns in another way once later ones are there.
     """
     pieces: list[tuple[str, bool]] = []
     whole, done = _rendered(messages, tokenizer), 0
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number == 0:
+        if message["role"] != "assistant" or number < max(1, first):
             continue
         before = _rendered(messages[:number], tokenizer, add_generation_prompt=True)
         after = _rendered(messages[: number + 1], tokenizer).rstrip()
+        after = after if len(after) >= len(before) else before  # an answer of nothing
         if not (after.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 "the chat template changes earlier turns, so that answers can't be told from the rest\n"
@@ -159,12 +190,19 @@ def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: boo
 
 
 def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
-    """Rows that are tokens already, taken as they are."""
-    given = rows.get("labels") or [None] * len(rows["input_ids"])
+    """Rows that are tokens already, taken as they are, but for what their attention_mask leaves out."""
     found = []
-    for tokens, labels in zip(rows["input_ids"], given, strict=True):
-        if labels is not None and len(labels) != len(tokens):
-            raise ValueError(f"a row has {len(tokens)} input_ids and {len(labels)} labels")
-        if len(tokens):
-            found.append(Document(list(tokens), list(tokens if labels is None else labels)))
+    for index, tokens in enumerate(rows["input_ids"]):
+        labels, mask = (
+            rows[name][index] if rows.get(name) else None for name in ("labels", "attention_mask")
+        )
+        for name, other in (("labels", labels), ("attention_mask", mask)):
+            if other is not None and len(other) != len(tokens):
+                raise ValueError(
+                    f"a row has {len(tokens)} input_ids and {len(other)} {name}\nhint: one for each token"
+                )
+        labels = tokens if labels is None else labels
+        kept = [place for place in range(len(tokens)) if mask is None or mask[place]]
+        if kept:
+            found.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
     return found

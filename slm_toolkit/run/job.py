@@ -115,6 +115,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
             f"--rehearse {config.rehearse} with --fp8 {config.fp8} and no GPU, where float8 is emulated and "
             "takes more\nhint: leave --fp8 out; a GPU rehearses it"
         )
+    if is_fake(config) and config.packing not in ("auto", "concat"):
+        raise ValueError(
+            f"--rehearse {config.rehearse} with --packing {config.packing} and no GPU: fake tokens are no "
+            "documents\nhint: leave --packing out; a GPU rehearses it"
+        )
     if is_fake(config) and config.peft == "qlora":
         raise ValueError(
             f"--rehearse {config.rehearse} with --peft qlora and no GPU: fake tensors can't be quantized\n"
@@ -213,7 +218,9 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     reduce_as_asked(model, config)
     held_out = job.data.held_out if job.data is not None else {}
     eval_loaders = {
-        name: accelerator.prepare_data_loader(make_loader(sequences, config, train=False))
+        name: accelerator.prepare_data_loader(
+            make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
+        )
         for name, sequences in held_out.items()
     }
     with user_errors():

@@ -14,7 +14,9 @@ import torch
 from slm_toolkit.config import RunConfig
 from slm_toolkit.run.adapters import MERGED
 
-_OF_THE_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_THE_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_")
+_OF_THE_LAUNCH += ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+"how names of the environment begin that would make lm-eval one more rank"
 
 
 def check_lm_eval(config: RunConfig) -> None:
@@ -39,7 +41,7 @@ def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
     """
     command = lm_eval_command(tasks, model_dir, folder)
     print(f"lm-eval: {shlex.join(command)}", file=sys.stderr)
-    env = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCH}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_LAUNCH)}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     written = sorted(folder.rglob("results_*.json"), key=lambda path: path.stat().st_mtime_ns)
     if done.returncode or not written:

@@ -27,6 +27,8 @@ class Pack:
     text_column: str
     loss_on: str
     vocab_size: int
+    version: int = 1
+    "of formats.py and packing.py: to be raised when they make other sequences, or caches hide it"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])
@@ -36,7 +38,7 @@ class Pack:
             rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
         )
         if self.kind == "tokens":
-            most = max((max(document.tokens) for document in found), default=0)
+            most = max((max(*document.tokens, *document.labels) for document in found), default=0)
             if most >= self.vocab_size:
                 raise ValueError(
                     f"a row has token {most}, the model knows {self.vocab_size}\n"

@@ -1,5 +1,6 @@
 """Documents into sequences of equal length, and what is padding in them."""
 
+import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
@@ -113,4 +114,6 @@ def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
             left, number = seq_len, len(bins)
             bins.append([document])
         insort(free, (left - length, number))
+    # or the first were those of long documents, and the held-out last ones those of short
+    random.Random(len(bins)).shuffle(bins)
     return bins

@@ -37,7 +37,8 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
     from datasets.exceptions import DatasetNotFoundError
 
     if (Path(source.path).expanduser() / "state.json").is_file():  # of Dataset.save_to_disk
-        return load_from_disk(str(Path(source.path).expanduser())), False
+        rows = load_from_disk(str(Path(source.path).expanduser()))
+        return (rows.to_iterable_dataset(), True) if config.streaming else (rows, False)
     files = _local_files(source.path)
     if files:
         kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}

@@ -43,6 +43,4 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             f"model {spec.name} only {spec.vocab_size}\n"
             "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, whose answers it then has learnt
     return tokenizer
