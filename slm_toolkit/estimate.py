@@ -24,6 +24,7 @@ from slm_toolkit.estimate_checks import (
     placement_problems,
 )
 from slm_toolkit.flags import add_flags
+from slm_toolkit.garbage import no_garbage_collection
 from slm_toolkit.groups import fit_groups
 from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import (
@@ -89,7 +90,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_network_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
-    parser.set_defaults(verb=_estimate)
+    parser.set_defaults(verb=no_garbage_collection()(_estimate))
 
 
 def _estimate(args: argparse.Namespace) -> int:

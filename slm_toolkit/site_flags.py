@@ -51,10 +51,7 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
 def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
     """The Site of each GPU under these flags. Raises ValueError for flags that contradict each other, files
     that can't be read, and a measured network of other GPUs."""
-    from slm_toolkit.network import read_network
-    from slm_toolkit.predict.bandwidth import cluster_of
     from slm_toolkit.predict.site import Site
-    from slm_toolkit.prices import Price, price_of, read_prices
 
     usd, path, kind, provider = (
         getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
@@ -65,20 +62,32 @@ def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
             raise ValueError(f"{flag} with {table}, which asks our table\nhint: give one")
     if usd is not None and path is not None:
         raise ValueError("--usd_per_gpu_hour with --prices: both give prices\nhint: give one")
-    overrides = read_prices(path) if path else None
-    measured = read_network(args.network) if args.network else None
+    overrides = measured = None
+    if path:
+        from slm_toolkit.prices import read_prices
+
+        overrides = read_prices(path)
+    if args.network:
+        from slm_toolkit.network import read_network
+
+        measured = read_network(args.network)
     if measured is not None and args.inter_node_gbps is not None and measured.num_nodes > 1:
         raise ValueError(
             f"--inter_node_gbps with --network {args.network}, which was measured between nodes\n"
             "hint: give one"
         )
     if provider is not None:
+        from slm_toolkit.prices import price_of
+
         price_of("h100-80gb", kind=kind or "on-demand", provider=provider)  # refuses an unknown one
 
     @cache
     def site_of(gpu: "Gpu | None") -> "Site":
         if gpu is None:
             return Site()
+        from slm_toolkit.predict.bandwidth import cluster_of
+        from slm_toolkit.prices import Price, price_of
+
         if measured is not None:
             _check_measured(measured, gpu, args.network)
         if usd is not None:

@@ -21,7 +21,6 @@ from slm_toolkit.predict.gpu_memory import (
 from slm_toolkit.predict.host_memory import Placement, host_bytes_per_node, memory_of_rank
 from slm_toolkit.predict.memory import MemoryEstimate
 from slm_toolkit.predict.site import Site, speed_and_cost
-from slm_toolkit.predict.software import SOFTWARE
 from slm_toolkit.strategy import Strategy
 
 LARGEST_BATCH_TRIED = 2**20
@@ -216,7 +215,7 @@ def estimate(
             num_gpus=num_gpus,
             gpus_per_node=gpus_per_node,
             gpu=gpu,
-            software=SOFTWARE[software],
+            software=software,
             site=site or Site(),
         ),
     )

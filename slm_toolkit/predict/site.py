@@ -1,30 +1,30 @@
 """The part of an Estimate that is about time and money, on the network and at the prices of a Site."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.flops import model_flops_utilization
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import adapters_of, weights_of
-from slm_toolkit.predict.bandwidth import Cluster, cluster_of
-from slm_toolkit.predict.bottleneck import bottleneck_of
-from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
 from slm_toolkit.predict.host_memory import Placement
-from slm_toolkit.predict.software import NODE_NETWORK_SHARE, Software
-from slm_toolkit.predict.speed import StepTime, step_time
 from slm_toolkit.predict.traffic import Transfer, transfers
-from slm_toolkit.prices import Price
 from slm_toolkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from slm_toolkit.predict.bandwidth import Cluster
+    from slm_toolkit.predict.software import Software
+    from slm_toolkit.predict.speed import StepTime
+    from slm_toolkit.prices import Price
 
 
 @dataclass(frozen=True)
 class Site:
     """Where a job would run: what connects the GPUs, and what they cost. None: the GPU's usual, no price."""
 
-    cluster: Cluster | None = None
-    price: Price | None = None
+    cluster: "Cluster | None" = None
+    price: "Price | None" = None
 
 
 def speed_and_cost(
@@ -36,15 +36,22 @@ def speed_and_cost(
     num_gpus: int,
     gpus_per_node: int,
     gpu: Gpu | None,
-    software: Software,
+    software: str,
     site: Site,
 ) -> dict[str, Any]:
-    """The Estimate's fields from traffic_bytes on."""
+    """The Estimate's fields from traffic_bytes on. What takes time to import is left alone without a GPU."""
     nodes = {"num_gpus": num_gpus, "gpus_per_node": gpus_per_node}
     sent = transfers(spec, strategy, config, placement, **nodes)
-    cluster = site.cluster or (cluster_of(gpu) if gpu else None)
-    time = None
+    cluster, time, constants = site.cluster, None, None
+    if gpu is not None:
+        from slm_toolkit.predict.bandwidth import cluster_of
+
+        cluster = cluster or cluster_of(gpu)
     if gpu is not None and not strategy.offloads:
+        from slm_toolkit.predict.software import SOFTWARE
+        from slm_toolkit.predict.speed import step_time
+
+        constants = SOFTWARE[software]
         time = step_time(
             spec,
             strategy,
@@ -54,17 +61,17 @@ def speed_and_cost(
             transfers=sent,
             num_gpus=num_gpus,
             num_shards=placement.ranks_of_a_copy(**nodes),
-            software=software,
+            software=constants,
         )
     return {
         **_traffic(sent, cluster, time, gpus_per_node=gpus_per_node),
-        **_speed(time, spec, config, gpu, software, num_gpus),
+        **_speed(time, spec, config, gpu, constants, num_gpus),
         **_cost(time, site.price, num_gpus),
     }
 
 
 def _traffic(
-    sent: tuple[Transfer, ...], cluster: Cluster | None, time: StepTime | None, *, gpus_per_node: int
+    sent: tuple[Transfer, ...], cluster: "Cluster | None", time: "StepTime | None", *, gpus_per_node: int
 ) -> dict[str, Any]:
     inter_node = sum(transfer.inter_node_bytes for transfer in sent)
     network = cluster.node_bytes_per_second(gpus_per_node) if cluster and inter_node else None
@@ -80,9 +87,11 @@ def _traffic(
     }
 
 
-def _gbps_needed(sent: tuple[Transfer, ...], time: StepTime, gpus_per_node: int) -> float:
+def _gbps_needed(sent: tuple[Transfer, ...], time: "StepTime", gpus_per_node: int) -> float:
     """What is sent once hides behind the last micro-step, all together behind all of them; what follows the
     optimizer hides behind nothing and asks for nothing."""
+
+    from slm_toolkit.predict.software import NODE_NETWORK_SHARE
 
     def bytes_of(transfers: list[Transfer]) -> float:
         return gpus_per_node * sum(transfer.inter_node_bytes for transfer in transfers)
@@ -94,7 +103,7 @@ def _gbps_needed(sent: tuple[Transfer, ...], time: StepTime, gpus_per_node: int)
     return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
 
 
-def _network_evidence(sent: tuple[Transfer, ...], cluster: Cluster) -> str:
+def _network_evidence(sent: tuple[Transfer, ...], cluster: "Cluster") -> str:
     if cluster.measured is not None and all(cluster.is_measured(transfer) for transfer in sent):
         return "measured"
     if cluster.measured is not None and any(cluster.is_measured(transfer) for transfer in sent):
@@ -104,11 +113,11 @@ def _network_evidence(sent: tuple[Transfer, ...], cluster: Cluster) -> str:
 
 
 def _speed(
-    time: StepTime | None,
+    time: "StepTime | None",
     spec: ModelSpec,
     config: RunConfig,
     gpu: Gpu | None,
-    software: Software,
+    software: "Software | None",
     num_gpus: int,
 ) -> dict[str, Any]:
     if time is None:
@@ -120,6 +129,8 @@ def _speed(
             *("mfu", "bottleneck", "misaligned_seconds", "tokens_per_second", "tokens_per_second_per_gpu"),
         )
         return dict.fromkeys(names)
+    from slm_toolkit.predict.bottleneck import bottleneck_of
+
     seconds, rate = time.step_seconds, time.tokens_per_second
     weights = weights_of(spec, adapters_of(spec, config))
     return {
@@ -143,17 +154,20 @@ def _speed(
     }
 
 
-def _cost(time: StepTime | None, price: Price | None, num_gpus: int) -> dict[str, Any]:
-    paid = None
+def _cost(time: "StepTime | None", price: "Price | None", num_gpus: int) -> dict[str, Any]:
+    per_million = per_usd = None
     if time is not None and price is not None:
+        from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
+
         paid = {
             "tokens_per_second": time.tokens_per_second,
             "usd_per_gpu_hour": price.usd_per_gpu_hour,
             "num_gpus": num_gpus,
         }
+        per_million, per_usd = usd_per_million_tokens(**paid), tokens_per_usd(**paid)
     return {
         "usd_per_gpu_hour": price.usd_per_gpu_hour if price else None,
         "price_source": price.source if price else None,
-        "usd_per_million_tokens": usd_per_million_tokens(**paid) if paid else None,
-        "tokens_per_usd": tokens_per_usd(**paid) if paid else None,
+        "usd_per_million_tokens": per_million,
+        "tokens_per_usd": per_usd,
     }

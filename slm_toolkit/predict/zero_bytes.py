@@ -106,9 +106,11 @@ def zero_1_or_2(
     # the first bucket of adapters' gradients is full, if ever, so many layers before the last
     full_at = L - 1 - int(zero.reduce_bucket / g) if weights.is_frozen and not is_widened else -1
 
+    # made for the first gradient of all, they stay to the end of backward, under ZeRO-1 of the last one
+    left_buckets = buckets * (accumulates and zero.stage == 1)
+
     def buckets_at(layer: int, made: float) -> float:
-        """Made for the first gradient of all, they stay to the end of backward, and for later micro-steps."""
-        return buckets * (accumulates or not weights.is_frozen or layer < L - 1 or made > 0)
+        return buckets if not weights.is_frozen or layer < L - 1 or made > 0 else left_buckets
 
     def at_layer(layer: int, made: float) -> At:
         there = buckets_at(layer, made)
@@ -139,9 +141,9 @@ def zero_1_or_2(
         at_end = (G % zero.reduce_bucket) * w * (not is_widened)
     return Step(
         state,
-        at_forward_loss=At(0, before, buckets * accumulates),
-        at_loss=At(0, before, buckets * accumulates),
-        at_head=At(0, before + D * w, buckets * accumulates),
+        at_forward_loss=At(0, before, left_buckets),
+        at_loss=At(0, before, left_buckets),
+        at_head=At(0, before + D * w, left_buckets),
         at_norm=At(
             0, before + at_once + D * w * (zero.stage == 2 or not accumulates), buckets_at(L - 1, 0), pieces
         ),
