@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under, slm
+import torch
+from conftest import ROOT, launch, own_strategy, record_under, slm
 
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -56,3 +57,16 @@ def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     ddp, nvme = json.loads(done.out)
     assert nvme["losses"] == pytest.approx(ddp["losses"], abs=0.01)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="qwZ and qgZ need a GPU: their int8 kernels have no CPU version"
+)
+def test_quantized_zeropp_trains_as_ddp_does(tmp_path: Path) -> None:
+    quantized = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
+    quantized["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    yaml = own_strategy(tmp_path, "num_processes: 2\n", quantized)
+    done = slm("compare", "--strategy", "ddp", yaml, *FEW, "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 0, done.err
+    ddp, zeropp = json.loads(done.out)
+    assert zeropp["losses"] == pytest.approx(ddp["losses"], abs=0.1)  # of int8 gradients
