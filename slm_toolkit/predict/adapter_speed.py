@@ -18,9 +18,9 @@ _IA3_BYTES = (
     16  # of what is scaled: 4; backward: 4, and 8 for the scale's own gradient, made whole and summed
 )
 _LORA_KERNELS, _IA3_KERNELS = 4, 1  # of forward, a matrix: two products, scale, add; scale
-# read 4 bits and a scale of 8 per block; scales to fp32 and back; bf16 written. The product reads that, as
-# it reads any weight.
-_UNPACKED_BYTES = 0.5 + 1 / NF4_BLOCK + 2 * 4 / NF4_BLOCK + 2
+# Per weight: 4 bits read; of its block's scale 8 bits read and 32 written, 32 read and written as the scales'
+# mean is added, 32 read; bf16 written. The product reads that, as it reads any weight.
+_UNPACKED_BYTES = 0.5 + (1 + 4 + 8 + 4) / NF4_BLOCK + 2
 _UNPACKING_KERNELS = 3  # a matrix: the scales, their mean added, the weights
 
 

@@ -13,8 +13,8 @@ _IA3_OF = {"qwen2": ("q_proj", "v_proj", "down_proj")}  # peft 0.21, utils/const
 _IA3 = ("k_proj", "v_proj", "down_proj")  # the same for llama and mistral
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 "weights with a scale of 8 bits, and scales with one of 32: bitsandbytes 0.50, functional.quantize_4bit"
-CODE_BYTES = 16 * 4 + 4
-"of each quantized matrix: NF4's 16 values and the mean of its scales, fp32"
+CODE_BYTES = (16 + 256) * 4 + 4
+"of each quantized matrix: NF4's 16 values, those of the scales' 256, and the scales' mean, fp32"
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ class Copies:
     "of each layer, whether it is checkpointed: then its copies don't wait for backward"
     head_waits: bool = True
     "for backward"
+    loss_is_outside: bool = False
+    "of autocast, which has let go of what it kept"
 
     def waiting(self, num_layers: int) -> float:
         """Those of the first so many layers, for their backward."""
@@ -109,6 +111,8 @@ class Copies:
     @property
     def in_forward(self) -> float:
         """Those of all layers, at the end of forward."""
+        if self.loss_is_outside:
+            return self.waiting(len(self.recomputed))
         return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
 
 

@@ -88,7 +88,15 @@ def frozen_layer_memory(
         moments += [Moment("self_attn", above + form, 3, 0, 1) for form in _softmax(w, kernels)]
     if has_input_gradient:
         moments.append(Moment("input_layernorm", ln, 3, 2, 2))
+    # The last thing that forward does: the matrix is done, and what its adapter takes is made of its input.
+    is_lora = "down_proj" in adapters and adapters.rank > 0
+    last = kept + e * w.h * is_lora + _beside_input(w, adapters, compute) * is_lora
+    if compute == AUTOCAST:
+        last += 4 * w.h
+    else:
+        last += e * w.h * (adapters.drops or not second_inputs)
     if checkpointing == "none":
+        moments.insert(0, Moment("mlp", last - residual * w.h, 0, 0, 0))  # nobody has a gradient yet
         return LayerMemory(kept, tuple(moments), residual)
     # transformers' bf16 norm copies its input, so what it copied comes on top of what is recomputed
     copied = 2 * w.h if compute == BF16 and not kernels.fused_norm else 0
@@ -97,10 +105,8 @@ def frozen_layer_memory(
         results, unused = _saved_results(spec, e, adapters)
         saved += results + (0 if kernels.eager else e * w.q + 4 * w.a)
         extra += unused
-    # The last to be computed again is the last adapter's: its matrix is done, and its input still there,
-    # beside the one that dropout made of it, and the scaled gradient that asks for all this.
-    last = kept + copied + 2 * e * w.h * ("down_proj" in adapters) + e * w.i * adapters.drops
-    last += e * w.h * (adapters.drops or not second_inputs)
+    # computed again for a gradient that is scaled (and cast) already
+    last += copied + (2 * e if compute == AUTOCAST else e) * w.h * is_lora
     moments.insert(0, Moment("mlp", last, 0, 0, 0))
     recomputed = (
         Moment(m.where, m.num_bytes + extra, m.ffn_grads, m.kv_grads, m.query_grads) for m in moments
@@ -154,6 +160,14 @@ def _product(w: _Widths, adapters: Adapters, kernels: Kernels, *, has_gradient: 
     if adapters.drops:
         return shared + (e + 1) * w.i
     return e * w.i
+
+
+def _beside_input(w: _Widths, adapters: Adapters, compute: str) -> float:
+    """Of down_proj's adapter: the input itself, where something made of it is kept; autocast's detour to
+    fp32."""
+    if compute == AUTOCAST:
+        return (6 + 4 * adapters.drops) * w.i
+    return (4 if compute == FP32 else 2) * w.i * adapters.drops
 
 
 def _softmax(w: _Widths, kernels: Kernels) -> tuple[float, ...]:

@@ -215,6 +215,7 @@ def _engine_step(
                 2 * trained,
                 2 * spec.embedding_params,
                 recomputed,
+                loss_is_outside=weights.is_frozen and config.loss_kernel == "fused_logits",
                 head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
             )
         return replicated(
@@ -239,13 +240,8 @@ def _engine_step(
             optimizer_temporary=temporary,
         )
     zero = zero_of(strategy.deepspeed_config or {}, spec)
-    make = zero_3 if zero.stage == 3 else zero_1_or_2
-    return make(
-        spec,
-        weights,
-        dtypes,
-        zero,
-        num_ranks=state_ranks,
-        accumulates=accumulates,
-        optimizer_temporary=temporary,
-    )
+    shares = {"num_ranks": state_ranks, "accumulates": accumulates, "optimizer_temporary": temporary}
+    if zero.stage < 3:
+        return zero_1_or_2(spec, weights, dtypes, zero, **shares)
+    goes_back = not weights.is_frozen or config.gradient_checkpointing != "none"
+    return zero_3(spec, weights, dtypes, zero, **shares, has_embedding_gradient=goes_back)

@@ -171,8 +171,13 @@ def zero_3(
     num_ranks: int,
     accumulates: bool,
     optimizer_temporary: float,
+    has_embedding_gradient: bool = True,
 ) -> Step:
-    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to so many as may be live."""
+    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to so many as may be live.
+
+    `has_embedding_gradient`: backward goes back to the embedding; with adapters only where layers are
+    checkpointed.
+    """
     P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
     G, D = weights.trained, weights.trained_vocabulary
     w = dtypes.parameter
@@ -195,7 +200,8 @@ def zero_3(
     persistent = sum(size * count for size, count in sizes if size < zero.persistence_threshold) * L
     in_use = 3 * h * spec.ffn_size + h * q
     wanted = zero.max_live_parameters if zero.prefetches else in_use
-    live = max(E, min(P, wanted), persistent) * w if num_ranks > 1 else 0
+    used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input
+    live = max(E, min(used, wanted), persistent) * w if num_ranks > 1 else 0
     most_live = max(min(P, wanted + E * zero.prefetches), persistent) * w if num_ranks > 1 else 0
     turn_of_embedding = min(L - 1, int(zero.max_live_parameters / p))
 
