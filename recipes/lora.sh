@@ -28,7 +28,7 @@ fi
 #    fine-tuning. Answers alone have a loss; chats are packed whole and don't see each other.
 #    Needs `pip install "slm-toolkit[peft]"`.
 accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
-  --peft lora --lora_r 8 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
+  --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
   --gradient_checkpointing full --loss_kernel fused_linear --norm_kernel fused --learning_rate 2e-4 \

@@ -16,7 +16,7 @@ slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_
   --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 16
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
-  : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=32}" "${STEPS:=1900}"
+  : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=32}" "${STEPS:=1908}"
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile) measured=(bf16 offload)
