@@ -16,10 +16,6 @@ STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1"
 "what `slm compare` runs when it is not told otherwise"
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"libyaml's, where PyYAML was built with it: ten times as fast"
-
-
 @dataclass(frozen=True)
 class Strategy:
     """What one accelerate configuration asks for: engine, sharding, processes."""
@@ -269,7 +265,7 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.load(path.read_text(), _LOADER)
+        config = _parsed(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"can't read {path}: {error}\nhint: give an accelerate YAML file") from None
     except yaml.YAMLError as error:
@@ -284,6 +280,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path} holds no settings\nhint: `slm configs --copy DIR` writes files to start from"
         )
     return config
+
+
+def _parsed(text: str) -> Any:
+    """By libyaml, where PyYAML was built with it: ten times as fast, but its errors name other lines."""
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
 
 
 def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

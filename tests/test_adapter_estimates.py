@@ -89,7 +89,7 @@ def test_fsdp_cuts_adapters_between_rows_so_that_a_rank_may_hold_more_than_its_s
     of_b = (5 * 13 + 2 * 37) * 8
     row = estimate("fsdp_full_shard", num_gpus=64, model="slm-100m", peft="lora", lora_r=8)
     assert row.parts["master_weights"] == 4 * 9 * (of_a + of_b)
-    # gathered at the final norm: the unit of norm and head, a layer with 64 rows of each A, 832 or 2368 of B
+    # gathered at the final norm: the unit of norm and head, a layer's with 64 rows of A, 832 or 2368 of B
     norm_and_head = 832 + 32_000 * 832
     layer = 4 * 832**2 + 3 * 832 * 2332 + 2 * 832 + 64 * (of_a + of_b)
     flags = {"loss_kernel": "fused_linear", "per_device_train_batch_size": 16}
@@ -153,6 +153,24 @@ def test_four_bit_weights_are_counted_as_they_lie() -> None:
     assert found.trained == sum(param.numel() for param in model.parameters() if param.requires_grad)
     # while it is unpacked: the largest matrix in bf16, its scales, one for 64 weights, in fp32
     assert found.unpacked_bytes == 2 * 128 * 384 + 4 * 128 * 384 // 64
+
+
+def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    flags = {"model": "slm-10m", "peft": "qlora", "loss_kernel": "fused_linear", "seq_len": 128}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words += ["--max_steps", "2", "--trace_memory", "true", "--output_dir", str(tmp_path), "--run_name", "q"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "slm_toolkit.train", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "q" / "record.json").read_text())
+    (state,) = record["state_bytes"]
+    spec, found = PRESETS["slm-10m"], estimate("single", num_gpus=1, **flags)
+    scales = weights_of(spec, adapters_of(spec, RunConfig(**flags))).scales_bytes  # tensors of no parameter
+    assert state["parameters"] == found.parts["parameters"] - scales
+    assert state["master_weights"] == found.parts["master_weights"] == 4 * record["num_trainable_params"]
+    assert record["memory_at_peak"]["num_bytes"] == pytest.approx(found.peak_bytes - scales, rel=0.001)
 
 
 @pytest.mark.parametrize("half", ["adapters", "adapters_held_out"])

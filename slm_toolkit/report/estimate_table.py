@@ -198,8 +198,8 @@ def _adapter_notes(rows: list[Estimate]) -> list[str]:
         )
     if any(row.peft == "qlora" for row in rows):
         notes.append(
-            "qlora: bytes of 4-bit weights are checked on a CPU; what unpacking them takes, of memory and of "
-            "time, was never measured: that needs a GPU"
+            "qlora: checked on a CPU, but for what unpacking 4-bit weights takes of memory and of time: that "
+            "needs a GPU"
         )
     return notes
 
