@@ -178,8 +178,8 @@ def test_stored_traces_of_adapters_are_met(half: str) -> None:
     accuracy = bench("memory_accuracy")
     found = accuracy.traces(accuracy.FOLDER / f"{half}.csv")
     errors = [abs(error) for error, _ in found]
-    assert len(found) >= 60
-    assert {row["strategy"] for _, row in found} == {"single", *STUDIED_STRATEGIES}
+    assert len(found) >= (60 if half == "adapters" else 30)
+    assert {row["strategy"] for _, row in found} >= set(STUDIED_STRATEGIES)
     assert {row["peft"] for _, row in found} == {"lora", "ia3"}
     assert statistics.median(errors) <= 0.005
     assert max(errors) <= 0.05
