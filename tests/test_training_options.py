@@ -34,9 +34,9 @@ def test_accumulated_steps_stay_whole_over_the_end_of_an_epoch(tmp_path: Path, t
     )  # 29 sequences of 64: 7 whole batches of 4
     script = tmp_path / "count_updates.py"
     script.write_text(
-        "import torch\nfrom slm_toolkit import train\n"
-        "calls = []\nbackward, step = train.Accelerator.backward, train.optimizer_step\n"
-        "train.Accelerator.backward = lambda *a, **k: (calls.append('b'), backward(*a, **k))[1]\n"
+        "from accelerate import Accelerator\nfrom slm_toolkit import train\n"
+        "calls = []\nbackward, step = Accelerator.backward, train.optimizer_step\n"
+        "Accelerator.backward = lambda *a, **k: (calls.append('b'), backward(*a, **k))[1]\n"
         "train.optimizer_step = lambda *a, **k: (calls.append('s'), step(*a, **k))[1]\n"
         "train.main()\nprint('CALLS', ''.join(calls))\n"
     )
