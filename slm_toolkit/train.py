@@ -31,7 +31,7 @@ from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless, model_inputs, steps_by_labels
-from slm_toolkit.run.checkpoint import save_checkpoint, save_model
+from slm_toolkit.run.checkpoint import MODEL_DIR, save_checkpoint, save_model
 from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import write_failure
@@ -166,7 +166,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     saved = None
     if config.save_final_model:
         saved = save_model(
-            *(accelerator, prepared.model, job.data.tokenizer, run_dir / "model"), merge=config.merge_adapter
+            *(accelerator, prepared.model, job.data.tokenizer, run_dir / MODEL_DIR),
+            merge=config.merge_adapter,
         )
     anatomy = None
     if config.profile:  # these steps train on, after all that is recorded and saved

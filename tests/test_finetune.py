@@ -312,6 +312,17 @@ def test_what_cannot_be_tuned_is_refused(base: Path, tmp_path: Path) -> None:
     words = ["python", "-m", "slm_toolkit.train", "--output_dir", str(tmp_path), "--max_steps", "1"]
     done = run(*words, "--peft", "lora", "--lora_target_modules", "nothing_such", "--model", "slm-1m")
     assert (done.code, "nothing_such" in done.err) == (2, True)
+    again = [
+        "--run_name",
+        base.parent.name,
+        "--output_dir",
+        str(base.parent.parent),
+        "--save_final_model",
+        "true",
+    ]
+    done = run(*words[:3], "--max_steps", "1", "--model", str(base), "--peft", "lora", *again)
+    assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
+    assert (base / "model.safetensors").is_file()
     done = run(*words, "--lora_r", "8")
     assert "error: --lora_r without --peft" in done.err
 

@@ -17,6 +17,19 @@ RUN_FILE = "run.json"
 "in each checkpoint: what a run that goes on from it must have in common with the one that wrote it"
 
 
+MODEL_DIR = "model"
+"in a run's folder: the final model, anew each time"
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Raises ValueError where the weights to start from lie where the run would write its own."""
+    if source.resolve().is_relative_to(target):
+        raise ValueError(
+            f"--model {source} lies where this run saves its model, which would be overwritten\n"
+            "hint: another --run_name or --output_dir, or --save_final_model false"
+        )
+
+
 def run_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
     """What decides the shapes in a checkpoint and the batches that were already seen."""
     flags = (

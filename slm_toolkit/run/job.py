@@ -31,7 +31,14 @@ from slm_toolkit.record import (
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
-from slm_toolkit.run.checkpoint import check_resumable, find_checkpoint, run_description, step_of
+from slm_toolkit.run.checkpoint import (
+    MODEL_DIR,
+    check_apart,
+    check_resumable,
+    find_checkpoint,
+    run_description,
+    step_of,
+)
 from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
@@ -158,6 +165,8 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     identity = identity_of(asked, versions, gpu)
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
+    if config.save_final_model and spec.path is not None:
+        check_apart(Path(spec.path).expanduser(), run_dir / MODEL_DIR)
     if config.save_steps:
         machines.check_shared(run_dir.parent, flag=f"--save_steps {config.save_steps}")
     resume = config.resume_from_checkpoint
