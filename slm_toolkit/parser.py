@@ -1,10 +1,11 @@
 """The command line's parsers: errors in one line with a hint, and verbs that load when they are asked for."""
 
 import argparse
-import gc
 import sys
 from importlib import import_module
 from typing import Any
+
+from slm_toolkit.garbage import no_garbage_collection
 
 
 def with_underscores(argv: list[str]) -> list[str]:
@@ -42,9 +43,8 @@ class VerbParser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._filled_by is not None:
-            gc.disable()  # loading makes much and throws nothing away
-            import_module(self._filled_by).fill(self)
-            gc.enable()
+            with no_garbage_collection():
+                import_module(self._filled_by).fill(self)
             self._filled_by = None
             self.set_defaults(parser=self)
         return super().parse_known_args(args, namespace)

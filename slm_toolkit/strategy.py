@@ -265,9 +265,16 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        config = _parsed(path.read_text())
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"can't read {path}: {error}\nhint: give an accelerate YAML file") from None
+    return settings_of(text, path)
+
+
+def settings_of(text: str, path: Path) -> dict[str, Any]:
+    """What a YAML's text says. Raises ValueError where it is none, or no settings."""
+    try:
+        config = _parsed(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""

@@ -13,6 +13,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.finding import Edit, Finding
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.strategy import settings_of
 
 
 @dataclass(frozen=True)
@@ -178,19 +179,8 @@ def read_files(path: Path) -> Files:
         section = {"deepspeed_config_file": str(path), "zero3_init_flag": False}
         config = {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 1}
         return Files(path, "", config, path.resolve(), text, content, None, _json_duplicates(text))
-    try:
-        root = yaml.compose(text)
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ValueError(
-            f"{path} is not YAML{where}: {getattr(error, 'problem', error)}\n"
-            "hint: `slm configs --copy DIR` writes good ones"
-        ) from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no settings\nhint: `slm configs --copy DIR` writes good ones")
-    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(root, ()))
+    config = settings_of(text, path)
+    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml.compose(text), ()))
     return with_json(Files(path, text, config, duplicates=duplicates))
 
 

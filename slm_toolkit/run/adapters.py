@@ -106,11 +106,9 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
         raise ValueError(
             f"--lora_target_modules {names}: embedding and head are {why}\nhint: modules of the layers"
         )
-    adapter.base_model_name_or_path = base
-
-
-def has_adapter(model: torch.nn.Module) -> bool:
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    # a folder by its whole path: peft looks for it from wherever the adapter is loaded
+    is_folder = base is not None and Path(base).expanduser().exists()
+    adapter.base_model_name_or_path = str(Path(base).expanduser().resolve()) if is_folder else base
 
 
 def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], adapter_dir: Path) -> Path:

@@ -87,11 +87,8 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 def _micro_steps(launch: Launch, config: RunConfig) -> int:
     """Per step: as the flags say, in `stock` as a DeepSpeed JSON says, which wins there."""
     in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
-    return (
-        in_json
-        if config.numerics == "stock" and isinstance(in_json, int)
-        else (config.gradient_accumulation_steps)
-    )
+    json_wins = config.numerics == "stock" and isinstance(in_json, int)
+    return in_json if json_wins else config.gradient_accumulation_steps
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:

@@ -60,6 +60,7 @@ from slm_toolkit.run.launched import (
 from slm_toolkit.run.lm_eval_hook import check_lm_eval
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.machines import Machines, num_machines
+from slm_toolkit.run.measure import num_trainable
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
 from slm_toolkit.run.ranks import rank_0_first
@@ -177,10 +178,10 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
 
     with machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-    num_sequences = (config.steps_asked or 0) * sequences_per_step(config, accelerator)
     per_step = sequences_per_step(config, accelerator)
     batch_described = describe_batch(config, per_step, accelerator)
     config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
+    num_sequences = (config.steps_asked or 0) * per_step
     data = None
     if not is_fake(config):
         data = rank_0_first(lambda: load_data(config, spec, num_sequences=num_sequences))
@@ -253,7 +254,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         zero_stage=running.zero_stage,
         reshard_after_forward=running.reshard_after_forward,
         attn_implementation=config.attn_implementation,
-        num_trainable_params=_num_trainable(model) if config.peft != "none" else None,
+        num_trainable_params=num_trainable(model) if config.peft != "none" else None,
         tokens_per_step=sequences_per_step(config, accelerator)
         * config.seq_len,  # after prepare: see num_micro_steps
         deepspeed_estimate=None
@@ -273,12 +274,6 @@ def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
     """Over all ranks and micro-steps."""
     of_rank = config.per_device_train_batch_size * accelerator.gradient_accumulation_steps
     return of_rank * accelerator.num_processes
-
-
-def _num_trainable(model: torch.nn.Module) -> int:
-    """Over all ranks, whatever the engine made of the parameters."""
-    trained = (param for param in model.parameters() if param.requires_grad)
-    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
 
 def describe_batch(config: RunConfig, per_step: int, accelerator: Accelerator) -> str:

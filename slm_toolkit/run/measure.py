@@ -167,6 +167,12 @@ def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | N
     return gradients
 
 
+def num_trainable(model: torch.nn.Module) -> int:
+    """Trained parameters over all ranks; of FSDP1's flat parameters this rank's share."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
+
+
 def state_bytes(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
 ) -> dict[str, int]:

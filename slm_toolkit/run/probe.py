@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from slm_toolkit.numerics import Numerics, merged
-from slm_toolkit.run.measure import GradientCounter, deepspeed_engine, training_state
+from slm_toolkit.run.measure import GradientCounter, deepspeed_engine, num_trainable, training_state
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.ranks import gather_to_all
 
@@ -106,7 +106,7 @@ class NumericsProbe:
             loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
-            reduction_dtype=_reduction_dtype(operators, num_params=_num_params(self.model))
+            reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
             if self.accelerator.num_processes > 1
             else None,
             master_weight_dtype=_dtypes(state["master_weights"] or state["parameters"]),
@@ -238,12 +238,6 @@ def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | Non
     """Of the matrix products that give so many columns."""
     products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
     return _argument_dtype(products, "aten::mm")
-
-
-def _num_params(model: torch.nn.Module) -> int:
-    """That are trained, over all ranks; of FSDP1's flat parameters this rank's share."""
-    trained = (param for param in model.parameters() if param.requires_grad)
-    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
 
 def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
