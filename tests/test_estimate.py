@@ -285,7 +285,7 @@ def test_help_loads_no_verb_and_a_verb_no_other() -> None:
         call = (sys.executable, "-c", program.format(words=words))
         return subprocess.run(call, capture_output=True, text=True, check=True).stderr
 
-    assert loaded("'--help'").strip() == "['slm_toolkit.cli', 'slm_toolkit.parser']"
+    assert loaded("'--help'").strip() == "['slm_toolkit.cli', 'slm_toolkit.garbage', 'slm_toolkit.parser']"
     estimate = loaded("'estimate', '--json'")
     assert "slm_toolkit.predict.estimate" in estimate
     assert not any(f"slm_toolkit.{name}'" in estimate for name in ("compare_verb", "output", "record"))
