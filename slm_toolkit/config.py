@@ -229,8 +229,37 @@ class RunConfig(DataConfig):
         group="saving",
         identity=False,
     )
+    async_save: bool = flag(
+        False,
+        "write checkpoints while training goes on, from a copy in the host's RAM",
+        group="saving",
+        identity=False,
+    )
     resume_from_checkpoint: str | None = flag(
-        None, "a checkpoint folder, or latest: the newest of this very run", group="saving", identity=False
+        None,
+        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
+        "the start where there is none. The strategy and the number of processes may be others",
+        group="saving",
+        identity=False,
+    )
+    on_bad_step: str = flag(
+        "stop",
+        "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
+        "sequences; skip: leave the step out, at most 10 in a row (either way it changes no weight)",
+        group="optimizer",
+        choices=("stop", "skip"),
+    )
+    max_loss: float | None = flag(
+        None,
+        "a loss above it has exploded (default: twice that of guessing each token, ln of the vocabulary)",
+        group="optimizer",
+    )
+    find_batch_size: bool = flag(
+        False,
+        "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
+        "--gradient_accumulation_steps: the same sequences per step",
+        group="batch",
+        identity=False,
     )
     lm_eval_tasks: str | None = flag(
         None,

@@ -81,12 +81,6 @@ class DataConfig:
         "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
         group="data",
     )
-    epoch_multiple: int = flag(
-        1,
-        "leave out an epoch's last batches so that their number is a multiple of this: one process then sees "
-        "what so many see together (--parity sets it)",
-        group="data",
-    )
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -16,7 +16,7 @@ def problems_of(config: RunConfig) -> list[str]:
             "max_steps",
             "eval_steps",
         ),
-        *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps", "epoch_multiple"),
+        *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps"),
         "rehearse",
         *("lora_r", "base_batch_size"),
     )
@@ -72,10 +72,20 @@ def problems_of(config: RunConfig) -> list[str]:
     if config.num_train_epochs is not None and not 0 < config.num_train_epochs < float("inf"):
         found.append(f"--num_train_epochs is {config.num_train_epochs}: above 0")
     if config.rehearse is not None:
-        learning = ("eval_steps", "save_steps", "save_final_model", "resume_from_checkpoint")
+        learning = (
+            "eval_steps",
+            "save_steps",
+            "save_final_model",
+            "resume_from_checkpoint",
+            "find_batch_size",
+        )
         found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
     if not 1 <= config.validation_split_percentage <= 50:
         found.append(f"--validation_split_percentage is {config.validation_split_percentage}: 1 to 50")
+    if config.max_loss is not None and not config.max_loss > 0:
+        found.append(f"--max_loss is {config.max_loss}: above 0")
+    if config.async_save and config.save_steps is None:
+        found.append("--async_save without --save_steps")
     if config.max_steps is not None and config.num_train_epochs is not None:
         found.append("--max_steps and --num_train_epochs both say how long: give one")
     if config.num_train_epochs is not None and config.dataset == SYNTHETIC:

@@ -6,6 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class RunEnded(RuntimeError):
+    """Ends a run that had begun, on all ranks alike: one message, a record that says why, no traceback."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Print a ValueError as `error: ...`, on the first rank of each machine only, and exit with 2."""

@@ -12,7 +12,7 @@ from slm_toolkit.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = (
     *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
-    *("epoch_multiple", "num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
+    *("num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
     *(
         "dataloader_num_workers",
         "eval_steps",
@@ -23,6 +23,7 @@ NOT_OF_AN_ESTIMATE = (
     ),
     *("resume_from_checkpoint", "report_to", "output_dir", "run_name", "merge_adapter", "lm_eval_tasks"),
     *("eval_dataset", "dataset_format", "loss_on", "scale_lr", "base_batch_size"),
+    *("async_save", "on_bad_step", "max_loss", "find_batch_size"),
 )
 CHANGES_NOTHING = ("seed", "lora_alpha")
 "grid flags of which an estimate takes one value: all give the same row"

@@ -83,6 +83,13 @@ class RunRecord:
     "over all ranks and micro-steps"
     first_step: int = 0
     "above 0 where the run resumed"
+    resumed_from: dict[str, Any] | None = None
+    """the checkpoint before that step: path, step, strategy, num_processes, per_device_train_batch_size,
+    gradient_accumulation_steps, and the conversion, as a sentence, where this run has others"""
+    skipped_steps: list[int] = field(default_factory=list)
+    "that changed nothing, as their loss or gradient was no number or too large; counted from 1"
+    batch_size_search: dict[str, Any] | None = None
+    "with --find_batch_size: asked, out_of_memory (a list), ran: sequences per process and micro-step"
     timing_warmup_steps: int | None = None
     "the first of the steps below that don't count as timed; None: to be found from their times"
     losses: list[float | None] = field(default_factory=list)

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ import psutil
 import torch
 
 from slm_toolkit.disturbances import warnings_of
-from slm_toolkit.errors import user_errors
+from slm_toolkit.errors import RunEnded, user_errors
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
@@ -31,10 +32,10 @@ from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless, model_inputs, steps_by_labels
-from slm_toolkit.run.checkpoint import MODEL_DIR, save_checkpoint, save_model
 from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import write_failure
+from slm_toolkit.run.guard import Guard
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
@@ -42,6 +43,8 @@ from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
+from slm_toolkit.run.resume import load_random_states
+from slm_toolkit.run.saved_model import MODEL_DIR, save_model
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
@@ -70,9 +73,14 @@ def main(argv: list[str] | None = None) -> None:
         with tensors_of(job.config):
             prepared, record = prepare(job, record)
             fake = is_fake(job.config)
-            with job.machines.recorded(record, job.run_dir, started=started):
+            with job.machines.recorded(record, job.run_dir, started=started), job.search:
                 observed = rehearse(job, prepared) if fake else train(job, prepared, record)
         record = dataclasses.replace(record, status="ok", **observed)
+    except RunEnded as ended:
+        if job.accelerator.is_main_process:
+            write_failure(record, ended, job.run_dir, started=started)
+            print(f"error: {ended}", file=sys.stderr)
+        raise SystemExit(ended.exit_code) from None
     except Exception as error:
         write_failure(record, error, job.run_dir, started=started)
         raise
@@ -104,20 +112,20 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
         progress.say(job.batch_described)
         if job.checkpoint is not None:
-            progress.say(f"resumed from {job.checkpoint}")
+            conversion = record.resumed_from["conversion"]
+            progress.say(f"resumed from {job.checkpoint.path}" + (f", {conversion}" if conversion else ""))
     if config.report_to != "none":
         start_tracker(accelerator, config, run_dir)
     accelerator.wait_for_everyone()
 
     losses: list[torch.Tensor] = []
-    grad_norms: list[torch.Tensor | float] = []
+    grad_norms: list[torch.Tensor | float | None] = []
     eval_losses: list[dict[str, float]] = []
     eval_losses_by_set: dict[str, list[float | None]] = {name: [] for name in prepared.eval_loaders}
     batches = endless(
-        accelerator,
-        prepared.loader,
-        skip=record.first_step * prepared.num_micro_steps,
-        multiple=config.epoch_multiple,
+        *(accelerator, prepared.loader),
+        first_step=record.first_step,
+        num_micro_steps=prepared.num_micro_steps,
     )
     recorder = prepared.loss_recorder
     if job.data.has_labels:
@@ -125,6 +133,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     watch = RunWatch(
         *(accelerator, prepared.model, prepared.optimizer, recorder, job.gpu_before, job.data.names)
     )
+    guard = Guard(job, prepared, progress.say if progress is not None else lambda line: None)
+    if job.checkpoint is not None:
+        batches = chain([next(batches)], batches)  # the data's order draws from the same numbers
+        load_random_states(job.checkpoint, accelerator)
     for step in range(record.first_step, num_steps):
         with watch.step():
             lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
@@ -153,10 +165,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
             if config.report_to != "none":
                 of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
                 accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=done)
-        if config.save_steps and done % config.save_steps == 0:
-            saved = save_checkpoint(accelerator, run_dir, done, job.description, keep=config.save_total_limit)
-            if progress is not None:
-                progress.say(f"checkpoint: {saved}")
+        guard.after(step, step_loss, norm)
+    guard.end()
     mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
     if progress is not None:
         progress.show(num_steps, mean_losses[-1])
@@ -186,7 +196,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         "memory_at_peak": timeline.summary if timeline else None,
         # a rehearsal's mean nothing: nobody else's gradients arrived
         "losses": [] if config.rehearse else [finite(loss) for loss in mean_losses],
-        "grad_norms": [] if config.rehearse else [finite(float(norm)) for norm in grad_norms],
+        "grad_norms": []
+        if config.rehearse
+        else [None if norm is None else finite(float(norm)) for norm in grad_norms],
+        "skipped_steps": guard.skipped,
         "eval_losses": eval_losses,
         "eval_losses_by_set": eval_losses_by_set,
         "datasets": job.data.facts,
@@ -224,11 +237,11 @@ def follow_memory(job: Job, prepared: Prepared, batches: Iterator[dict[str, torc
 
 def train_step(
     job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]], watch: RunWatch | TraceWatch
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+) -> tuple[torch.Tensor, torch.Tensor | float | None]:
     """All micro-steps and the optimizer's step; returns this rank's mean loss and the gradient norm."""
     accelerator, model = job.accelerator, prepared.model
     step_loss = torch.zeros((), device=accelerator.device)
-    norm: torch.Tensor | float = float("nan")
+    norm: torch.Tensor | float | None = None
     for _ in range(prepared.num_micro_steps):
         with watch.phase("data"):
             batch = next(batches)
@@ -252,7 +265,7 @@ def train_step(
     return step_loss, norm
 
 
-def leave() -> NoReturn:
+def leave(exit_code: Any) -> NoReturn:
     """End a rank whose work is done, without tearing Python down.
 
     A thread of gloo's that lets go of a tensor while the interpreter is being taken down makes C++ abort
@@ -262,9 +275,12 @@ def leave() -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    main()
-    leave()
+    try:
+        main()
+    except SystemExit as end:
+        leave(end.code)
+    leave(0)

@@ -210,17 +210,6 @@ def test_what_the_control_does_late_allows_nothing_early() -> None:
     assert compare_with(asked_for, made_record(), control=nothing).holds
 
 
-def test_on_text_a_reference_must_end_its_epochs_alike() -> None:
-    config = {**made_record().asked["config"], "dataset": "a.txt"}
-    files = {"a.txt": "state"}
-    ddp = made_record(asked={"config": config, "num_processes": 2, "files": files})
-    fp32 = {**config, "numerics": "fp32", "gradient_accumulation_steps": 2}
-    single = {"engine": "single", "strategy": "single", "identity": "1", "world_size": 1}
-    for multiple, found in ((1, False), (2, True)):
-        asked = {"config": {**fp32, "epoch_multiple": multiple}, "num_processes": 1, "files": files}
-        assert (judge([ddp, made_record(asked=asked, **single)])[0] is not None) is found
-
-
 def test_the_reference_sees_the_same_batches_over_the_end_of_an_epoch(texts: Path, tmp_path: Path) -> None:
     """29 sequences of 64 are 7 batches of 4: two ranks do 3 each, without the 7th; so must one process."""
     small = tmp_path / "small.txt"

@@ -168,7 +168,6 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         numerics=numerics,
         reduce_dtype=None,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
-        epoch_multiple=config.epoch_multiple * num_processes,
         attn_implementation=config.attn_implementation if plain else "sdpa",
         loss_kernel="hf",
         norm_kernel="hf",

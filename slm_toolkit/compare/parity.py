@@ -8,7 +8,6 @@ from math import isfinite
 
 import orjson
 
-from slm_toolkit.config import SYNTHETIC
 from slm_toolkit.numerics import (
     GRAD_NORM_STEPS,
     GRAD_NORM_TOLERANCE,
@@ -22,8 +21,8 @@ _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways t
     *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
     *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8", "tf32"),
     *("fsdp_prefetch", "dataloader_num_workers"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"),
-    *("profile", "save_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("profile", "save_steps", "on_bad_step", "max_loss"),
 )
 
 
@@ -209,7 +208,7 @@ def _asked_of(record: RunRecord) -> bytes:
 def _task_of(record: RunRecord) -> bytes:
     """What decides the losses: model, data and schedule, and the sequences of one step over all ranks.
 
-    Text has ends of epochs too, where what does not fill a batch for each process is dropped.
+    Epochs, too, end after whole steps.
     """
     config = record.asked["config"]
     settings = {name: value for name, value in config.items() if name not in _ANY_VALUE_COMPUTES_THE_SAME}
@@ -219,12 +218,5 @@ def _task_of(record: RunRecord) -> bytes:
         * config["gradient_accumulation_steps"]
         * record.asked["num_processes"]
     )
-    epochs = None if config["dataset"] == SYNTHETIC else _share_of_an_epoch(record)
-    task = [settings, sequences, record.asked["files"], epochs]
+    task = [settings, sequences, record.asked["files"]]
     return orjson.dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-
-
-def _share_of_an_epoch(record: RunRecord) -> tuple[int, int]:
-    """Sequences per batch, and the number that an epoch's batches are a multiple of."""
-    config = record.asked["config"]
-    return config["per_device_train_batch_size"], config["epoch_multiple"] * record.asked["num_processes"]

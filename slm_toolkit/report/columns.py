@@ -56,8 +56,8 @@ _SETTINGS = (  # shown as a column where rows differ in them, else once above th
     ("max_steps", "steps asked"),
 )
 _NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
-    *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches", "epoch_multiple"),
-    *("rehearse", "trace_memory", "eval_dataset"),
+    *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches"),
+    *("rehearse", "trace_memory", "eval_dataset", "on_bad_step", "max_loss"),
 }
 
 

@@ -33,7 +33,7 @@ _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "
 }
 _CHANGES_NO_MEMORY = {  # flags in which a rehearsal and the run that it stands for may differ
     *("rehearse", "trace_memory", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
-    *("save_steps", "eval_steps", "eval_batches", "epoch_multiple", "dataset", "warmup_steps"),
+    *("save_steps", "eval_steps", "eval_batches", "dataset", "warmup_steps"),
 }
 _LIMIT_IN_SIGHT = 0.1
 "of a GPU's memory: where the longest bar is shorter, the limit would make all bars stubs"

@@ -51,23 +51,22 @@ class _FilledUp(Dataset):
         return {**row, "labels": labels}
 
 
-def count_steps(config: RunConfig, loader: DataLoader) -> int:
+def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> int:
     """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
     if isinstance(loader.dataset, IterableDataset):
         if config.steps_asked is None:
             raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
         return config.steps_asked
     num_batches = len(loader)
-    if num_batches == 0:
+    if num_batches < num_micro_steps:
         raise ValueError(
-            f"{config.dataset} is too small for one batch of {config.per_device_train_batch_size} sequences "
-            f"of {config.seq_len} tokens on each process\n"
-            "hint: lower --per_device_train_batch_size or --seq_len"
+            f"{config.dataset} is too small for one step of {num_micro_steps} x "
+            f"{config.per_device_train_batch_size} sequences of {config.seq_len} tokens on each process\n"
+            "hint: lower --per_device_train_batch_size, --gradient_accumulation_steps or --seq_len"
         )
     if config.steps_asked is not None:
         return config.steps_asked
-    of_epoch = num_batches // config.epoch_multiple * config.epoch_multiple  # as `endless` has them
-    return max(1, math.ceil(config.num_train_epochs * of_epoch / config.gradient_accumulation_steps))
+    return max(1, math.ceil(config.num_train_epochs * (num_batches // num_micro_steps)))
 
 
 def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
@@ -111,33 +110,50 @@ def steps_by_labels(
         yield from of_step
 
 
-def endless(
-    accelerator: Accelerator, loader: DataLoader, *, skip: int, multiple: int = 1
-) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from number `skip` on; a stream is read again up to there.
+def place_in_data(loader: DataLoader, step: int, num_micro_steps: int) -> tuple[int, int]:
+    """The epoch in which a step, counted from 0, is done, and how many batches of it come before.
 
-    Of each epoch, a multiple of `multiple` batches is used: several processes, too, drop what is not enough
-    for one batch each.
+    An epoch has whole steps: what is left at its end is dropped, so that where it ends does not depend on how
+    a step's sequences fall on processes and micro-steps. A stream is one epoch.
     """
+    if isinstance(loader.dataset, IterableDataset):
+        return 0, step * num_micro_steps
+    epoch, in_epoch = divmod(step, len(loader) // num_micro_steps)
+    return epoch, in_epoch * num_micro_steps
+
+
+def endless(
+    accelerator: Accelerator, loader: DataLoader, *, first_step: int, num_micro_steps: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's batches, epoch after epoch, from a step on; a stream is read again up to there."""
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if not is_stream and len(loader) < multiple:
-        raise ValueError(f"an epoch has {len(loader)} batches, less than --epoch_multiple {multiple}")
-    epoch, skip = (0, skip) if is_stream else divmod(skip, len(loader) // multiple * multiple)
+    epoch, skip = place_in_data(loader, first_step, num_micro_steps)
     while True:
         loader.set_epoch(epoch)
-        num_batches = 0
-        waiting = []
-        for batch in accelerator.skip_first_batches(loader, skip) if skip and not is_stream else loader:
-            num_batches += 1
-            waiting.append(batch)
-            if (num_batches + (0 if is_stream else skip)) % multiple:
-                continue
-            for complete in waiting:
-                if is_stream and skip > 0:
-                    skip -= 1
-                else:
-                    yield complete
-            waiting = []
-        if is_stream and num_batches < multiple:
-            raise ValueError("the stream holds less than one batch for each process")
-        epoch, skip = epoch + 1, skip if is_stream else 0
+        if is_stream:
+            num_batches = 0
+            for of_step in _whole_steps(loader, num_micro_steps):
+                num_batches += num_micro_steps
+                if num_batches > skip:
+                    yield from of_step
+            if num_batches == 0:
+                raise ValueError("the stream holds less than one step for each process")
+            skip = max(0, skip - num_batches)
+        else:
+            last = len(loader) // num_micro_steps * num_micro_steps
+            rest = accelerator.skip_first_batches(loader, skip) if skip else loader
+            for number, batch in enumerate(rest, start=skip):
+                if number < last:
+                    yield batch
+            skip = 0
+        epoch += 1
+
+
+def _whole_steps(loader: DataLoader, num_micro_steps: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """The batches of a stream by steps, as long as there are enough for one."""
+    of_step = []
+    for batch in loader:
+        of_step.append(batch)
+        if len(of_step) == num_micro_steps:
+            yield of_step
+            of_step = []

@@ -1,8 +1,12 @@
-"""Checkpoints of a run: written beside and renamed, the newest kept, and the final Hugging Face model."""
+"""Checkpoints of a run, written while it trains or waits: every rank its share of the training state."""
 
+import dataclasses
+import hashlib
 import json
-import re
+import os
 import shutil
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,150 +14,214 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.run.adapters import save_merged
+from slm_toolkit.errors import RunEnded
+from slm_toolkit.run.checkpoint_files import (
+    Manifest,
+    RankFile,
+    finish,
+    finished,
+    read_manifest,
+    remove,
+    step_name,
+    sweep,
+    unfinished,
+    write_rank_file,
+)
+from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.run.training_state import (
+    num_elements,
+    optimizer_steps,
+    stretches,
+    trained,
+)
 from slm_toolkit.strategy import Strategy
 
-RUN_FILE = "run.json"
-"in each checkpoint: what a run that goes on from it must have in common with the one that wrote it"
+RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
+"what dropout draws from, on each rank"
+_FINGERPRINT_ELEMENTS = 1024
+_LIKE_BEFORE = (
+    *("model", "numerics", "optim", "seq_len"),
+    *("peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("packing", "loss_on", "dataset_format", "eval_dataset", "validation_split_percentage"),
+    *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
+)
+"flags that decide which tensors a checkpoint has and which sequences were already seen"
 
 
-MODEL_DIR = "model"
-"in a run's folder: the final model, anew each time"
+def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint must have in common with the one that wrote it.
 
-
-def check_apart(source: Path, target: Path) -> None:
-    """Raises ValueError where the weights to start from lie where the run would write its own."""
-    if source.resolve().is_relative_to(target):
-        raise ValueError(
-            f"--model {source} lies where this run saves its model, which would be overwritten\n"
-            "hint: another --run_name or --output_dir, or --save_final_model false"
-        )
-
-
-def run_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
-    """What decides the shapes in a checkpoint and the batches that were already seen."""
-    flags = (
-        *(
-            "model",
-            "numerics",
-            "optim",
-            "seq_len",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-        ),
-        *("peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-        *("packing", "loss_on", "dataset_format", "eval_dataset", "validation_split_percentage"),
-        "epoch_multiple",
-        *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
-    )
-    of_data = {"evaluates": config.eval_steps is not None}  # then some of the data is held out
-    if config.streaming:
-        of_data["eval_batches"] = config.eval_batches
-    of_launch = {"engine": strategy.engine, "zero_stage": strategy.zero_stage, "num_processes": num_processes}
-    return {**{flag: getattr(config, flag) for flag in flags}, **of_data, **of_launch}
-
-
-def save_checkpoint(
-    accelerator: Accelerator, run_dir: Path, step: int, description: dict[str, Any], *, keep: int
-) -> Path:
-    """Write `run_dir`/checkpoints/step_<step> after `step` steps; only the newest `keep` stay."""
-    folder = run_dir / "checkpoints"
-    final = folder / f"step_{step}"
-    beside = folder / f".step_{step}.unfinished"
-    if accelerator.is_main_process:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(beside))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (beside / RUN_FILE).write_text(json.dumps(description))
-        shutil.rmtree(final, ignore_errors=True)
-        beside.rename(final)
-        for old in checkpoints(run_dir, description)[:-keep]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
-
-
-def checkpoints(run_dir: Path, description: dict[str, Any]) -> list[Path]:
-    """The finished checkpoints of this very run, oldest first; those of another run in its folder are not."""
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if _written_by(path) == description]
-    return sorted(found, key=lambda path: (path / RUN_FILE).stat().st_mtime_ns)
-
-
-def _written_by(checkpoint: Path) -> dict[str, Any] | None:
-    """The description of the run that wrote a checkpoint; None where it is not whole."""
-    try:
-        return json.loads((checkpoint / RUN_FILE).read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written. Raises ValueError for a folder that is none."""
-    found = re.fullmatch(r"step_(\d+)", checkpoint.name)
-    if found is None:
-        raise ValueError(
-            f"{checkpoint} is no checkpoint\nhint: they are named runs/<run>/checkpoints/step_<k>"
-        )
-    return int(found[1])
-
-
-def find_checkpoint(asked: str, run_dir: Path, description: dict[str, Any]) -> Path:
-    """The folder that --resume_from_checkpoint means. Raises ValueError where there is none of this run."""
-    if asked == "latest":
-        found = checkpoints(run_dir, description)
-        if not found:
-            raise ValueError(
-                f"no checkpoint under {run_dir}/checkpoints of a run with these flags\n"
-                "hint: --save_steps writes them, --run_name names the folder"
-            )
-        return found[-1]
-    folder = Path(asked).expanduser().resolve()
-    if not folder.is_dir():
-        raise ValueError(
-            f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
-        )
-    step_of(folder)
-    return folder
-
-
-def check_resumable(checkpoint: Path, description: dict[str, Any]) -> None:
-    """Raises ValueError where a checkpoint was written by a run that another would not continue."""
-    written = _written_by(checkpoint)
-    if written is None:
-        raise ValueError(
-            f"{checkpoint} has no readable {RUN_FILE}: it is not whole\nhint: resume from an earlier one"
-        )
-    differences = [
-        f"{name} {written.get(name)!r} in the checkpoint, {value!r} now"
-        for name, value in description.items()
-        if written.get(name) != value
-    ]
-    if differences:
-        raise ValueError(
-            f"{checkpoint} is of another run: {'; '.join(differences)}\n"
-            "hint: give the flags and the YAML it was written with; lengths and learning rates may change"
-        )
-
-
-def save_model(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, *, merge: bool = False
-) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with.
-
-    Of a model with an adapter, peft's folder of the adapter; with `merge` the merged model in it, too.
+    Not the strategy, the number of processes and how a step's sequences fall on them.
     """
-    state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
-    if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of that name: not what this one saved
-        hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
-        hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
-        hf_model.save_pretrained(folder, state_dict=state_dict)
-        written = [folder, save_merged(hf_model, state_dict, folder)] if merge else [folder]
-        for place in written if tokenizer is not None else []:
-            tokenizer.save_pretrained(place)
-    accelerator.wait_for_everyone()
-    return folder
+    of_data: dict[str, Any] = {"evaluates": config.eval_steps is not None}  # then some is held out
+    if config.streaming:
+        of_data["held_out_sequences"] = config.eval_batches * config.per_device_train_batch_size
+    flags = {flag: getattr(config, flag) for flag in _LIKE_BEFORE}
+    return {**flags, **of_data, "sequences_per_step": sequences_per_step}
+
+
+def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
+    """What may change between the run that wrote a checkpoint and the one that goes on."""
+    return {
+        "strategy": strategy.name,
+        "num_processes": num_processes,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
+
+
+class CheckpointWriter:
+    """Writes `run_dir`/checkpoints/step_<k>; every rank its share, from a copy in the host's RAM."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        run_dir: Path,
+        *,
+        run: dict[str, Any],
+        written_by: dict[str, Any],
+        frozen: str | None,
+        keep: int,
+    ) -> None:
+        """`run`, `written_by`: the descriptions above, `frozen`: the fingerprint; the newest `keep` stay."""
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.folder, self.keep = run_dir / "checkpoints", keep
+        self.run, self.written_by, self.frozen = run, written_by, frozen
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[RankFile] | None = None
+        self._manifest: Manifest | None = None
+
+    def begin(self, step: int) -> None:
+        """Copy the state after `step` steps and start writing it. Every rank must call it.
+
+        Raises RunEnded on all ranks where one can't, or could not write the checkpoint before.
+        """
+        self.finish()
+        accelerator = self.accelerator
+        problem, order = None, 0
+        if accelerator.is_main_process:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                sweep(self.folder)
+                unfinished(self.folder, step).mkdir()
+                order = 1 + max((m.order for m in readable_manifests(self.folder).values()), default=0)
+            except OSError as error:
+                problem = str(error)
+        self._raise(problem)
+        mine = {RANDOM_CPU: (0, torch.get_rng_state())}
+        if torch.cuda.is_available():
+            mine[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
+        for part in self._stretches():
+            if part.is_mine and part.size:
+                on_host = torch.empty(part.size, dtype=part.read().dtype).copy_(part.read())
+                mine[f"{part.kind}/{part.name}"] = (part.start, on_host)
+        self._manifest = Manifest(
+            step=step,
+            optimizer_steps=optimizer_steps(self.model, self.optimizer),
+            order=order,
+            run=self.run,
+            written_by=self.written_by,
+            frozen=self.frozen,
+            num_elements={name: num_elements(param) for name, param in trained(self.model)},
+            files=(),
+        )
+        folder, rank = unfinished(self.folder, step), accelerator.process_index
+        self._writing = self._thread.submit(write_rank_file, folder, rank, mine)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's share is not on disk yet."""
+        return self._writing is not None and not self._writing.done()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a checkpoint was begun and does not exist yet; the same on all ranks."""
+        return self._writing is not None
+
+    def finish(self) -> Path | None:
+        """Wait for what `begin` started, on all ranks, and let it exist; None where nothing was started.
+
+        Raises RunEnded on all ranks where one could not write.
+        """
+        if self._writing is None:
+            return None
+        file, problem = None, None
+        try:
+            file = self._writing.result()
+        except OSError as error:
+            problem = (
+                f"{error.strerror or error}: {error.filename or unfinished(self.folder, self._manifest.step)}"
+            )
+        writing, self._writing = self._manifest, None
+        try:
+            self._raise(problem)
+            files = tuple(gather_to_all(file))
+            if self.accelerator.is_main_process:
+                try:
+                    finish(self.folder, dataclasses.replace(writing, files=files))
+                    self._rotate()
+                except OSError as error:
+                    problem = str(error)
+            self._raise(problem)
+        except RunEnded:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(unfinished(self.folder, writing.step), ignore_errors=True)
+            raise
+        return self.folder / step_name(writing.step)
+
+    def _stretches(self) -> Any:
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        return stretches(self.model, self.optimizer, rank=rank, world_size=world_size)
+
+    def _rotate(self) -> None:
+        of_run = [
+            (m.order, path) for path, m in readable_manifests(self.folder).items() if m.run == plain(self.run)
+        ]
+        for _, old in sorted(of_run)[: -self.keep]:
+            remove(old)
+
+    def _raise(self, problem: str | None) -> None:
+        """On all ranks, where there is one on any."""
+        problems = gather_to_all(problem)
+        told = [f"rank {rank}: {found}" for rank, found in enumerate(problems) if found]
+        if told:
+            free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
+            why = f"{'; '.join(told)} ({free_bytes / 2**20:,.1f} MiB free)"
+            raise RunEnded(
+                f"the checkpoint could not be written: {why}\n"
+                f"hint: make room in {self.folder}; --resume_from_checkpoint latest goes on from the last one"
+            )
+
+
+def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
+    """Tells other frozen weights from these by the first elements of each; None where there are none.
+
+    Also None where zero3_init_flag made the model in pieces: a rank has no first elements of its own then.
+    """
+    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    if not frozen or any(hasattr(param, "ds_tensor") for _, param in frozen):
+        return None
+    digest = hashlib.sha256()
+    for name, param in frozen:
+        start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu()
+        digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
+    """Of all checkpoints of a folder whose manifest is readable; `warn` names the others."""
+    found = {}
+    for path in finished(folder):
+        try:
+            found[path] = read_manifest(path)
+        except ValueError as error:
+            if warn and os.environ.get("RANK", "0") == "0":
+                print(f"warning: {path} is damaged and skipped: {error}", file=sys.stderr)
+    return found
+
+
+def plain(description: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(description))

@@ -48,7 +48,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "mixed_precision": _mixed_precision(launch, config),
         # Without this, the last batch of an epoch would end a step early and shift all that follow.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=_micro_steps(launch, config), sync_with_dataloader=False
+            num_steps=micro_steps(launch, config), sync_with_dataloader=False
         ),
         "dataloader_config": DataLoaderConfiguration(
             dispatch_batches=False, use_seedable_sampler=True, non_blocking=torch.cuda.is_available()
@@ -84,7 +84,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     return accelerator
 
 
-def _micro_steps(launch: Launch, config: RunConfig) -> int:
+def micro_steps(launch: Launch, config: RunConfig) -> int:
     """Per step: as the flags say, in `stock` as a DeepSpeed JSON says, which wins there."""
     in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
     json_wins = config.numerics == "stock" and isinstance(in_json, int)
@@ -230,14 +230,15 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     *,
     max_grad_norm: float | None,
-) -> torch.Tensor | float:
+) -> torch.Tensor | float | None:
     """Clip (0 or None: don't), step and clear; returns the gradient norm before clipping, over all ranks.
 
-    DeepSpeed did all of it inside accelerate's backward, our master weight optimizer clips in its step.
+    A step whose norm is no number changes nothing, under every engine. DeepSpeed did all of it inside
+    accelerate's backward (and has no norm, None, where it does not clip without ZeRO), our master weight
+    optimizer clips in its step.
     """
     if hasattr(model, "zero_optimization_stage"):
-        norm = model.get_global_grad_norm()
-        return float("nan") if norm is None else norm
+        return model.get_global_grad_norm()
     inner = optimizer.optimizer
     if isinstance(inner, AdamWWithMasterWeights):
         optimizer.step()
@@ -245,9 +246,21 @@ def optimizer_step(
     else:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        optimizer.step()
+        _step_if_finite(optimizer, inner, norm)
     optimizer.zero_grad()
     return norm
+
+
+def _step_if_finite(
+    optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, norm: torch.Tensor
+) -> None:
+    """A kernel for all parameters leaves itself out, as for a gradient scaler; else the host has to look."""
+    param = inner.param_groups[0]["params"][0]
+    if inner.defaults["fused"] and not isinstance(param, DTensor):
+        inner.found_inf = (~torch.isfinite(norm)).float()
+        optimizer.step()
+    elif torch.isfinite(norm):
+        optimizer.step()
 
 
 def probe_engine(model: torch.nn.Module) -> RunningEngine:

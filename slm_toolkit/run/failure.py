@@ -16,10 +16,13 @@ OUT_OF_MEMORY = re.compile(
 "how CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator say it when it is not torch.OutOfMemoryError"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
+
+
 def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, started: float) -> None:
     """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
-    out_of_memory = isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error))
-    status = "oom" if out_of_memory else "failed"
+    status = "oom" if is_out_of_memory(error) else "failed"
     path = run_dir / RECORD_FILE
     first = not path.is_file() or path.stat().st_mtime < started
     if first or (status == "oom" and read_record(path).status != "oom"):

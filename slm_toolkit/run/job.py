@@ -31,19 +31,13 @@ from slm_toolkit.record import (
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
-from slm_toolkit.run.checkpoint import (
-    MODEL_DIR,
-    check_apart,
-    check_resumable,
-    find_checkpoint,
-    run_description,
-    step_of,
-)
+from slm_toolkit.run.checkpoint import fingerprint_of_frozen, launch_description, run_description
 from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
     build_optimizer,
     check_engine,
+    micro_steps,
     prefetch_as_asked,
     probe_engine,
     reduce_as_asked,
@@ -65,6 +59,21 @@ from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
 from slm_toolkit.run.ranks import rank_0_first
 from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, is_fake, pretend_ranks, tensors_of
+from slm_toolkit.run.resume import (
+    Checkpoint,
+    choose,
+    conversion,
+    find_checkpoints,
+    load_state,
+    load_weights,
+)
+from slm_toolkit.run.saved_model import MODEL_DIR, check_apart
+from slm_toolkit.run.smaller_batch import (
+    BatchSizeSearch,
+    noted_checkpoint,
+    search_described,
+    smaller_batch,
+)
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
 from slm_toolkit.strategy import contradictions
 
@@ -78,9 +87,13 @@ class Job:
     launch: Launch
     accelerator: Accelerator
     run_dir: Path
-    checkpoint: Path | None
+    checkpoint: Checkpoint | None
+    "what the run goes on from"
     description: dict[str, Any]
     "what a run that resumes from this one's checkpoints must have in common with it"
+    launch_description: dict[str, Any]
+    "what may change"
+    fingerprint_of_frozen: str | None
     data: Data | None
     "None in a rehearsal on fake tensors"
     model: PreTrainedModel
@@ -88,6 +101,7 @@ class Job:
     batch_described: str
     "how many sequences a step has, and what became of the learning rate"
     machines: Machines
+    search: BatchSizeSearch
 
 
 @dataclass(frozen=True)
@@ -170,16 +184,17 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         check_apart(Path(spec.path).expanduser(), run_dir / MODEL_DIR)
     if config.save_steps:
         machines.check_shared(run_dir.parent, flag=f"--save_steps {config.save_steps}")
-    resume = config.resume_from_checkpoint
-    description = run_description(config, launch.strategy, launch.num_processes)
-    checkpoint = find_checkpoint(resume, run_dir, description) if resume else None
-    if checkpoint is not None:
-        check_resumable(checkpoint, description)
+    asked_config, config = config, smaller_batch(config)
+    per_step = sequences_per_step(config, launch)
+    description = run_description(config, per_step)
+    resume = noted_checkpoint() or config.resume_from_checkpoint
+    candidates = find_checkpoints(resume, run_dir, description) if resume else []
 
     with machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
-    per_step = sequences_per_step(config, accelerator)
-    batch_described = describe_batch(config, per_step, accelerator)
+    checkpoint = choose(candidates, accelerator)
+    batch_described = describe_batch(config, per_step, launch)
+    here = launch_description(config, launch.strategy, launch.num_processes)
     config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
     num_sequences = (config.steps_asked or 0) * per_step
     data = None
@@ -190,22 +205,30 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     if is_fake(config):
         accelerator.device_placement = False
         stay_in_place(model)
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
     job = Job(
-        *(config, spec, launch, accelerator, run_dir, checkpoint, description),
-        *(data, model, gpu_before, batch_described, machines),
+        *(config, spec, launch, accelerator, run_dir, checkpoint, description, here),
+        *(fingerprint_of_frozen(model) if config.save_steps else None, data, model, gpu_before),
+        *(batch_described, machines, BatchSizeSearch(config)),
     )
+    # as it ran: what --find_batch_size found is a fact of the run, what was asked stands beside it
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    shape = {name: getattr(config, name) for name in batch}
     record = RunRecord(
         run_name=run_name,
         identity=identity,
         status="failed",  # until it is ok
         strategy=launch.strategy.name,
-        asked=asked,
+        asked={**asked, "config": {**asked["config"], **shape}},
         model=model_facts(spec),
         versions=versions,
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=shlex.join(launch.command or ("python", "-m", "slm_toolkit.train", *arguments)),
         gpu=gpu,
-        first_step=step_of(checkpoint) if checkpoint else 0,
+        first_step=checkpoint.manifest.step if checkpoint else 0,
+        batch_size_search=search_described(asked_config, config),
+        resumed_from=described(checkpoint, here) if checkpoint else None,
         timing_warmup_steps=config.timing_warmup_steps,
     )
     return job, record
@@ -237,15 +260,16 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         running = probe_engine(model)
         check_engine(running, job.launch)
         prefetch_as_asked(model, config.fsdp_prefetch)
-        num_steps = count_steps(config, loader) if loader is not None else NUM_TRACED_STEPS
+        num_micro_steps = accelerator.gradient_accumulation_steps
+        num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
         if record.first_step >= num_steps:
             raise ValueError(
-                f"{job.checkpoint} has all {num_steps} steps done\n"
+                f"{job.checkpoint.path} has all {num_steps} steps done\n"
                 f"hint: to go on, --max_steps above {record.first_step} "
-                f"and --resume_from_checkpoint {job.checkpoint}"
+                f"and --resume_from_checkpoint {job.checkpoint.path}"
             )
-    if job.checkpoint is not None:
-        accelerator.load_state(str(job.checkpoint))
+        if job.checkpoint is not None:
+            load_state(job.checkpoint, model, optimizer, accelerator)
     record = dataclasses.replace(
         record,
         world_size=running.world_size,
@@ -255,32 +279,36 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         reshard_after_forward=running.reshard_after_forward,
         attn_implementation=config.attn_implementation,
         num_trainable_params=num_trainable(model) if config.peft != "none" else None,
-        tokens_per_step=sequences_per_step(config, accelerator)
-        * config.seq_len,  # after prepare: see num_micro_steps
+        tokens_per_step=sequences_per_step(config, job.launch) * config.seq_len,
         deepspeed_estimate=None
         if config.peft != "none"  # it knows of no frozen parameters
         else deepspeed_estimate_of(
             job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
         ),
     )
-    num_micro_steps = accelerator.gradient_accumulation_steps
     prepared = Prepared(
         model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
 
 
-def sequences_per_step(config: RunConfig, accelerator: Accelerator) -> int:
+def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that a run goes on from, for its record."""
+    manifest = checkpoint.manifest
+    said = conversion(manifest, here)
+    return {"path": str(checkpoint.path), "step": manifest.step, **manifest.written_by, "conversion": said}
+
+
+def sequences_per_step(config: RunConfig, launch: Launch) -> int:
     """Over all ranks and micro-steps."""
-    of_rank = config.per_device_train_batch_size * accelerator.gradient_accumulation_steps
-    return of_rank * accelerator.num_processes
+    return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
 
 
-def describe_batch(config: RunConfig, per_step: int, accelerator: Accelerator) -> str:
+def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """The effective batch size and learning rate, as a line."""
     said = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
-        f"{accelerator.gradient_accumulation_steps} micro-steps x {accelerator.num_processes} processes"
+        f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
     )
     if config.scale_lr == "none":
         return said

@@ -49,6 +49,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         """Clip in fp32, where DeepSpeed clips too (a norm of bf16 gradients would have 8 bits), then update.
 
         All on this rank's own shards: as DTensors, each operation would cost the host ten times as much.
+        Where the norm is no number, nothing is updated: on a GPU without the host's knowing, if fused.
         """
         assert closure is None
         chunks = [
@@ -65,18 +66,12 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
+        is_bad = ~torch.isfinite(self.grad_norm)
+        if not self.defaults["fused"] and is_bad:
+            return
+        found_inf = is_bad.float() if self.defaults["fused"] else None
         for group, pieces in chunks:
-            self._update(group, pieces, clip, scratch)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts floating-point state to the parameter's dtype; this puts the fp32 values back."""
-        saved_ids = [param_id for group in state_dict["param_groups"] for param_id in group["params"]]
-        super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        for param, param_id in zip(params, saved_ids, strict=True):
-            for key, value in state_dict["state"].get(param_id, {}).items():
-                if key in ("master", "exp_avg", "exp_avg_sq"):
-                    self.state[param][key] = value.to(device=param.device, copy=True)
+            self._update(group, pieces, clip, scratch, found_inf)
 
     def _scratch(self) -> torch.Tensor | None:
         """With `in_pieces`, a chunk's gradients in fp32 go here; one per step leaves malloc no holes."""
@@ -88,9 +83,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         pieces: list["_Piece"],
         clip: torch.Tensor | None,
         scratch: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
     ) -> None:
         """One step of AdamW on the masters of some pieces of a group, then the parameters follow."""
-        states = [self._state_of(piece.param, fused=bool(group["fused"])) for piece in pieces]
+        states = [self.state_of(piece.param) for piece in pieces]
         gradients = _in_dtype(pieces, self.master_dtype, scratch)
         if clip is not None:
             torch._foreach_mul_(gradients, clip)
@@ -111,6 +107,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             ],
             foreach=group["foreach"],
             fused=group["fused"],
+            found_inf=found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -126,14 +123,17 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
                 [masters[index] for index in followers],
             )
 
-    def _state_of(self, param: torch.Tensor, *, fused: bool) -> dict[str, torch.Tensor]:
+    def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is kept of a parameter, made where it has not been stepped yet."""
         state = self.state[param]
         if not state:
             if param.dtype != self.master_dtype:
                 state["master"] = param.detach().to(self.master_dtype)
             state["exp_avg"] = torch.zeros_like(param, dtype=self.master_dtype)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.master_dtype)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=param.device if self.defaults["fused"] else "cpu"
+            )
         return state
 
 

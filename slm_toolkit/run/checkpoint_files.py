@@ -1,0 +1,227 @@
+"""A checkpoint on disk: stretches of tensors in safetensors files, and a manifest with their checksums.
+
+    checkpoints/step_6/checkpoint.json       what it is of, which elements each file holds, SHA-256 of each
+    checkpoints/step_6/rank_0.safetensors    what rank 0 wrote: flat tensors, `weights/<parameter>`, ...
+
+No pickle: reading one runs no code. A folder called step_<k> is whole: it was renamed when all was written.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = 2
+"1 was accelerate's own, a format for each engine"
+MANIFEST_FILE = "checkpoint.json"
+_FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank wrote."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    starts: dict[str, int]
+    "of each tensor in it: its first element's place in the whole, flattened tensor"
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All about a checkpoint but its tensors."""
+
+    step: int
+    "optimizer steps of the run that are done"
+    optimizer_steps: int
+    "those of them that changed the weights"
+    order: int
+    "one more than the newest of its folder had: clocks jump"
+    run: dict[str, Any]
+    "what a run that goes on from it must have in common with the one that wrote it"
+    written_by: dict[str, Any]
+    "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps"
+    frozen: str | None
+    "fingerprint of the weights that an adapter is for"
+    num_elements: dict[str, int]
+    "of each tensor, whole"
+    files: tuple[RankFile, ...]
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
+    """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; on disk when this returns.
+
+    Raises OSError where there is no room.
+    """
+    path = folder / f"rank_{rank}.safetensors"
+    try:
+        save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
+    except SafetensorError as error:  # of Rust's io::Error only the text is left
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else 5, str(error), str(path)) from None
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return RankFile(
+        name=path.name,
+        num_bytes=path.stat().st_size,
+        sha256=digest,
+        starts={name: start for name, (start, _) in tensors.items()},
+        sizes={name: tensor.numel() for name, (_, tensor) in tensors.items()},
+    )
+
+
+def unfinished(folder: Path, step: int) -> Path:
+    """Where a checkpoint of `folder` is written before it is renamed."""
+    return folder / f".{step_name(step)}.unfinished"
+
+
+def finish(folder: Path, manifest: Manifest) -> Path:
+    """Put the manifest beside the ranks' files and rename the folder: from here on, the checkpoint exists.
+
+    One of the same step is there until the new one is, whenever the process is killed.
+    """
+    beside, final = unfinished(folder, manifest.step), folder / step_name(manifest.step)
+    with (beside / MANIFEST_FILE).open("w") as file:
+        content = dataclasses.asdict(manifest)
+        json.dump({"format": FORMAT, "sha256": _digest(content), **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(beside)
+    replaced = folder / f".{final.name}.replaced"
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    beside.rename(final)
+    _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def remove(checkpoint: Path) -> None:
+    """So that a kill leaves no half of it under its name."""
+    doomed = checkpoint.parent / f".{checkpoint.name}.deleted"
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed run left half written or half deleted."""
+    leftovers = [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleted")]
+    leftovers += [
+        old for old in folder.glob(".step_*.replaced") if (folder / old.name.split(".")[1]).exists()
+    ]
+    for leftover in leftovers:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def finished(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, whole or since damaged, by step."""
+    found = {path: match for path in folder.glob("*step_*") if (match := _FINISHED.fullmatch(path.name))}
+    present = {path for path in found if not (folder / path.name.removesuffix(".replaced")[1:]).exists()}
+    return sorted(present, key=lambda path: int(found[path][1] or found[path][2]))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises ValueError where it is not readable, or not as it was written."""
+    path = checkpoint / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text())
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"{path} is of another version of slm_toolkit")
+        if content.pop("sha256") != _digest(content):
+            raise ValueError(f"{path} has changed since it was written")
+        files = tuple(RankFile(**file) for file in content.pop("files"))
+        return Manifest(**content, files=files)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no checkpoint's: {error}") from None
+
+
+def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
+    """What is wrong with some of a checkpoint's files; None where they are as they were written."""
+    for file in files:
+        path = checkpoint / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.num_bytes:
+                return f"{path} has {size:,} bytes, {file.num_bytes:,} were written"
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    return f"{path} has changed since it was written"
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    return None
+
+
+class Reader:
+    """Any stretch of any tensor of a checkpoint, whoever wrote it."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint, self.manifest = checkpoint, manifest
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[int, int, str]]]:
+        """By tensor: (first element, one past the last, file)."""
+        places: dict[str, list[tuple[int, int, str]]] = {}
+        for file in self.manifest.files:
+            for name, start in file.starts.items():
+                places.setdefault(name, []).append((start, start + file.sizes[name], file.name))
+        return {name: sorted(of_tensor) for name, of_tensor in places.items()}
+
+    def read(self, name: str, start: int, size: int) -> torch.Tensor:
+        """Elements `start` to `start + size` of the flattened tensor. Raises ValueError where some lack."""
+        parts = list(self._parts(name, start, start + size))
+        found = sum(part.numel() for part in parts)
+        if found != size:
+            raise ValueError(f"{self.checkpoint} lacks {size - found:,} elements of {name}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _parts(self, name: str, start: int, end: int) -> Iterator[torch.Tensor]:
+        for first, last, file in self._places.get(name, []):
+            if first < end and start < last:
+                if file not in self._open:
+                    self._open[file] = safe_open(self.checkpoint / file, framework="pt")
+                part = self._open[file].get_slice(name)
+                yield part[max(start, first) - first : min(end, last) - first]
+
+    def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
+        """A tensor that every rank has for itself; None where there was no such rank."""
+        if not any(f"rank_{rank}.safetensors" == file for *_, file in self._places.get(name, [])):
+            return None
+        with safe_open(self.checkpoint / f"rank_{rank}.safetensors", framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in a folder be on disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

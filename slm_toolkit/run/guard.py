@@ -1,0 +1,125 @@
+"""Between two steps: checkpoints are written, a request to stop is obeyed, a bad step is found out."""
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import RunEnded
+from slm_toolkit.run.bad_steps import describe_bad_step
+from slm_toolkit.run.checkpoint import CheckpointWriter
+from slm_toolkit.run.job import Job, Prepared
+from slm_toolkit.run.lookout import Lookout, Seen, StopSignal
+from slm_toolkit.run.smaller_batch import note_checkpoint
+
+MOST_SKIPPED = 10
+"bad steps in a row, with --on_bad_step skip: then it is not the data"
+_GO_ON = "--resume_from_checkpoint latest goes on from it"
+
+
+def max_loss(config: RunConfig, vocab_size: int) -> float:
+    """Above it, a loss has exploded: by default twice that of guessing each token, ln(vocabulary)."""
+    return config.max_loss if config.max_loss is not None else 2 * math.log(vocab_size)
+
+
+class Guard:
+    """Called by every rank after each step and at the end; raises RunEnded, on all ranks alike."""
+
+    def __init__(self, job: Job, prepared: Prepared, say: Callable[[str], None]) -> None:
+        self.config, self.accelerator, self.run_dir = job.config, job.accelerator, job.run_dir
+        self.job, self.prepared, self.say = job, prepared, say
+        self.max_loss = max_loss(job.config, job.spec.vocab_size)
+        self.skipped: list[int] = []
+        "steps that changed nothing, since a loss or gradient was no number or too large"
+        self._lookout = Lookout(job.accelerator)
+        self._signal = StopSignal(listen=job.config.save_steps is not None)
+        self._writer = self._make_writer(job, prepared)
+        self._begun_after = -1
+        self._last_saved: Path | None = job.checkpoint.path if job.checkpoint else None
+
+    @staticmethod
+    def _make_writer(job: Job, prepared: Prepared) -> CheckpointWriter | None:
+        if job.config.save_steps is None:
+            return None
+        return CheckpointWriter(
+            *(job.accelerator, prepared.model, prepared.optimizer, job.run_dir),
+            run=job.description,
+            written_by=job.launch_description,
+            frozen=job.fingerprint_of_frozen,
+            keep=job.config.save_total_limit,
+        )
+
+    def after(self, step: int, loss: torch.Tensor, norm: Any) -> None:
+        """`loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows."""
+        writer, config = self._writer, self.config
+        is_writing = writer is not None and writer.is_writing
+        seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)
+        self._judge(seen, step)
+        if writer is None:
+            return
+        if writer.is_unfinished and any(s.step > self._begun_after and not s.is_writing for s in seen):
+            self._finish()
+        if (step + 1) % config.save_steps == 0:
+            self._save(step)
+            if not config.async_save:
+                self._finish()
+
+    def end(self) -> None:
+        """After the last step."""
+        self._judge(self._lookout.rest(), None)
+        if self._writer is not None:
+            self._finish()
+
+    def _save(self, step: int) -> None:
+        """Begin to write the state after `step`, which is counted from 0, unless that step went wrong."""
+        self._judge(self._lookout.rest(), step)
+        self._finish()
+        self._writer.begin(step + 1)
+        self._begun_after = step
+
+    def _finish(self) -> None:
+        if (saved := self._writer.finish()) is not None:
+            self._last_saved = saved
+            note_checkpoint(saved)
+            self.say(f"checkpoint: {saved}")
+
+    def _judge(self, seen: list[Seen], step: int | None) -> None:
+        """`step`: the one that has just ended, None after the last, when nobody needs to be stopped."""
+        for of_step in seen:
+            self._look_at(of_step)
+        if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
+            self._stop(numbers[0], step)
+
+    def _look_at(self, seen: Seen) -> None:
+        bad = seen.bad_ranks(self.max_loss)
+        if not bad:
+            return
+        told, path = describe_bad_step(self.job, self.prepared, seen, bad)
+        if self.config.on_bad_step == "skip":
+            self.skipped.append(seen.step + 1)
+            self.say(f"skipped step {seen.step + 1}: {told}; its sequences: {path}")
+            in_a_row = list(range(seen.step + 2 - MOST_SKIPPED, seen.step + 2))
+            if self.skipped[-MOST_SKIPPED:] != in_a_row:
+                return
+            told = f"{MOST_SKIPPED} steps in a row were bad: {told}"
+        hint = (
+            "a lower --learning_rate, --max_grad_norm 1, other data; --on_bad_step skip leaves such steps out"
+        )
+        raise RunEnded(f"step {seen.step + 1}: {told}; its sequences: {path}\n{self._last_word}hint: {hint}")
+
+    def _stop(self, number: int, step: int) -> None:
+        name = signal.Signals(number).name
+        self._save(step)
+        self._finish()
+        raise RunEnded(
+            f"{name} after step {step + 1} of {self.prepared.num_steps}\n{self._last_word.rstrip()}",
+            exit_code=128 + number,  # as shells and schedulers know it
+        )
+
+    @property
+    def _last_word(self) -> str:
+        return f"checkpoint: {self._last_saved}; {_GO_ON}\n" if self._last_saved else ""

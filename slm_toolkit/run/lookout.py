@@ -1,0 +1,109 @@
+"""What all ranks must know of each step: who was asked to stop, whose loss is no number.
+
+The ranks tell each other after every step and read the answers one step later (two on a GPU, whose losses
+come late): so nobody waits, and all of them learn of the same step at the same place.
+"""
+
+import math
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks said after one step."""
+
+    step: int
+    losses: tuple[float, ...]
+    "of each rank"
+    grad_norms: tuple[float, ...]
+    stop_signal: int
+    "that some rank got, 0 if none"
+    is_writing: bool
+    "whether some rank's share of a checkpoint is not on disk yet"
+
+    def bad_ranks(self, max_loss: float) -> list[int]:
+        """Those whose loss is no number, or too large; all, where the gradient's norm alone is none."""
+        if found := [rank for rank, loss in enumerate(self.losses) if not loss <= max_loss]:
+            return found
+        return [] if all(map(math.isfinite, self.grad_norms)) else list(range(len(self.losses)))
+
+
+class StopSignal:
+    """SIGTERM, as schedulers send it before they take a machine away: noted, and acted on between steps."""
+
+    def __init__(self, *, listen: bool) -> None:
+        self.number = 0
+        if listen:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+
+
+class Lookout:
+    """Tell the other ranks of a step, learn what they said of an earlier one."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._device, self._group = accelerator.device, None
+        self._num_ranks = accelerator.num_processes
+        if self._num_ranks > 1 and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")  # between hosts, whatever the devices do
+        self._on_device: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._sent: deque[tuple[int, list[torch.Tensor], Any]] = deque()
+
+    def after(self, step: int, loss: torch.Tensor, norm: Any, *, stop: int, is_writing: bool) -> list[Seen]:
+        """Every rank must call it after each step; returns what is known by now of earlier ones, in order."""
+        told = torch.empty(4, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        told[2], told[3] = stop, is_writing
+        told[0].copy_(loss.detach(), non_blocking=True)
+        if isinstance(norm, torch.Tensor):
+            told[1].copy_(norm.detach(), non_blocking=True)
+        else:
+            told[1] = norm
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        seen = self._receive()
+        self._on_device.append((step, told, ready))
+        while len(self._on_device) > (0 if ready is None else 1):
+            self._send(*self._on_device.popleft())
+        return seen
+
+    def rest(self) -> list[Seen]:
+        """What is not known yet of all steps so far; waits for it."""
+        while self._on_device:
+            self._send(*self._on_device.popleft())
+        return self._receive()
+
+    def _send(self, step: int, told: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()  # the device has begun the next step meanwhile
+        answers = [torch.empty_like(told) for _ in range(self._num_ranks)] if self._num_ranks > 1 else [told]
+        work = (
+            dist.all_gather(answers, told, group=self._group, async_op=True) if self._num_ranks > 1 else None
+        )
+        self._sent.append((step, answers, work))
+
+    def _receive(self) -> list[Seen]:
+        seen = []
+        while self._sent:
+            step, answers, work = self._sent.popleft()
+            if work is not None:
+                work.wait()
+            seen.append(_seen(step, torch.stack(answers).T.tolist()))
+        return seen
+
+
+def _seen(step: int, columns: Sequence[Sequence[float]]) -> Seen:
+    losses, norms, stops, writing = columns
+    return Seen(step, tuple(losses), tuple(norms), int(max(stops)), any(writing))

@@ -1,0 +1,191 @@
+"""A run goes on from a checkpoint: which is meant, whether it is whole, and its state under any engine."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from slm_toolkit.run.checkpoint import (
+    RANDOM_CPU,
+    RANDOM_CUDA,
+    fingerprint_of_frozen,
+    plain,
+    readable_manifests,
+)
+from slm_toolkit.run.checkpoint_files import Manifest, Reader, damage, read_manifest
+from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.run.training_state import (
+    WEIGHTS,
+    Stretch,
+    num_elements,
+    set_optimizer_steps,
+    stretches,
+    trained,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that a run goes on from."""
+
+    path: Path
+    manifest: Manifest
+
+
+def find_checkpoints(asked: str, run_dir: Path, run: dict[str, Any]) -> list[Checkpoint]:
+    """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
+
+    `latest` and `auto` mean this run's newest, a run's folder that run's, any other folder itself. Empty for
+    `auto` where there is none. Raises ValueError where there is none, or none that this run can go on from.
+    """
+    folder = Path(asked).expanduser().resolve()
+    if asked in ("latest", "auto"):
+        return _newest(run_dir, run, can_be_none=asked == "auto")
+    if (folder / "checkpoints").is_dir():
+        return _newest(folder, run, can_be_none=False)
+    if not folder.is_dir():
+        raise ValueError(
+            f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
+        )
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}\nhint: resume from another, or say latest") from None
+    _check_alike(folder, manifest, run)
+    return [Checkpoint(folder, manifest)]
+
+
+def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
+    folder = run_dir / "checkpoints"
+    manifests = readable_manifests(folder, warn=True)
+    of_run = [(m.order, path) for path, m in manifests.items() if m.run == plain(run)]
+    if of_run:
+        return [Checkpoint(path, manifests[path]) for _, path in sorted(of_run, reverse=True)]
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        _check_alike(newest, manifests[newest], run)
+    if can_be_none:
+        return []
+    raise ValueError(
+        f"no checkpoint under {folder}\nhint: --save_steps writes them, --run_name names the folder; auto "
+        "starts anew where there is none"
+    )
+
+
+def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
+    """The first whose files are as they were written, looked at by all ranks; each other is named on stderr.
+
+    Raises ValueError where all are damaged; None where there are none.
+    """
+    for checkpoint in candidates:
+        share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
+        found = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
+        if not found:
+            return checkpoint
+        if accelerator.is_main_process:
+            print(f"warning: {checkpoint.path} is damaged and skipped: {found[0]}", file=sys.stderr)
+    if candidates:
+        raise ValueError(
+            f"every checkpoint under {candidates[0].path.parent} is damaged\nhint: start again without "
+            "--resume_from_checkpoint"
+        )
+    return None
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Put the weights into a model that no engine has seen yet, in the dtype it computes with.
+
+    Raises ValueError where the model has other parameters, or frozen ones that are not those of before.
+    """
+    reader, expected = Reader(checkpoint.path, checkpoint.manifest), checkpoint.manifest.num_elements
+    here = {name: num_elements(param) for name, param in trained(model)}
+    if here != expected:
+        unlike = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
+        raise ValueError(
+            f"{checkpoint.path} is of another model: {', '.join(unlike[:3])}"
+            f"{f' and {len(unlike) - 3} more' if len(unlike) > 3 else ''}\nhint: give the --model it was of"
+        )
+    if fingerprint_of_frozen(model) not in (None, checkpoint.manifest.frozen):
+        raise ValueError(
+            f"{checkpoint.path} is of an adapter of other frozen weights\nhint: give the --model it was of"
+        )
+    for name, param in trained(model):
+        held, start = param.data.view(-1), 0
+        if hasattr(param, "ds_tensor"):  # zero3_init_flag made the model in pieces
+            held = param.ds_tensor.data.view(-1)
+            start = torch.distributed.get_rank(param.ds_process_group) * held.numel()
+        size = min(held.numel(), here[name] - start)
+        if size > 0:
+            held[:size].copy_(reader.read(f"{WEIGHTS}/{name}", start, size))
+
+
+def load_state(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any, accelerator: Accelerator
+) -> None:
+    """Put master weights and moments into what the engine made of the model; every rank reads its share."""
+    reader = Reader(checkpoint.path, checkpoint.manifest)
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    for part in stretches(model, optimizer, **ranks):
+        if part.size:
+            part.write(_read(reader, part))
+    set_optimizer_steps(model, optimizer, checkpoint.manifest.optimizer_steps)
+
+
+def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again."""
+    if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
+        return
+    reader = Reader(checkpoint.path, checkpoint.manifest)
+    rank = accelerator.process_index
+    torch.set_rng_state(reader.of_rank(rank, RANDOM_CPU))
+    on_gpu = reader.of_rank(rank, RANDOM_CUDA) if torch.cuda.is_available() else None
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
+
+
+def conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
+    """What changes hands where a run goes on under another strategy or on other processes, as a sentence."""
+    before = manifest.written_by
+    said = []
+    if any(before[key] != here[key] for key in ("strategy", "num_processes")):
+        then, now = (f"{side['strategy']} x {side['num_processes']}" for side in (before, here))
+        said.append(
+            f"written under {then}, goes on under {now}: weights and AdamW's moments of "
+            f"{len(manifest.num_elements)} tensors are dealt out anew"
+        )
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if any(before[key] != here[key] for key in batch):
+        then, now = (" x ".join(str(side[key]) for key in batch) for side in (before, here))
+        said.append(
+            f"a step's {manifest.run['sequences_per_step']} sequences are {now} on a process, not {then}"
+        )
+    return "; ".join(said) or None
+
+
+def _read(reader: Reader, part: Stretch) -> torch.Tensor:
+    return reader.read(f"{part.kind}/{part.name}", part.start, part.size)
+
+
+def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
+    """Raises ValueError where a checkpoint was written by a run that another would not continue."""
+    before = manifest.run
+    differences = [
+        f"{name} {before.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in plain(run).items()
+        if before.get(name) != value and name != "sequences_per_step"
+    ]
+    if differences:
+        raise ValueError(
+            f"{checkpoint} is of another run: {'; '.join(differences)}\n"
+            "hint: give the flags it was written with; strategy, processes, length, learning rate may change"
+        )
+    if before.get("sequences_per_step") != run["sequences_per_step"]:
+        raise ValueError(
+            f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, and has "
+            f"{run['sequences_per_step']} now\nhint: --per_device_train_batch_size x "
+            "--gradient_accumulation_steps x processes is to stay as it was"
+        )

@@ -1,0 +1,131 @@
+"""--find_batch_size: a run that does not fit starts again in place, with smaller and more micro-steps.
+
+Every rank becomes a new process of the same id (exec), so that nothing of the old one's memory is left and
+the launcher sees no failure. They meet again in the launcher's store, under the next attempt's number.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import RunEnded
+from slm_toolkit.run.failure import is_out_of_memory
+
+_TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
+"in the environment of a run that has started again: those that it tried, as JSON"
+_CHECKPOINT_VARIABLE = "SLM_CHECKPOINT_OF_THIS_LAUNCH"
+_ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"torch names the ranks' meeting place after it"
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SETTLE_SECONDS = 5.0
+"for the word of a rank without memory to arrive, after a collective has failed for its end"
+
+
+def smaller_batch(config: RunConfig) -> RunConfig:
+    """The config of this attempt: `config` at first, then with fewer sequences per micro-step."""
+    tried = _tried()
+    if not tried:
+        return config
+    total = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    size = next_size(tried[-1], total)
+    return dataclasses.replace(
+        config,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=total // size,
+        base_batch_size=config.base_batch_size or config.per_device_train_batch_size,
+    )
+
+
+def next_size(size: int, total: int) -> int:
+    """The largest divisor of `total`, the sequences of a process and step, that is at most half of `size`."""
+    return max(divisor for divisor in range(1, size // 2 + 1) if total % divisor == 0)
+
+
+def search_described(asked: RunConfig, ran: RunConfig) -> dict[str, Any] | None:
+    """For the record; None without --find_batch_size."""
+    if not asked.find_batch_size:
+        return None
+    sizes = {"asked": asked.per_device_train_batch_size, "ran": ran.per_device_train_batch_size}
+    return {**sizes, "out_of_memory": _tried()}
+
+
+def note_checkpoint(path: Path) -> None:
+    """Written by this launch: should it have to start again, then from there."""
+    os.environ[_CHECKPOINT_VARIABLE] = str(path)
+
+
+def noted_checkpoint() -> str | None:
+    return os.environ.get(_CHECKPOINT_VARIABLE) if _tried() else None
+
+
+class BatchSizeSearch:
+    """Around training, on each rank: where one runs out of memory, all start again together."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._size = config.per_device_train_batch_size
+        self._store: dist.Store | None = None
+        self._ended = threading.Event()
+        if not config.find_batch_size or self._size == 1:
+            self._size = 1
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            self._store = self._connect()
+            threading.Thread(target=self._look, daemon=True).start()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        """Does not return where this rank failed for want of memory, or for another rank's."""
+        self._ended.set()
+        if self._size == 1 or not isinstance(error, RuntimeError) or isinstance(error, RunEnded):
+            return
+        if is_out_of_memory(error):
+            self._start_again(say=True)
+        until = time.monotonic() + _SETTLE_SECONDS
+        while self._store is not None and time.monotonic() < until:
+            if self._store.check(["out of memory"]):
+                self._start_again(say=False)
+            time.sleep(0.1)
+
+    def _connect(self) -> dist.Store:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+        return dist.PrefixStore(f"slm_toolkit/batch_size/{_attempt()}", store)
+
+    def _look(self) -> None:
+        """In a thread: the one that trains may wait in a collective for the rank without memory."""
+        while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
+            try:
+                if self._store.check(["out of memory"]):
+                    self._start_again(say=False)
+            except dist.DistError:  # the launcher has ended
+                return
+
+    def _start_again(self, *, say: bool) -> NoReturn:
+        if self._store is not None:
+            self._store.set("out of memory", "yes")
+        if say:
+            rank = os.environ.get("RANK", "0")
+            line = f"rank {rank} is out of memory with {self._size} sequences per micro-step: trying fewer"
+            print(line, file=sys.stderr, flush=True)
+        os.environ[_TRIED_VARIABLE] = json.dumps([*_tried(), self._size])
+        os.environ[_ATTEMPT_VARIABLE] = str(_attempt() + 1)
+        sys.stdout.flush()
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def _attempt() -> int:
+    return int(os.environ.get(_ATTEMPT_VARIABLE, "0"))
+
+
+def _tried() -> list[int]:
+    return json.loads(os.environ.get(_TRIED_VARIABLE, "[]"))

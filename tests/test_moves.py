@@ -1,0 +1,65 @@
+"""A checkpoint of any strategy and number of processes goes on under any other, as if it had stayed."""
+
+from pathlib import Path
+
+import pytest
+from conftest import launch, record_under
+
+STEPS, STOP = 8, 4
+PLACES = {  # strategy and processes: sequences per process and micro-step, so that a step has 8 of them
+    ("ddp", 2): 4,
+    ("fsdp_full_shard", 2): 4,
+    ("ds_zero1", 2): 4,
+    ("ds_zero3", 2): 4,
+    ("single", 1): 8,
+}
+CIRCLE = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
+"each place is left once and reached once"
+
+
+def train(place: tuple[str, int], folder: Path, texts: Path, *more: str, batch: int | None = None) -> dict:
+    strategy, num_processes = place
+    size = batch or PLACES[place]
+    words = ("--model", "slm-1m", "--numerics", "fp32", "--max_steps", str(STEPS), "--run_name", "run")
+    words += ("--dataset", str(texts / "licence.txt"), "--seq_len", "64", "--save_final_model", "false")
+    words += ("--per_device_train_batch_size", str(size), "--output_dir", str(folder))
+    words += ("--gradient_accumulation_steps", str(8 // size // num_processes))
+    done = launch(*words, *more, config=f"accel_configs/{strategy}.yaml")
+    assert done.code == 0, done.err
+    return {**record_under(folder), "said": done.err}
+
+
+@pytest.fixture(scope="module")
+def stayed(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> dict[tuple[str, int], tuple[dict, Path]]:
+    """Of each place a run to the end, and the checkpoint it wrote on the way."""
+    found = {}
+    for place in PLACES:
+        folder = tmp_path_factory.mktemp(place[0])
+        record = train(place, folder, texts, "--save_steps", str(STOP))
+        found[place] = (record, folder / "run" / "checkpoints" / f"step_{STOP}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(source, target, marks=[] if (source, target) in CIRCLE else [pytest.mark.slow])
+        for source in PLACES
+        for target in PLACES
+        if source != target
+    ],
+    ids=lambda place: f"{place[0]}_x{place[1]}",
+)
+def test_losses_after_a_move_are_those_of_staying(
+    source: tuple[str, int], target: tuple[str, int], stayed: dict, tmp_path: Path, texts: Path
+) -> None:
+    of_source, checkpoint = stayed[source]
+    moved = train(target, tmp_path, texts, "--resume_from_checkpoint", str(checkpoint))
+    assert moved["first_step"] == STOP
+    assert len(moved["losses"]) == STEPS - STOP
+    assert moved["losses"] == pytest.approx(of_source["losses"][STOP:], abs=1e-5)
+    # a checkpoint that was not read would start again at ln(32,000), which is far from there
+    assert of_source["losses"][0] - of_source["losses"][STOP] > 0.1
+    resumed = moved["resumed_from"]
+    assert (resumed["strategy"], resumed["num_processes"], resumed["step"]) == (*source, STOP)
+    assert f"written under {source[0]} x {source[1]}, goes on under {target[0]} x {target[1]}" in moved["said"]
