@@ -85,7 +85,7 @@ def _launch(args: argparse.Namespace) -> int:
         if (interface := link.interface) is not None:  # or gloo takes that of the host's name, the loopback
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         link.socket.close()
-    command = [sys.executable, "-m", "accelerate.commands.launch", *planned.words]
+    command = [sys.executable, "-m", "slm_toolkit.launcher", *planned.words]
     print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
     os.execv(command[0], command)
     return 1  # never

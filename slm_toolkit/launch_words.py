@@ -8,13 +8,15 @@ from typing import Any
 from slm_toolkit.record import installed_versions
 from slm_toolkit.strategy import Strategy, on_nodes
 
+_LAUNCHING_MODULES = ("accelerate.commands.launch", "slm_toolkit.launcher")
+
 
 def launch_arguments(words: list[str]) -> list[str] | None:
     """What follows `accelerate launch` in a command line; None where it is another command."""
     for index, word in enumerate(words):
         if Path(word).name == "accelerate" and words[index + 1 : index + 2] == ["launch"]:
             return words[index + 2 :]
-        if Path(word).name == "accelerate-launch" or word == "accelerate.commands.launch":
+        if Path(word).name == "accelerate-launch" or word in _LAUNCHING_MODULES:
             return words[index + 1 :]
     return None
 

@@ -6,38 +6,57 @@ import pytest
 from conftest import launch, record_under
 
 STEPS, STOP = 8, 4
-PLACES = {  # strategy and processes: sequences per process and micro-step, so that a step has 8 of them
-    ("ddp", 2): 4,
-    ("fsdp_full_shard", 2): 4,
-    ("ds_zero1", 2): 4,
-    ("ds_zero3", 2): 4,
-    ("single", 1): 8,
+NUM_SEQUENCES = 29
+"three steps of 8, and 5 sequences that an epoch leaves out: the stop is in the middle of the second epoch"
+PLACES = {  # strategy and processes: sequences per process and micro-step, micro-steps; 8 in each step
+    ("ddp", 2): (2, 2),
+    ("fsdp_full_shard", 2): (4, 1),
+    ("ds_zero1", 2): (1, 4),
+    ("ds_zero3", 2): (4, 1),
+    ("single", 1): (8, 1),
 }
 CIRCLE = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
 "each place is left once and reached once"
 
 
-def train(place: tuple[str, int], folder: Path, texts: Path, *more: str, batch: int | None = None) -> dict:
-    strategy, num_processes = place
-    size = batch or PLACES[place]
+def train(place: tuple[str, int], folder: Path, text: Path, *more: str) -> dict:
+    size, num_micro_steps = PLACES[place]
     words = ("--model", "slm-1m", "--numerics", "fp32", "--max_steps", str(STEPS), "--run_name", "run")
-    words += ("--dataset", str(texts / "licence.txt"), "--seq_len", "64", "--save_final_model", "false")
+    words += ("--dataset", str(text), "--seq_len", "64", "--save_final_model", "false")
     words += ("--per_device_train_batch_size", str(size), "--output_dir", str(folder))
-    words += ("--gradient_accumulation_steps", str(8 // size // num_processes))
-    done = launch(*words, *more, config=f"accel_configs/{strategy}.yaml")
+    words += ("--gradient_accumulation_steps", str(num_micro_steps))
+    done = launch(*words, *more, config=f"accel_configs/{place[0]}.yaml")
     assert done.code == 0, done.err
     return {**record_under(folder), "said": done.err}
 
 
 @pytest.fixture(scope="module")
-def stayed(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> dict[tuple[str, int], tuple[dict, Path]]:
+def text(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((texts / "licence.txt").read_text()[: 64 * NUM_SEQUENCES])  # a token is a byte
+    return path
+
+
+@pytest.fixture(scope="module")
+def stayed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[tuple[str, int], tuple[dict, Path]]:
     """Of each place a run to the end, and the checkpoint it wrote on the way."""
     found = {}
     for place in PLACES:
         folder = tmp_path_factory.mktemp(place[0])
-        record = train(place, folder, texts, "--save_steps", str(STOP))
+        record = train(place, folder, text, "--save_steps", str(STOP))
         found[place] = (record, folder / "run" / "checkpoints" / f"step_{STOP}")
     return found
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
+def test_a_resume_has_bit_by_bit_the_losses_of_the_run_that_never_stopped(
+    place: tuple[str, int], stayed: dict, tmp_path: Path, text: Path
+) -> None:
+    whole, checkpoint = stayed[place]
+    resumed = train(place, tmp_path, text, "--resume_from_checkpoint", str(checkpoint))
+    assert (len(whole["losses"]), resumed["first_step"]) == (STEPS, STOP)
+    assert resumed["losses"] == whole["losses"][STOP:]
+    assert resumed["resumed_from"]["conversion"] is None
 
 
 @pytest.mark.parametrize(
@@ -51,10 +70,10 @@ def stayed(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> dict[tuple[
     ids=lambda place: f"{place[0]}_x{place[1]}",
 )
 def test_losses_after_a_move_are_those_of_staying(
-    source: tuple[str, int], target: tuple[str, int], stayed: dict, tmp_path: Path, texts: Path
+    source: tuple[str, int], target: tuple[str, int], stayed: dict, tmp_path: Path, text: Path
 ) -> None:
     of_source, checkpoint = stayed[source]
-    moved = train(target, tmp_path, texts, "--resume_from_checkpoint", str(checkpoint))
+    moved = train(target, tmp_path, text, "--resume_from_checkpoint", str(checkpoint))
     assert moved["first_step"] == STOP
     assert len(moved["losses"]) == STEPS - STOP
     assert moved["losses"] == pytest.approx(of_source["losses"][STOP:], abs=1e-5)
@@ -62,4 +81,6 @@ def test_losses_after_a_move_are_those_of_staying(
     assert of_source["losses"][0] - of_source["losses"][STOP] > 0.1
     resumed = moved["resumed_from"]
     assert (resumed["strategy"], resumed["num_processes"], resumed["step"]) == (*source, STOP)
-    assert f"written under {source[0]} x {source[1]}, goes on under {target[0]} x {target[1]}" in moved["said"]
+    assert (
+        f"written under {source[0]} x {source[1]}, goes on under {target[0]} x {target[1]}" in moved["said"]
+    )

@@ -1,51 +1,55 @@
-"""Stop after step k, resume, and go on as if nothing had been."""
+"""A run goes on from its checkpoints: from the newest that is whole, under flags that continue it."""
 
 from pathlib import Path
 
 import pytest
 from conftest import launch, record_under
 
-STEPS, STOP = 8, 5
+from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
+
+SINGLE = "accel_configs/single.yaml"
+SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run")
 
 
-def train(strategy: str, output_dir: Path, texts: Path, *more: str) -> dict:
-    arguments = ("--model", "slm-1m", "--max_steps", str(STEPS), "--gradient_accumulation_steps", "2")
-    data = ("--dataset", str(texts / "licence.txt"), "--seq_len", "64", "--save_final_model", "false")
-    done = launch(
-        *(*arguments, *data, "--run_name", "run", "--output_dir", str(output_dir), *more),
-        config=f"accel_configs/{strategy}.yaml",
-    )
+def train(folder: Path, *more: str, strategy: str = "single") -> dict:
+    done = launch(*SHORT, "--output_dir", str(folder), *more, config=f"accel_configs/{strategy}.yaml")
     assert done.code == 0, done.err
-    return record_under(output_dir)
+    return {**record_under(folder), "said": done.err}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero3"])
-def test_losses_after_a_resume_equal_those_of_the_run_that_never_stopped(
-    strategy: str, tmp_path: Path, texts: Path
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("fsdp_full_shard", ("--peft", "lora", "--lora_dropout", "0.3")),
+        ("ds_zero2_offload", ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("ddp", ("--numerics", numerics)) for numerics in ("aligned", "stock", "pure_bf16")),
+                *(("ds_zero1", ("--numerics", numerics)) for numerics in ("aligned", "stock", "pure_bf16")),
+                *(("ds_zero3", ("--numerics", numerics)) for numerics in ("aligned", "stock", "pure_bf16")),
+                *(("fsdp_full_shard", ("--numerics", kind)) for kind in ("aligned", "stock", "pure_bf16")),
+                ("ds_zero2", ("--peft", "qlora")),
+                ("ds_zero3_offload", ()),
+                ("ds_zeropp", ()),
+                ("fsdp_full_shard_offload", ()),
+                ("fsdp_hybrid_shard", ("--torch_compile",)),
+                ("fsdp_shard_grad_op", ("--async_save", "true")),
+                ("single", ("--optim", "adamw_torch")),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "_".join(value).replace("--", ""),
+)
+def test_other_engines_and_flags_resume_bit_by_bit(
+    strategy: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    # the licence's 11 kB make 177 sequences of 64, 22 batches per rank: 8 steps of 2 stay in one epoch
-    whole = train(strategy, tmp_path / "whole", texts, "--save_steps", str(STOP))
-    checkpoint = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STOP}"
-    resumed = train(strategy, tmp_path / "resumed", texts, "--resume_from_checkpoint", str(checkpoint))
-    assert resumed["first_step"] == STOP
-    assert len(whole["losses"]) == STEPS
-    assert resumed["losses"] == whole["losses"][STOP:]
-
-
-@pytest.mark.slow
-def test_a_resume_in_the_second_epoch_sees_the_batches_of_that_epoch(tmp_path: Path, texts: Path) -> None:
-    small = tmp_path / "small.txt"
-    small.write_text(
-        (texts / "licence.txt").read_text()[:3000]
-    )  # 46 sequences of 64: 5 batches of 4 per rank
-    arguments = ("--model", "slm-1m", "--max_steps", "9", "--dataset", str(small), "--seq_len", "64")
-    arguments += ("--save_final_model", "false", "--run_name", "run", "--save_steps", "7")
-    whole = launch(*arguments, "--output_dir", str(tmp_path / "a"), config="accel_configs/ddp.yaml")
-    assert whole.code == 0, whole.err
-    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoints/step_7"))
-    again = launch(*arguments, *resume, "--output_dir", str(tmp_path / "b"), config="accel_configs/ddp.yaml")
-    assert again.code == 0, again.err
-    assert record_under(tmp_path / "b")["losses"] == record_under(tmp_path / "a")["losses"][7:]
+    flags += ("--max_steps", "5")
+    whole = train(tmp_path / "a", "--save_steps", "3", *flags, strategy=strategy)
+    checkpoint = str(tmp_path / "a" / "run" / "checkpoints" / "step_3")
+    resumed = train(tmp_path / "b", "--resume_from_checkpoint", checkpoint, *flags, strategy=strategy)
+    assert len(resumed["losses"]) == 2
+    assert resumed["losses"] == whole["losses"][3:]
 
 
 def test_a_stream_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:
@@ -72,25 +76,64 @@ def test_a_stream_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:
     assert of_resumed["eval_losses"] == of_whole["eval_losses"]
 
 
-def test_latest_is_the_newest_and_old_checkpoints_go(tmp_path: Path) -> None:
-    arguments = ("--model", "slm-1m", "--max_steps", "8", "--save_steps", "2", "--output_dir", str(tmp_path))
-    first = launch(*arguments, config="accel_configs/ddp.yaml")
-    assert first.code == 0, first.err
-    (folder,) = tmp_path.glob("*/checkpoints")
-    assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_8"]
-    done = launch(*arguments, "--resume_from_checkpoint", "latest", config="accel_configs/ddp.yaml")
-    assert done.code != 0
-    assert "step_8 has all 8 steps done" in done.err
+def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: Path) -> None:
+    whole = train(tmp_path, "--max_steps", "8", "--save_steps", "2", "--save_total_limit", "3")
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_6", "step_8"]
+    weights = folder / "step_8" / "rank_0.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    (folder / "step_6" / "checkpoint.json").write_text("{")
+    (folder / ".step_10.unfinished").mkdir()
 
-    other = ("--seed", "1", "--resume_from_checkpoint", str(folder / "step_8"), "--model", "slm-1m")
-    done = launch(*other, "--output_dir", str(tmp_path / "new"), config="accel_configs/fsdp_full_shard.yaml")
-    assert done.code != 0
-    assert "seed 0 in the checkpoint, 1 now; engine 'ddp' in the checkpoint, 'fsdp2' now" in done.err
-    assert not (tmp_path / "new").exists()
+    resumed = train(tmp_path, "--max_steps", "8", "--resume_from_checkpoint", "latest")
+    assert resumed["losses"] == whole["losses"][4:]
+    said = [line for line in resumed["said"].splitlines() if line.startswith("warning: ")]
+    assert len(said) == 2
+    assert f"{folder}/step_6 is damaged and skipped" in said[0]
+    assert f"{folder}/step_8 is damaged and skipped: {weights} has changed since it was written" in said[1]
 
-    # a shorter run in the same folder: its checkpoints stay, the other's are not rotated in their place
-    again = ("--model", "slm-1m", "--max_steps", "2", "--save_steps", "1", "--seed", "7")
-    here = ("--output_dir", str(tmp_path), "--run_name", folder.parent.name)
-    done = launch(*again, *here, config="accel_configs/ddp.yaml")
-    assert done.code == 0, done.err
-    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2", "step_6", "step_8"]
+    (folder / "step_4" / "rank_0.safetensors").write_bytes(b"")
+    done = launch(*SHORT, "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest", config=SINGLE)
+    assert done.code == 2
+    assert f"every checkpoint under {folder} is damaged" in done.err
+
+
+def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
+    train(tmp_path, "--max_steps", "4", "--save_steps", "4", strategy="ddp")
+    run = tmp_path / "run"
+
+    def refused(*more: str, strategy: str = "ddp") -> str:
+        words = ("--output_dir", str(tmp_path / "new"), "--max_steps", "8", *more)
+        done = launch(*SHORT, *words, config=f"accel_configs/{strategy}.yaml")
+        assert done.code != 0
+        assert not (tmp_path / "new").exists()
+        return done.err
+
+    assert "step_4 has all 4 steps done" in refused("--resume_from_checkpoint", str(run), "--max_steps", "4")
+    other = refused("--resume_from_checkpoint", str(run), "--seed", "1", "--numerics", "fp32")
+    assert "step_4 is of another run: numerics 'aligned' in the checkpoint, 'fp32' now; seed 0 in" in other
+    fewer = refused("--resume_from_checkpoint", str(run), strategy="single")
+    assert "a step had 8 sequences, and has 4 now" in fewer
+    assert "no checkpoint under" in refused("--resume_from_checkpoint", "latest")
+
+    # auto starts anew; a shorter run in the same folder rotates its own checkpoints, not the other's
+    again = train(
+        tmp_path, "--max_steps", "3", "--save_steps", "1", "--seed", "7", "--resume_from_checkpoint", "auto"
+    )
+    assert again["first_step"] == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_2", "step_3", "step_4"]
+
+
+def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path) -> None:
+    """What the folder looks like after a kill between any two of the renames."""
+    train(tmp_path, "--max_steps", "2", "--save_steps", "2")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step_2").rename(folder / ".step_2.replaced")  # the new one was to follow
+    resumed = train(tmp_path, "--max_steps", "4", "--save_steps", "1", "--resume_from_checkpoint", "latest")
+    assert resumed["first_step"] == 2
+    assert [path.name for path in finished(folder)] == ["step_3", "step_4"]
+    for checkpoint in finished(folder):
+        assert damage(checkpoint, read_manifest(checkpoint).files) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]

@@ -35,6 +35,8 @@ class Guard:
         self.max_loss = max_loss(job.config, job.spec.vocab_size)
         self.skipped: list[int] = []
         "steps that changed nothing, since a loss or gradient was no number or too large"
+        if job.config.on_bad_step == "skip":
+            prepared.loss_recorder.limit = self.max_loss
         self._lookout = Lookout(job.accelerator)
         self._signal = StopSignal(listen=job.config.save_steps is not None)
         self._writer = self._make_writer(job, prepared)

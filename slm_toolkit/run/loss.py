@@ -20,6 +20,8 @@ class RecordedLoss:
         self.function = model.loss_function
         self.head = model.get_output_embeddings()
         self.of_tokens = of_tokens
+        self.limit: float | None = None
+        "a loss above it makes its gradients no numbers, which every engine leaves out"
         self.last: torch.Tensor | None = None
         self.last_of_tokens: torch.Tensor | None = None
         "[sequences, tokens], each at the token before the one that it is for"
@@ -54,4 +56,6 @@ class RecordedLoss:
         if torch.is_grad_enabled():
             self.num_tokens += arguments["labels"].numel()
         self.last = self.head.last_loss if in_head else loss.detach()
+        if self.limit is not None and torch.is_grad_enabled():
+            loss = loss * torch.where(self.last > self.limit, torch.nan, 1.0)
         return loss

@@ -1,0 +1,204 @@
+"""Kill training runs at random moments, go on, and see that nothing was lost.
+
+    python bench/kill_test.py --kills 50 --seed 0
+
+Of each strategy a run of two CPU processes is killed (SIGKILL, of one rank or of all processes), started
+again with --resume_from_checkpoint auto, killed again, ..., until one comes to its end. Then its losses must
+be, bit by bit, those of a run that nobody disturbed. After each kill no process may be left, and every folder
+called step_<k> must be a whole checkpoint. Checkpoints are written every 2 steps, half of the runs' while
+training goes on. Exits with 1 where something was lost.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
+
+ROOT = Path(__file__).parent.parent
+STRATEGIES = ("ddp", "fsdp_full_shard", "ds_zero3")
+NUM_STEPS, SAVE_STEPS = 30, 2
+ORPHAN_SECONDS = 60
+"the launcher ends the others after a rank, by force after 30 s"
+SHARE_OF_STARTUP = 0.15
+"of the kills, before the first step"
+
+
+@dataclass
+class Count:
+    """Of one strategy."""
+
+    kills: int = 0
+    resumes: int = 0
+    runs_to_the_end: int = 0
+    orphans: int = 0
+    half_checkpoints: int = 0
+    other_losses: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    chance = random.Random(args.seed)
+    counts = {strategy: Count() for strategy in STRATEGIES}
+    with tempfile.TemporaryDirectory(prefix="kill-test-") as folder:
+        for index, strategy in enumerate(STRATEGIES):
+            share = args.kills // len(STRATEGIES) + (index < args.kills % len(STRATEGIES))
+            kill_runs(strategy, share, chance, Path(folder) / strategy, counts[strategy])
+    if args.json:
+        print(json.dumps({strategy: vars(count) for strategy, count in counts.items()}))
+    else:
+        show(counts)
+    raise SystemExit(any(count.problems for count in counts.values()))
+
+
+def show(counts: dict[str, Count]) -> None:
+    titles = [name for name in vars(Count()) if name != "problems"]
+    print("strategy".ljust(18) + "".join(title.replace("_", " ").rjust(18) for title in titles))
+    for strategy, count in counts.items():
+        print(strategy.ljust(18) + "".join(str(getattr(count, title)).rjust(18) for title in titles))
+    for strategy, count in counts.items():
+        for problem in count.problems:
+            print(f"{strategy}: {problem}")
+
+
+def kill_runs(strategy: str, kills: int, chance: random.Random, folder: Path, count: Count) -> None:
+    """Kill runs of one strategy `kills` times, in chains that each end with a run that comes to its end."""
+    began = time.monotonic()
+    expected = undisturbed(strategy, folder / "undisturbed")
+    seconds = time.monotonic() - began
+    number = 0
+    while count.kills < kills:
+        number += 1
+        run = folder / f"chain{number}"
+        more = ("--async_save", "true") if number % 2 == 0 else ()
+        while not to_the_end(strategy, run, chance, count, more, seconds, may_kill=count.kills < kills):
+            pass
+        losses = record_of(run)["losses"]
+        first = record_of(run)["first_step"]
+        count.resumes += first > 0
+        if losses != expected[first:]:
+            count.other_losses += 1
+            count.problems.append(
+                f"{run.name}: other losses after step {first}: {losses}, {expected[first:]}"
+            )
+
+
+def to_the_end(
+    strategy: str,
+    run: Path,
+    chance: random.Random,
+    count: Count,
+    more: tuple[str, ...],
+    seconds: float,
+    *,
+    may_kill: bool,
+) -> bool:
+    """Start or go on, and kill it at a random moment; whether it came to its end before."""
+    process = start(strategy, run, *more)
+    if may_kill:
+        at_start = chance.random() < SHARE_OF_STARTUP
+        if not at_start:
+            wait_for_training(process, run)
+        time.sleep(chance.uniform(0, seconds / 2 if at_start else seconds / 4))
+    if may_kill and process.poll() is None:
+        victims = ranks_of(run) or [psutil.Process(process.pid)]
+        victims = [chance.choice(victims)] if chance.random() < 0.5 else processes_of(run)
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGKILL)
+        count.kills += 1
+        print(f"{strategy}: kill {count.kills}", file=sys.stderr, flush=True)
+    _, err = process.communicate()
+    look_around(run, count)
+    if process.returncode == 0:
+        count.runs_to_the_end += 1
+        return True
+    if not may_kill:
+        raise RuntimeError(f"{strategy}: a run that nobody killed failed: {err[-2000:]}")
+    return False
+
+
+def look_around(run: Path, count: Count) -> None:
+    """Nobody may be left, and what is called a checkpoint must be one."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        count.orphans += len(left)
+        count.problems.append(f"{run.name}: left over: {[process.pid for process in left]}")
+        for process in left:
+            process.kill()
+    for checkpoint in finished(run / "run" / "checkpoints"):
+        try:
+            problem = damage(checkpoint, read_manifest(checkpoint).files)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            count.half_checkpoints += 1
+            count.problems.append(f"{run.name}: {problem}")
+
+
+def undisturbed(strategy: str, folder: Path) -> list[float]:
+    process = start(strategy, folder)
+    _, err = process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"{strategy}: {err[-2000:]}")
+    return record_of(folder)["losses"]
+
+
+def start(strategy: str, folder: Path, *more: str) -> subprocess.Popen:
+    words = ("--model", "slm-1m", "--max_steps", str(NUM_STEPS), "--save_steps", str(SAVE_STEPS))
+    words += ("--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", "auto", *more)
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
+    config = ["--config_file", str(ROOT / "accel_configs" / f"{strategy}.yaml")]
+    return subprocess.Popen(
+        [*launch, *config, "-m", "slm_toolkit.train", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_training(process: subprocess.Popen, run: Path) -> None:
+    """Until its first checkpoint, or the next one, is being written."""
+    folder = run / "run" / "checkpoints"
+    before = {path.name for path in folder.glob("*")}
+    while process.poll() is None and {path.name for path in folder.glob("*")} <= before:
+        time.sleep(0.01)
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Launcher and ranks: those that have the run's folder in their command line."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if str(run) in (process.info["cmdline"] or [])]
+
+
+def ranks_of(run: Path) -> list[psutil.Process]:
+    return [process for process in processes_of(run) if "launch" not in process.info["cmdline"]]
+
+
+def record_of(run: Path) -> dict:
+    return json.loads((run / "run" / "record.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

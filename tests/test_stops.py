@@ -1,0 +1,188 @@
+"""A run that is stopped, or stops itself: what it says, with which exit code, and how it goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT, launch, left_over, record_under
+from safetensors.torch import load_file
+
+BAD_LOSS = """
+import importlib.abc, importlib.util, os, sys
+
+class Patch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "slm_toolkit.run.loss":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            call, count = module.RecordedLoss.__call__, [0]
+            def bad_in_some(self, **arguments):
+                count[0] += 1
+                loss = call(self, **arguments)
+                if os.environ.get("RANK") != "1" or count[0] not in eval(os.environ["TEST_CALLS"]):
+                    return loss
+                if os.environ["TEST_FAULT"] == "oom":
+                    import torch
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                self.last = self.last * float("nan")
+                return loss * float("nan")
+            module.RecordedLoss.__call__ = bad_in_some
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Patch())
+"""
+"rank 1's loss is no number, or its memory is full, in some of its calls"
+
+
+def faulty(folder: Path, fault: str, calls: str) -> dict[str, str]:
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(BAD_LOSS)
+    paths = [str(folder / "site"), *filter(None, [ENV.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "TEST_FAULT": fault, "TEST_CALLS": calls}
+
+
+def words(folder: Path, *more: str) -> tuple[str, ...]:
+    return ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--output_dir", str(folder), *more)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ds_zero3"])
+def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(strategy: str, tmp_path: Path) -> None:
+    """As Slurm sends it before it takes the machine away; `slm launch` hands the ranks' code on."""
+    config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
+    slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
+    command = [
+        *slm,
+        "--config_file",
+        config,
+        "-m",
+        "slm_toolkit.train",
+        *words(tmp_path, "--save_steps", "5"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--max_steps", "100000"], cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+    while not (folder / "step_5").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + 15
+    found = re.search(r"error: SIGTERM after step (\d+) of 100000\ncheckpoint: (.*); --resume_from", err)
+    step = int(found[1])
+    assert found[2] == str(folder / f"step_{step}")
+    assert "Traceback" not in err
+    assert left_over(tmp_path) == []
+    reason = json.loads((tmp_path / "run" / "record.json").read_text())["reason"]
+    assert reason == f"SIGTERM after step {step} of 100000"
+    resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
+    done = launch(*words(tmp_path, *resume), config=config)
+    assert done.code == 0, done.err
+    assert record_under(tmp_path)["first_step"] == step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])
+def test_a_bad_step_is_left_out_or_ends_the_run(strategy: str, tmp_path: Path) -> None:
+    env, config = faulty(tmp_path, "nan", "{3}"), f"accel_configs/{strategy}.yaml"
+    skip = words(tmp_path / "skip", "--on_bad_step", "skip", "--max_steps", "5", "--save_steps", "2")
+    done = launch(*skip, config=config, env=env)
+    assert done.code == 0, done.err
+    record = record_under(tmp_path / "skip")
+    assert record["skipped_steps"] == [3]
+    assert [loss is None for loss in record["losses"]] == [False, False, True, False, False]
+    folder = tmp_path / "skip" / "run" / "checkpoints"
+    manifests = [json.loads((folder / f"step_{step}" / "checkpoint.json").read_text()) for step in (2, 4)]
+    assert [manifest["optimizer_steps"] for manifest in manifests] == [2, 3]
+
+    if strategy == "ddp":  # what a stop leaves is what was before the bad step, and names it
+        stop = words(tmp_path / "stop", "--max_steps", "5", "--save_steps", "2")
+        done = launch(*stop, config=config, env=env)
+        assert done.code == 1
+        path = tmp_path / "stop" / "run" / "bad-step-3.json"
+        told = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        assert told == [
+            f"error: step 3: the loss is nan on rank 1, the gradients' norm nan; its sequences: {path}"
+        ]
+        assert "checkpoints/step_2; --resume_from_checkpoint latest goes on from it" in done.err
+        # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
+        ranks = json.loads(path.read_text())["ranks"]
+        numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]
+        assert numbers == [[16, 17, 18, 19], [20, 21, 22, 23]]
+        assert [(rank["is_bad"], rank["loss"] is None) for rank in ranks] == [(False, False), (True, True)]
+
+
+def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_path: Path) -> None:
+    """A limit below the first loss, ln(32,000) = 10.4: every step is bad, and after ten the run gives up."""
+    flags = ("--max_loss", "9", "--max_steps", "20")
+    config = "accel_configs/single.yaml"
+    done = launch(*words(tmp_path / "stop", *flags), config=config)
+    assert done.code == 1
+    assert re.search(r"error: step 1: the loss is 10\.\d+ on rank 0", done.err)
+    save = ("--on_bad_step", "skip", "--save_steps", "1", "--save_total_limit", "20")
+    done = launch(*words(tmp_path / "skip", *flags, *save), config=config)
+    assert done.code == 1
+    assert "error: step 10: 10 steps in a row were bad: the loss is 10." in done.err
+    folder = tmp_path / "skip" / "run" / "checkpoints"
+    first, last = (load_file(folder / f"step_{k}" / "rank_0.safetensors") for k in (1, 8))
+    weights = [name for name in first if name.startswith(("weights/", "exp_avg"))]
+    assert weights
+    assert all(first[name].equal(last[name]) for name in weights)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ds_zero1"])
+def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
+    """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""
+    env = {
+        **faulty(tmp_path, "oom", "({2} if arguments['labels'].shape[0] > 2 else {})"),
+        "OMP_NUM_THREADS": "1",
+    }
+    batch = ("--per_device_train_batch_size", "8", "--find_batch_size", "true", "--max_steps", "4")
+    found = words(tmp_path / "found", *batch, "--numerics", "fp32", "--save_steps", "1")
+    done = launch(*found, config=f"accel_configs/{strategy}.yaml", env=env)
+    assert done.code == 0, done.err
+    assert "rank 1 is out of memory with 8 sequences per micro-step: trying fewer" in done.err
+    assert "rank 1 is out of memory with 4 sequences per micro-step: trying fewer" in done.err
+    record = record_under(tmp_path / "found")
+    assert record["batch_size_search"] == {"asked": 8, "ran": 2, "out_of_memory": [8, 4]}
+    asked = record["asked"]["config"]
+    assert (asked["per_device_train_batch_size"], asked["gradient_accumulation_steps"]) == (2, 4)
+    assert record["tokens_per_step"] == 2 * 8 * 32
+    assert record["first_step"] == 1  # what was saved before is not done again
+    assert left_over(tmp_path) == []
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path: Path) -> None:
+    """A limit on the size of files that rank 1's share, and only that, exceeds: errno 27."""
+    first = words(tmp_path, "--save_steps", "2", "--max_steps", "2")
+    assert launch(*first, config="accel_configs/ddp.yaml").code == 0
+    limited = (
+        "import os, resource\\n"
+        "if os.environ.get('RANK') == '1':\\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\\n"
+    ).replace("\\n", "\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(limited)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *filter(None, [ENV.get("PYTHONPATH")])])}
+    more = words(tmp_path, "--save_steps", "2", "--max_steps", "6", "--resume_from_checkpoint", "latest")
+    done = launch(*more, config="accel_configs/ddp.yaml", env=env)
+    assert done.code == 1
+    folder = tmp_path / "run" / "checkpoints"
+    (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert told.startswith("error: the checkpoint could not be written: rank 1: [Errno 27]")
+    assert f"{folder}/.step_4.unfinished/rank_1.safetensors" in told
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    done = launch(*more, config="accel_configs/ddp.yaml")
+    assert done.code == 0, done.err
+    assert record_under(tmp_path)["first_step"] == 2
