@@ -6,7 +6,9 @@ read into, such stretches: so what one strategy wrote, any other reads.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,10 +147,33 @@ def _of_zero3(name: str, param: torch.nn.Parameter) -> Iterator[Stretch]:
     size = min(of_rank, param.ds_numel - start)
     if size <= 0:
         return
-    flat = zero.fp32_partitioned_groups_flat[group]
-    state = _adam_state(zero.optimizer, flat)
-    for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
-        yield _in_memory(kind, name, start, tensor.detach().narrow(0, offset, size), is_mine=True)
+
+    def part_of(kind: str) -> torch.Tensor:
+        flat = zero.fp32_partitioned_groups_flat[group]
+        tensor = flat if kind == WEIGHTS else _adam_state(zero.optimizer, flat)[kind]
+        return tensor.detach().narrow(0, offset, size)
+
+    def read(kind: str) -> torch.Tensor:
+        with _from_disk(zero, group) as is_copied:
+            return part_of(kind).clone() if is_copied else part_of(kind)
+
+    def write(kind: str, values: torch.Tensor) -> None:
+        with _from_disk(zero, group):
+            part_of(kind).copy_(values)
+
+    for kind in (WEIGHTS, *MOMENTS):
+        yield Stretch(kind, name, start, size, True, read=partial(read, kind), write=partial(write, kind))
+
+
+@contextmanager
+def _from_disk(zero: Any, group: int) -> Iterator[bool]:
+    """While ZeRO-Infinity's state of some parameters is in memory; whether it was on the disk before."""
+    on_disk = zero._swappable_optimizer_subgroup(group)
+    if on_disk:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    yield on_disk
+    if on_disk:
+        zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
