@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,7 +74,7 @@ class BatchSizeSearch:
     def __init__(self, config: RunConfig) -> None:
         self._size = config.per_device_train_batch_size
         self._store: dist.Store | None = None
-        self._ended = threading.Event()
+        self._ended, self._once = threading.Event(), threading.Lock()
         if not config.find_batch_size or self._size == 1:
             self._size = 1
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -111,6 +112,7 @@ class BatchSizeSearch:
                 return
 
     def _start_again(self, *, say: bool) -> NoReturn:
+        self._once.acquire()  # the watching thread and the one that trains may both have seen it
         if self._store is not None:
             self._store.set("out of memory", "yes")
         if say:
@@ -120,6 +122,12 @@ class BatchSizeSearch:
         os.environ[_TRIED_VARIABLE] = json.dumps([*_tried(), self._size])
         os.environ[_ATTEMPT_VARIABLE] = str(_attempt() + 1)
         sys.stdout.flush()
+        for number in os.listdir(
+            "/proc/self/fd"
+        ):  # or gloo's sockets would outlive the process that knew them
+            if int(number) > 2:
+                with suppress(OSError):
+                    os.set_inheritable(int(number), False)
         os.execv(sys.executable, sys.orig_argv)
 
 
