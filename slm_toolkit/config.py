@@ -11,6 +11,8 @@ REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices of widths that are multiples of it"
+MOST_DDP_TIMEOUT = 3600
+"seconds; torch's own timeout of a collective, see run/machines.py"
 ADAPTER_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter")
 "that mean nothing without --peft; the first three are LoRA's alone"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
@@ -265,6 +267,14 @@ class RunConfig(DataConfig):
         None,
         "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
         "`pip install slm-toolkit[lm_eval]`",
+        group="saving",
+        identity=False,
+    )
+    ddp_timeout: float = flag(
+        600.0,
+        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
+        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
+        "Building model, data and engine is not counted",
         group="saving",
         identity=False,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, SYNTHETIC, RunConfig
+from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, MOST_DDP_TIMEOUT, SYNTHETIC, RunConfig
 
 
 def problems_of(config: RunConfig) -> list[str]:
@@ -90,6 +90,11 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("--max_steps and --num_train_epochs both say how long: give one")
     if config.num_train_epochs is not None and config.dataset == SYNTHETIC:
         found.append("--num_train_epochs with synthetic tokens, which never end: give --max_steps")
+    if not 1 <= config.ddp_timeout <= MOST_DDP_TIMEOUT:
+        found.append(
+            f"--ddp_timeout is {config.ddp_timeout:g}: 1 to {MOST_DDP_TIMEOUT} seconds, after which "
+            "collectives give up by themselves"
+        )
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= values[name] < 1:
             found.append(f"--{name} is {values[name]}: 0 to below 1")

@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 
 from slm_toolkit.disturbances import warnings_of
@@ -34,7 +33,7 @@ from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless, model_inputs, steps_by_labels
 from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
-from slm_toolkit.run.failure import write_failure
+from slm_toolkit.run.failure import record_mark, write_failure
 from slm_toolkit.run.guard import Guard
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
@@ -46,17 +45,23 @@ from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import MODEL_DIR, save_model
 from slm_toolkit.run.schedule import set_learning_rate
+from slm_toolkit.run.since_start import seconds_since_start
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
+from slm_toolkit.run.watchdog import Watchdog
 
 
 def main(argv: list[str] | None = None) -> None:
-    started = psutil.Process().create_time()
     answer_signals()
+    with Watchdog() as watchdog:
+        run(with_underscores(sys.argv[1:] if argv is None else argv), watchdog)
+
+
+def run(arguments: list[str], watchdog: Watchdog) -> None:
+    started = time.time() - seconds_since_start()
     parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
     add_flags(parser, grid=False)
-    arguments = with_underscores(sys.argv[1:] if argv is None else argv)
     try:
         with user_errors():
             config = config_from_args(parser.parse_args(arguments))
@@ -69,23 +74,28 @@ def main(argv: list[str] | None = None) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # or gloo aborts the exit, after the message
         raise
+    mark = record_mark(job.run_dir)
+    watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
     try:
         with tensors_of(job.config):
             prepared, record = prepare(job, record)
+            watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
             fake = is_fake(job.config)
-            with job.machines.recorded(record, job.run_dir, started=started), job.search:
-                observed = rehearse(job, prepared) if fake else train(job, prepared, record)
+            with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
+                observed = rehearse(job, prepared) if fake else train(job, prepared, record, watchdog)
+            watchdog.rest()
         record = dataclasses.replace(record, status="ok", **observed)
     except RunEnded as ended:
         if job.accelerator.is_main_process:
-            write_failure(record, ended, job.run_dir, started=started)
+            write_failure(record, ended, job.run_dir, mark=mark)
             print(f"error: {ended}", file=sys.stderr)
         raise SystemExit(ended.exit_code) from None
     except Exception as error:
-        write_failure(record, error, job.run_dir, started=started)
+        watchdog.blame(error)
+        write_failure(record, error, job.run_dir, mark=mark)
         raise
     if job.accelerator.is_main_process:
-        record = dataclasses.replace(record, seconds_total=time.time() - started)
+        record = dataclasses.replace(record, seconds_total=seconds_since_start())
         path = write_record(record, job.run_dir)
         print("".join(f"note: {warning}\n" for warning in warnings_of(record)), end="", file=sys.stderr)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
@@ -102,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         print(lm_eval_described(results), file=sys.stderr)
 
 
-def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
+def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -> dict[str, Any]:
     """All steps; returns the record's fields that were observed, the same on all ranks."""
     config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
     num_steps = prepared.num_steps
@@ -138,6 +148,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
         batches = chain([next(batches)], batches)  # the data's order draws from the same numbers
         load_random_states(job.checkpoint, accelerator)
     for step in range(record.first_step, num_steps):
+        watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
             lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
             step_loss, norm = train_step(job, prepared, batches, watch)
@@ -156,6 +167,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
                 logged |= {f"loss/{name}": loss for name, loss in of_last.items()}
             accelerator.log(logged, step=done)
         if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
+            watchdog.beat(f"in the evaluation after step {done}")
             of_sets = evaluate(accelerator, prepared.model, recorder, prepared.eval_loaders, config)
             eval_losses.append({"step": done, "loss": finite(mean_loss(of_sets))})
             for name, (loss, _) in of_sets.items():
@@ -165,8 +177,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
             if config.report_to != "none":
                 of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
                 accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=done)
+        watchdog.beat(f"after step {done} of {num_steps}")
         guard.after(step, step_loss, norm)
     guard.end()
+    watchdog.beat("after the last step")
     mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
     if progress is not None:
         progress.show(num_steps, mean_losses[-1])
@@ -175,12 +189,14 @@ def train(job: Job, prepared: Prepared, record: RunRecord) -> dict[str, Any]:
     observed = watch.observed()  # before the model is gathered to be saved
     saved = None
     if config.save_final_model:
+        watchdog.beat("in saving the model")
         saved = save_model(
             *(accelerator, prepared.model, job.data.tokenizer, run_dir / MODEL_DIR),
             merge=config.merge_adapter,
         )
     anatomy = None
-    if config.profile:  # these steps train on, after all that is recorded and saved
+    if config.profile:
+        watchdog.beat("while profiling")  # these steps train on, after all that is recorded and saved
         if progress is not None:
             progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
         engine = deepspeed_engine(accelerator)

@@ -1,17 +1,14 @@
 """Why a run ended as it did, from what it left: its log, its exit code, its disk."""
 
-import errno
 import re
 import shutil
 import signal
 from pathlib import Path
 
+from slm_toolkit.disk_full import SAYS_DISK_FULL
+
 LOG_FILE = "log.txt"
 "what a run wrote to stdout and stderr, beside its record"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"error numbers of a write for which there is no room: of the disk, of a quota, of a limit on a file's size"
-_DISK_FULL = re.compile(r"\[Errno (28|122|27)\]|No space left on device|Disk quota exceeded|os error 28")
-"the same numbers on Linux, and how C++ and Rust say it"
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|another process is utilizing it", re.IGNORECASE)
 "how torch's store, gloo and accelerate say it"
 _EXIT_SIGNAL = re.compile(r"(?:exitcode  : -|died with <Signals\.\w+: )(\d+)")
@@ -78,9 +75,9 @@ def port_taken(reason: str) -> bool:
 def disk_full(folder: Path, log_text: str) -> str | None:
     """What a full disk stopped, with what is free now; None where the disk is not why."""
     free_bytes = shutil.disk_usage(folder).free
-    if not _DISK_FULL.search(log_text) and free_bytes >= _LITTLE_BYTES:
+    if not SAYS_DISK_FULL.search(log_text) and free_bytes >= _LITTLE_BYTES:
         return None
-    said = next((line.strip() for line in log_text.splitlines() if _DISK_FULL.search(line)), None)
+    said = next((line.strip() for line in log_text.splitlines() if SAYS_DISK_FULL.search(line)), None)
     return f"no room on the disk of {folder} ({free_bytes / 2**20:,.1f} MiB free now)" + (
         f": {said[:200]}" if said else ""
     )

@@ -16,6 +16,7 @@ from slm_toolkit.compare.causes import (
     reason_in_log,
 )
 from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record import RECORD_FILE, RunRecord, model_facts
 from slm_toolkit.record_files import read_record
 
@@ -45,8 +46,10 @@ def own_record(run: PlannedRun, ended: Ended) -> RunRecord | None:
     record = read_record(path)
     killed = killed_process(log_text, ended.exit_code) is not None
     timed_out = ended.stopped_after_seconds is not None
-    # What the others saw of a rank's end, a closed connection, is not the cause; their own crash is.
-    broken_off = killed and record.status == "failed" and "peer" in (record.reason or "")
+    # What the others saw of a rank's end, a closed connection, is not the cause, nor that it is gone: we know
+    # the signal. Their own crash is.
+    reason = record.reason or ""
+    broken_off = killed and record.status == "failed" and ("peer" in reason or KILLED_OR_CRASHED in reason)
     ended_well = record.status == "ok" and ended.exit_code == 0 and not timed_out
     told_why = record.status == "failed" and not broken_off and not timed_out
     return record if record.status == "oom" or ended_well or told_why else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.compare.causes import DISK_FULL, LOG_FILE, port_taken
+from slm_toolkit.compare.causes import LOG_FILE, port_taken
 from slm_toolkit.compare.ended import Ended, own_record, record_of
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slm_toolkit.compare.processes import processes_of
+from slm_toolkit.lost_ranks import place_of, waits_for_others
 from slm_toolkit.record import STACK_FILES
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-_WAITING = re.compile(
-    r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/"
-)
-"files whose innermost frames wait for other ranks: collectives, those of a backward, the GPU's own"
 _STALE_LOCK = "; if nobody compiles, a killed run left a file `lock` in ~/.cache/torch_extensions: remove it"
 _HEADING = "Stack (most recent call first):"
 
@@ -30,15 +27,12 @@ class RankStack:
 
     @property
     def is_waiting(self) -> bool:
-        return any(_WAITING.search(frame) for frame in self.frames[:2])
+        return waits_for_others(self.frames)
 
     @property
     def place(self) -> str:
         """The innermost frame, with the last two parts of its path."""
-        if not self.frames:
-            return "a call that does not answer signals"
-        path, _, rest = self.frames[0].rpartition(":")
-        return f"{'/'.join(Path(path).parts[-2:])}:{rest}"
+        return place_of(self.frames) if self.frames else "a call that does not answer signals"
 
 
 def look_at_ranks(folder: Path) -> list[RankStack]:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import read_record, write_record
+from slm_toolkit.run.since_start import seconds_since_start
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
@@ -20,14 +21,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, started: float) -> None:
-    """Write why this rank failed, unless another rank of this launch did: its end broke ours off."""
-    status = "oom" if is_out_of_memory(error) else "failed"
+def record_mark(run_dir: Path) -> int | None:
+    """What tells the record that lies in a run's folder from any that is written later; None: there is none.
+
+    Two dates of one file system: which is earlier does not matter, and a clock may have been set between.
+    """
     path = run_dir / RECORD_FILE
-    first = not path.is_file() or path.stat().st_mtime < started
-    if first or (status == "oom" and read_record(path).status != "oom"):
+    return path.stat().st_mtime_ns if path.is_file() else None
+
+
+def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, mark: int | None) -> None:
+    """Write why this rank failed, unless another rank of this launch did: its end broke ours off.
+
+    `mark`: of the record that lay there before. A full disk takes no record: what is said has to do.
+    """
+    status = "oom" if is_out_of_memory(error) else "failed"
+    first = record_mark(run_dir) == mark
+    if first or (status == "oom" and read_record(run_dir / RECORD_FILE).status != "oom"):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        seconds = time.time() - started
-        write_record(
-            dataclasses.replace(record, status=status, reason=reason, seconds_total=seconds), run_dir
+        failed = dataclasses.replace(
+            record, status=status, reason=reason, seconds_total=seconds_since_start()
         )
+        with suppress(OSError):
+            write_record(failed, run_dir)

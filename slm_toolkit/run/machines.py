@@ -21,12 +21,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from slm_toolkit.config import MOST_DDP_TIMEOUT
 from slm_toolkit.meeting import Link, Machine, attend, host, listen
 from slm_toolkit.patience import PATIENCE_VARIABLE, Patience, patience_seconds
 from slm_toolkit.record import RunRecord
 from slm_toolkit.run.failure import OUT_OF_MEMORY, write_failure
 
-_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+_COLLECTIVE_TIMEOUT = timedelta(seconds=MOST_DDP_TIMEOUT)
 "rank 0 packs documents while the others wait for it: longer than NCCL's ten minutes on a large dataset"
 _SILENT_SECONDS = 10.0
 "while the ranks of other machines import torch, too"
@@ -35,7 +36,7 @@ _GRACE_SECONDS = 10.0
 _SETTLE_SECONDS = 2.0
 "for a connection to end after a collective has failed for the same reason"
 _GOODBYE = b"goodbye"
-_UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
+UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
 "in errors of collectives whose other side is gone"
 
 
@@ -144,7 +145,7 @@ class Machines:
             on_gpu = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
         except RuntimeError as error:
-            if not _UNREACHED.search(str(error)):
+            if not UNREACHED.search(str(error)):
                 raise
             variable = "NCCL_SOCKET_IFNAME" if torch.cuda.is_available() else "GLOO_SOCKET_IFNAME"
             raise ValueError(
@@ -155,16 +156,16 @@ class Machines:
         dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)  # private
 
     @contextmanager
-    def recorded(self, record: RunRecord, run_dir: Path, *, started: float) -> Iterator[None]:
+    def recorded(self, record: RunRecord, run_dir: Path, *, mark: int | None) -> Iterator[None]:
         """Around training: where another machine is lost, the record says so; at the end nobody is missed."""
         if num_machines() == 1:
             yield
             return
-        self._write = functools.partial(write_failure, record, run_dir=run_dir, started=started)
+        self._write = functools.partial(write_failure, record, run_dir=run_dir, mark=mark)
         try:
             yield
         except RuntimeError as error:
-            if _UNREACHED.search(str(error)) and not OUT_OF_MEMORY.search(str(error)):
+            if UNREACHED.search(str(error)) and not OUT_OF_MEMORY.search(str(error)):
                 time.sleep(self._settle_seconds)
                 if self._lost is not None:
                     self._give_up()

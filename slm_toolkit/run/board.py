@@ -1,0 +1,51 @@
+"""What the ranks of a launch leave for each other to read, in the store of torch's launcher."""
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_SECONDS = 20
+"for the store to answer: it is in the launcher, which does nothing else"
+
+
+class Board:
+    """Values by name; a launcher that is gone reads as an empty board."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def write(self, name: str, value: Any) -> None:
+        try:
+            self._store.set(name, json.dumps(value))
+        except RuntimeError:  # torch.distributed's errors are; nobody is left to read
+            return
+
+    def read(self, name: str) -> Any:
+        """None where nothing stands there yet; never waits for it."""
+        try:
+            return json.loads(self._store.get(name)) if self._store.check([name]) else None
+        except RuntimeError:
+            return None
+
+    def is_first(self, name: str, rank: int) -> bool | None:
+        """Whether `rank` is the first to ask for `name`; None where the launcher is gone."""
+        try:
+            return self._store.compare_set(name, "", str(rank)) == str(rank).encode()
+        except RuntimeError:
+            return None
+
+
+def open_board() -> Board | None:
+    """None for a process that is alone, and under launchers other than torch's, which have no store."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_SECONDS))
+    except RuntimeError:  # who makes the process group is about to say that nobody is there
+        return None
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Board(dist.PrefixStore(f"slm_toolkit/{again}/board", store))

@@ -1,0 +1,42 @@
+"""Errors of a run that are nobody's bug, in a line: a full disk, data that went bad."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from slm_toolkit.disk_full import DISK_FULL, SAYS_DISK_FULL
+from slm_toolkit.run.bad_data import BadData
+
+_LITTLE_BYTES = 2**20
+
+
+def one_line(error: BaseException, run_dir: Path | None) -> str | None:
+    """What to say of it, with a hint on a second line; None for a bug, whose traceback says more."""
+    if isinstance(error, BadData):
+        return str(error)
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    full = next((link for link in chain if _is_disk_full(link)), None)
+    return None if full is None else _no_room(full, run_dir)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in DISK_FULL
+    return SAYS_DISK_FULL.search(str(error)) is not None
+
+
+def _no_room(error: BaseException, run_dir: Path | None) -> str:
+    """A write names no file, but its disk is one that is full now."""
+    named = getattr(error, "filename", None)
+    places = [Path(named)] if named else [place for place in (run_dir, Path(tempfile.gettempdir())) if place]
+    folders = [next(folder for folder in (place, *place.parents) if folder.is_dir()) for place in places]
+    free = [(shutil.disk_usage(folder).free, place) for folder, place in zip(folders, places, strict=True)]
+    full = [found for found in free if found[0] < _LITTLE_BYTES]
+    free_bytes, place = (full or free)[0]
+    reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+    return (
+        f"no room to write {'' if named else 'under '}{place} ({free_bytes:,} bytes free now): {reason}\n"
+        "hint: free some, or --output_dir on another disk, with fewer checkpoints kept (--save_total_limit)"
+    )

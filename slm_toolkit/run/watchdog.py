@@ -1,0 +1,226 @@
+"""One message when a run can't go on: which rank was killed, failed or hangs, and where the run can go on from.
+
+A rank's thread looks once a second whether the processes of this machine's other ranks are there, and how long
+its own main thread has been at one step. Nothing is sent between ranks while nothing is wrong.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
+from slm_toolkit.record import RunRecord
+from slm_toolkit.run.board import open_board
+from slm_toolkit.run.failure import write_failure
+from slm_toolkit.run.known_errors import one_line
+from slm_toolkit.run.machines import UNREACHED
+from slm_toolkit.run.siblings import Siblings
+from slm_toolkit.run.stalled import Stall, explain, stall_of
+
+_LOOK_SECONDS = 1.0
+_SETTLE_SECONDS = 5.0
+"for what broke a collective off to be seen: a process takes a while to end"
+_ANSWER_SECONDS = 10.0
+"for a rank whose thread can run to say where its main thread is"
+_WITNESS_SECONDS = 5.0
+"for the rank that speaks to have spoken"
+_FROZEN_SECONDS = 5.0
+"more than that between two looks: the process, or the whole machine, was stopped meanwhile"
+_COMPILING_SECONDS = 3600.0
+"for the first step of --torch_compile; collectives wait as long"
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """The run that is watched, once it is set up."""
+
+    record: RunRecord
+    run_dir: Path
+    mark: int | None
+    "see `write_failure`"
+    limit_seconds: float
+    first_limit_seconds: float
+
+
+class Watchdog:
+    """`with Watchdog() as watchdog` around all that a rank does; `follow` its run, `beat` at every step."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._board = open_board()
+        self._siblings = Siblings(self._board)
+        self._launcher = os.getppid() if self._board is not None else None
+        self._run: _Followed | None = None
+        self._where = "before its first step"
+        self._num_beats = 0
+        self._beat_at = 0.0
+        self._frozen_seconds = 0.0
+        self._looked_at = time.monotonic()
+        self._ended = threading.Event()
+        self._voice = threading.Lock()
+        self._signal_before: object = None
+
+    def __enter__(self) -> "Watchdog":
+        if self._board is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """A failure that can be told in a line is; others keep their traceback, on the rank that has failed."""
+        if isinstance(error, Exception):
+            self.blame(error)
+            self._leave(f"{type(error).__name__}: {error}".splitlines()[0])
+            if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
+                self._give_up(f"rank {self.rank}: {said}", hint=said.partition("\nhint: ")[2])
+        else:
+            self._leave(None)
+        self._ended.set()
+        if signal.getsignal(signal.SIGTERM) == self._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def follow(self, record: RunRecord, run_dir: Path, *, mark: int | None, config: RunConfig) -> None:
+        """The run is set up: a message is written to its record, too, and its steps have their limit."""
+        limit = config.ddp_timeout
+        first = max(limit, _COMPILING_SECONDS) if config.torch_compile else limit
+        self._run = _Followed(record, run_dir, mark, limit, first)
+
+    def beat(self, where: str) -> None:
+        """The main thread goes on: with a step, an evaluation, a checkpoint."""
+        self._where = where
+        self._frozen_seconds = 0.0
+        self._beat_at = time.monotonic()
+        self._num_beats += 1
+
+    def rest(self) -> None:
+        """What follows has no steps."""
+        self._num_beats = 0
+
+    def blame(self, error: Exception) -> None:
+        """End this rank, with one message of all, where `error` says no more than that another has ended."""
+        if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
+            return
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            if (lost := self._lost()) is not None:
+                self._give_up(lost)
+            time.sleep(_LOOK_SECONDS / 10)
+
+    def _watch(self) -> None:
+        """In a thread of its own."""
+        while not self._ended.wait(_LOOK_SECONDS):
+            if (lost := self._lost()) is not None:
+                self._give_up(lost)
+            limit = self._seconds_over(fraction=1.0)
+            alarmed = self._seconds_over(fraction=0.5) and self._board and self._board.read("alarm")
+            if limit or alarmed:
+                self._confer()
+
+    def _lost(self) -> str | None:
+        """Which rank, or the launcher, is gone and should not be."""
+        for rank, pid in self._siblings.ended().items():
+            left = self._board.read(f"left {rank}")
+            if left is None:
+                return f"rank {rank} (pid {pid}) {KILLED_OR_CRASHED} {self._where}"
+            if left["failed"] is not None:
+                return f"rank {rank} (pid {pid}) failed {self._where}: {left['failed']}"
+        if self._launcher is not None and os.getppid() != self._launcher:
+            return f"the launcher (pid {self._launcher}) {KILLED_OR_CRASHED} {self._where}"
+        return None
+
+    def _seconds_over(self, *, fraction: float) -> float:
+        """How much longer than a fraction of its limit the main thread has been where it is; 0: it has not."""
+        now = time.monotonic()
+        frozen = now - self._looked_at - _LOOK_SECONDS
+        if frozen > _FROZEN_SECONDS:
+            self._frozen_seconds += frozen
+        self._looked_at = now
+        if self._run is None or self._num_beats == 0:
+            return 0.0
+        limit = self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
+        return max(0.0, now - self._beat_at - self._frozen_seconds - fraction * limit)
+
+    def _confer(self) -> NoReturn:
+        """Say where this rank is, hear where the others are, and end with what is found."""
+        mine = stall_of(self.rank, os.getpid())
+        stalls = {self.rank: mine}
+        if self._board is not None:
+            self._board.write(f"stall {self.rank}", asdict(mine))
+            self._board.write("alarm", self.rank)
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while len(stalls) < self._num_ranks and time.monotonic() < deadline:
+                for rank in set(range(self._num_ranks)) - stalls.keys():
+                    if (said := self._board.read(f"stall {rank}")) is not None:
+                        stalls[rank] = Stall(**said)
+                time.sleep(_LOOK_SECONDS / 4)
+        silent = sorted(set(range(self._num_ranks)) - stalls.keys())
+        found = explain([stalls[rank] for rank in sorted(stalls)], [*map(self._siblings.how_is, silent)])
+        limit = self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
+        self._give_up(
+            f"no progress for {limit:g} s (--ddp_timeout) {self._where}: {found}",
+            hint="where a step does take that long, raise --ddp_timeout",
+            silent=silent,
+        )
+
+    def _leave(self, failed: str | None) -> None:
+        """Tell the others that the end of this process is no riddle."""
+        if self._board is not None:
+            self._board.write(f"left {self.rank}", {"failed": failed})
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM: of a launcher that has lost a rank, or of somebody who wants the run to end."""
+        if self._voice.locked():  # being said already
+            return
+        if (lost := self._lost()) is not None:
+            self._give_up(lost)
+        self._leave(None)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _give_up(self, found: str, *, hint: str = "", silent: list[int] | None = None) -> NoReturn:
+        """Say it, on one rank of each machine, record it, and end this process."""
+        if not self._voice.acquire(blocking=False):
+            time.sleep(2 * _WITNESS_SECONDS)  # the other thread ends the process
+            os._exit(1)
+        machine = os.environ.get("GROUP_RANK", "0")
+        first = self._board.is_first(f"speaks {machine}", self.rank) if self._board is not None else True
+        if first is None:  # the launcher is gone, and with it what is written
+            first = self.rank < min(self._siblings.living(), default=self.rank + 1)
+        if first:
+            self._say(found, hint)
+            self._siblings.kill(silent or [])
+            if self._board is not None:
+                self._board.write(f"spoken {machine}", True)
+        else:
+            deadline = time.monotonic() + _WITNESS_SECONDS
+            while time.monotonic() < deadline and not self._board.read(f"spoken {machine}"):
+                time.sleep(_LOOK_SECONDS / 10)
+        sys.stderr.flush()
+        os._exit(1)  # the thread that trains may wait for ever
+
+    def _say(self, found: str, hint: str) -> None:
+        newest = newest_checkpoint(self._run.run_dir) if self._run is not None else None
+        hints = [hint] if hint else []
+        if newest is not None:
+            hints.append(f"--resume_from_checkpoint latest goes on from {newest}")
+        lines = [f"error: {found.partition(chr(10))[0]}", f"hint: {'; '.join(hints)}" if hints else ""]
+        print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
+        if self._run is not None:
+            run = self._run
+            write_failure(run.record, RuntimeError(found), run.run_dir, mark=run.mark)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Of the folders that are whole: others have another name."""
+    found = [path for path in run_dir.glob("checkpoints/step_*") if path.name[5:].isdigit()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)

@@ -1,0 +1,164 @@
+"""Launches of `slm_toolkit.train` into which a fault is planted, with the time from it to the message."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import ENV, ROOT
+
+SITE = """
+import os, sys
+if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
+    import importlib.abc, importlib.util
+
+    def strike():
+        open(os.environ["TEST_STRUCK"], "w").close()
+        kind = os.environ["TEST_FAULT"]
+        if kind == "kill":
+            os.kill(os.getpid(), 9)
+        if kind == "crash in C":
+            os.abort()
+        if kind == "raise":
+            raise KeyError("the sky is falling")
+        if kind == "stop":
+            os.kill(os.getpid(), 19)
+        if kind == "sleep":
+            import time
+            time.sleep(1e6)
+        if kind == "pause":
+            import time
+            time.sleep(1.0)
+
+    class Patch(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != "slm_toolkit.run.loss":
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+            def exec_module(module):
+                load(module)
+                call, count = module.RecordedLoss.__call__, [0]
+                def nth_fails(self, **arguments):
+                    count[0] += 1
+                    if count[0] >= int(os.environ["TEST_STEP"]):
+                        strike()
+                    return call(self, **arguments)
+                module.RecordedLoss.__call__ = nth_fails
+            spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Patch())
+"""
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A launch that has ended."""
+
+    code: int
+    err: str
+    message_seconds: float | None
+    "from the fault to the first line that begins with `error: `"
+    end_seconds: float | None
+    "from the fault to the end of the launcher"
+    folder: Path
+
+    @property
+    def messages(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    @property
+    def hint(self) -> str:
+        found = re.search(r"^error: .*\nhint: (.*)$", self.err, re.MULTILINE)
+        return found[1] if found else ""
+
+    @property
+    def record(self) -> dict:
+        (path,) = self.folder.rglob("record.json")
+        return json.loads(path.read_text())
+
+
+def launch_with_fault(
+    folder: Path,
+    *arguments: str,
+    strategy: str | Path = "ddp",
+    fault: str = "none",
+    rank: int | str = 1,
+    step: int = 3,
+    env: dict[str, str] | None = None,
+    at_line: tuple[str, object] | None = None,
+    timeout: float = 300,
+) -> Faulty:
+    """`accelerate launch` of slm-1m on two CPU processes; at `step` the fault strikes `rank`.
+
+    Instead of a planted fault, `at_line` has a text and what to call when a line of output holds it.
+    """
+    site, struck = folder / "site", folder / "struck"
+    site.mkdir(parents=True, exist_ok=True)
+    struck.unlink(missing_ok=True)
+    (site / "sitecustomize.py").write_text(SITE)
+    of_fault = {
+        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [ENV.get("PYTHONPATH")])]),
+        "TEST_FAULT": fault,
+        "TEST_RANKS": "" if fault == "none" else str(rank),
+        "TEST_STEP": str(step),
+        "TEST_STRUCK": str(struck),
+    }
+    config = strategy if isinstance(strategy, Path) else ROOT / "accel_configs" / f"{strategy}.yaml"
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    process = subprocess.Popen(
+        [accelerate, "launch", "--main_process_port", "0", "--config_file", str(config)]
+        + ["-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "32", "--run_name", "run"]
+        + ["--output_dir", str(folder / "runs"), *arguments],
+        cwd=ROOT,
+        env={**ENV, **of_fault, **(env or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    watchman = threading.Timer(timeout, process.kill)
+    watchman.start()
+    lines: list[str] = []
+    said_at = struck_at = None
+    for line in process.stderr:
+        lines.append(line)
+        if said_at is None and line.startswith("error: "):
+            said_at = time.time()
+        if at_line is not None and at_line[0] in line and struck_at is None:
+            struck_at = time.time()
+            at_line[1]()
+    code = process.wait()
+    watchman.cancel()
+    if struck.exists():
+        struck_at = struck.stat().st_mtime
+    err = "".join(lines)
+    return Faulty(
+        code,
+        err,
+        said_at - struck_at if said_at and struck_at else None,
+        time.time() - struck_at if struck_at else None,
+        folder,
+    )
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Process ids that have `folder` in their command line, by force of which they may be ended."""
+    import psutil
+
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
+    ]
+
+
+STOP = signal.SIGSTOP
