@@ -91,7 +91,7 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
             print(f"error: {ended}", file=sys.stderr)
         raise SystemExit(ended.exit_code) from None
     except Exception as error:
-        watchdog.blame(error)
+        watchdog.settle(error)
         write_failure(record, error, job.run_dir, mark=mark)
         raise
     if job.accelerator.is_main_process:

@@ -14,7 +14,7 @@ from slm_toolkit.config_data import Source
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.run.formats import CHATS
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
-from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStream, added_columns
+from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStream, added_columns, bad_row
 from slm_toolkit.run.packing import APART, packing_of
 from slm_toolkit.run.sources import read_rows
 from slm_toolkit.run.synthetic import MarkovTokens
@@ -100,14 +100,18 @@ def _load_part(
     )
     facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
     if streaming:
-        return _split_stream(source, PackedStream(rows, pack), facts, config, hold_out)
-    packed = rows.with_format(None).map(
-        pack,
-        batched=True,
-        batch_size=ROWS_AT_ONCE,
-        remove_columns=rows.column_names,
-        desc=f"packing {source.name}",
-    )
+        return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, hold_out)
+    rows = rows.with_format(None)
+    try:
+        packed = rows.map(
+            pack,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            remove_columns=rows.column_names,
+            desc=f"packing {source.name}",
+        )
+    except ValueError as error:
+        raise bad_row(rows, 0, pack, source.path) or error from None
     if len(packed) == 0:
         raise ValueError(_too_short(source, kind, config))
     facts |= _facts_of(packed, len(rows), config.seq_len)
@@ -135,7 +139,7 @@ def _split_stream(
         )
     num_held_out = _most_held_out(config) if hold_out else 0
     held_out = list(islice(iter(stream), num_held_out))
-    train = PackedStream(stream.rows, stream.pack, skip=num_held_out)
+    train = PackedStream(stream.rows, stream.pack, stream.path, skip=num_held_out)
     if next(iter(train), None) is None:
         raise ValueError(_too_short(source, stream.pack.kind, config, num_held_out))
     return _Part(train, held_out if hold_out else None, facts)

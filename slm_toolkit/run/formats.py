@@ -67,6 +67,11 @@ def documents_of(
     if kind == "tokens":
         return _of_tokens(rows)
     if kind == "text":
+        if odd := [text for text in rows[text_column] if text is not None and not isinstance(text, str)]:
+            raise ValueError(
+                f"column {text_column!r} holds {str(odd[0])[:80]}, which is no text\n"
+                "hint: mend the row, or leave it out"
+            )
         texts = [text for text in rows[text_column] if text and text.strip()]
         pieces = [[(text, True)] for text in texts]
         return _tokenized(pieces, tokenizer, end=True)

@@ -12,8 +12,8 @@ _LITTLE_BYTES = 2**20
 
 def one_line(error: BaseException, run_dir: Path | None) -> str | None:
     """What to say of it, with a hint on a second line; None for a bug, whose traceback says more."""
-    if isinstance(error, BadData):
-        return str(error)
+    if isinstance(error, BadData):  # of a DataLoader's worker after the worker's traceback
+        return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)

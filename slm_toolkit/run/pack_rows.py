@@ -1,7 +1,7 @@
 """Rows of a dataset to sequences, all at once or as they stream by."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from slm_toolkit.run.bad_data import BadData
 from slm_toolkit.run.formats import CHATS, documents_of
 from slm_toolkit.run.packing import Columns, columns_of, fill
 
@@ -34,9 +35,15 @@ class Pack:
         return self.columns(self.fill(self.documents(rows))[0])
 
     def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
-        found = documents_of(
-            rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
-        )
+        """Raises ValueError for a row that is not what its format wants."""
+        try:
+            found = documents_of(
+                rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
+            )
+        except (AttributeError, KeyError, TypeError) as error:  # of a value of another kind
+            raise ValueError(
+                f"not what the format {self.kind} wants: {error}\nhint: mend the row, or leave it out"
+            ) from error
         if self.kind == "tokens":
             most = max((max(*document.tokens, *document.labels) for document in found), default=0)
             if most >= self.vocab_size:
@@ -58,8 +65,8 @@ class Pack:
 class PackedStream(IterableDataset):
     """Sequences of streamed rows, packed as they come; every pass reads the source again."""
 
-    def __init__(self, rows: Any, pack: Pack, *, skip: int = 0) -> None:
-        self.rows, self.pack, self.skip = rows, pack, skip
+    def __init__(self, rows: Any, pack: Pack, path: str, *, skip: int = 0) -> None:
+        self.rows, self.pack, self.path, self.skip = rows, pack, path, skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return itertools.islice(self._sequences(), self.skip, None)
@@ -67,9 +74,14 @@ class PackedStream(IterableDataset):
     def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
         rest: list[Any] = []
         joins = self.pack.packing in ("concat", "block_diagonal")
+        number = 0
         for group in _groups(self.rows, 1 if joins else ROWS_AT_ONCE):
-            by_column = {name: [row[name] for row in group] for name in group[0]}
-            sequences, rest = self.pack.fill([*rest, *self.pack.documents(by_column)])
+            try:
+                documents = self.pack.documents(_by_column(group))
+            except ValueError as error:
+                raise bad_row(group, number, self.pack, self.path) or error from None
+            number += len(group)
+            sequences, rest = self.pack.fill([*rest, *documents])
             columns = self.pack.columns(sequences)
             for values in zip(*columns.values(), strict=True):
                 yield {name: torch.as_tensor(value) for name, value in zip(columns, values, strict=True)}
@@ -79,6 +91,20 @@ def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
     rows = iter(rows)
     while group := list(itertools.islice(rows, size)):
         yield group
+
+
+def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
+    """The first of `rows`, of which `first` come before, that is not what its format wants: numbers from 1."""
+    for number, row in enumerate(rows, start=first + 1):
+        try:
+            pack.documents(_by_column([row]))
+        except ValueError as error:
+            return BadData(f"{path}, row {number:,}: {error}")
+    return None
+
+
+def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in group] for name in group[0]}
 
 
 def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:

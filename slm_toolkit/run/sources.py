@@ -7,6 +7,8 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source
+from slm_toolkit.disk_full import DISK_FULL
+from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
 from slm_toolkit.run.formats import format_of
 
 STREAM_ABOVE_BYTES = 2**30
@@ -38,7 +40,9 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
 
     if (Path(source.path).expanduser() / "state.json").is_file():  # of Dataset.save_to_disk
         rows = load_from_disk(str(Path(source.path).expanduser()))
-        return (rows.to_iterable_dataset(), True) if config.streaming else (rows, False)
+        if not config.streaming:
+            return rows, False
+        return StreamedRows(rows.to_iterable_dataset(), source.path, {}), True
     files = _local_files(source.path)
     if files:
         kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}
@@ -46,7 +50,8 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
             raise ValueError(
                 f"{source.path} mixes {', '.join(sorted(kinds))} files\nhint: give one kind by a glob"
             )
-        size_bytes = sum(Path(file).stat().st_size for file in files)
+        sizes = _sizes(source.path, files)
+        size_bytes = sum(sizes.values())
         if size_bytes == 0:
             raise ValueError(
                 f"{source.path} holds no text: {len(files)} empty files\nhint: give files with text"
@@ -56,7 +61,7 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
             origin["sample_by"] = "document"  # a file is a document
     else:
         origin = {"path": source.path, "name": config.dataset_config_name}
-        size_bytes = 0
+        sizes, size_bytes = {}, 0
     try:
         if not files:
             size_bytes = load_dataset_builder(**origin).info.download_size or math.inf  # unknown: may be huge
@@ -71,11 +76,24 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
     except (
         Exception
     ) as error:  # datasets raises its own and pyarrow's for files that are not what their names say
-        reason = str(error.__cause__ or error).splitlines()[0]
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
+            raise error.__cause__ from None  # of the cache
+        reason = fault_in(files) or first_line(error.__cause__ or error)
         raise ValueError(
             f"can't read dataset {source.path!r}: {reason}\nhint: is it UTF-8 and well-formed?"
         ) from None
-    return rows, streaming
+    return (StreamedRows(rows, source.path, sizes) if streaming else rows), streaming
+
+
+def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
+    """Bytes of each file. Raises ValueError for one that went away meanwhile, or is a link to nowhere."""
+    try:
+        return {file: Path(file).stat().st_size for file in files}
+    except OSError as error:
+        raise ValueError(
+            f"can't read dataset {dataset!r}: {error.filename}: {error.strerror}\n"
+            "hint: was it there when the run began? is it a link to nowhere?"
+        ) from None
 
 
 def _local_files(dataset: str) -> list[str]:

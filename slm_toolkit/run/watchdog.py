@@ -77,12 +77,10 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A failure that can be told in a line is; others keep their traceback, on the rank that has failed."""
+        """Of a bug the traceback follows, on the rank that has failed."""
         if isinstance(error, Exception):
-            self.blame(error)
-            self._leave(f"{type(error).__name__}: {error}".splitlines()[0])
-            if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
-                self._give_up(f"rank {self.rank}: {said}", hint=said.partition("\nhint: ")[2])
+            self.settle(error)
+            self._leave(_named(error))
         else:
             self._leave(None)
         self._ended.set()
@@ -106,8 +104,13 @@ class Watchdog:
         """What follows has no steps."""
         self._num_beats = 0
 
-    def blame(self, error: Exception) -> None:
-        """End this rank, with one message of all, where `error` says no more than that another has ended."""
+    def settle(self, error: Exception) -> None:
+        """End this rank, with one message of all, where `error` can be told in a line: a full disk, bad data,
+        or a collective that broke off because another rank has ended. Returns for a bug."""
+        if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
+            self._leave(_named(error))
+            what, _, hint = said.partition("\nhint: ")
+            self._give_up(f"rank {self.rank} {self._where}: {what}", hint=hint)
         if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -213,11 +216,14 @@ class Watchdog:
         hints = [hint] if hint else []
         if newest is not None:
             hints.append(f"--resume_from_checkpoint latest goes on from {newest}")
-        lines = [f"error: {found.partition(chr(10))[0]}", f"hint: {'; '.join(hints)}" if hints else ""]
-        print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
+        print(f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)], sep="\n", file=sys.stderr)
         if self._run is not None:
             run = self._run
             write_failure(run.record, RuntimeError(found), run.run_dir, mark=run.mark)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -1,0 +1,153 @@
+"""Data that goes bad ends a run in one line that names rank, file and place."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from training_faults import launch_with_fault
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS
+from slm_toolkit.run.bad_data import BadData
+from slm_toolkit.run.data import load_data
+
+TEXT = "the quick brown fox jumps over the lazy dog " * 3
+GOOD = json.dumps({"text": TEXT})
+
+
+def lines(path: Path, odd: str, *, at_line: int, num_lines: int) -> Path:
+    """A .jsonl with one odd line, counted from 1."""
+    path.write_text("\n".join(odd if n == at_line else GOOD for n in range(1, num_lines + 1)) + "\n")
+    return path
+
+
+def parquet_damaged_behind(path: Path) -> Path:
+    """Four row groups of 100 rows: bytes of the third are turned over."""
+    rows = [f"{n} {TEXT}{n * 7919}" for n in range(400)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": rows}), path, row_group_size=100, compression="snappy"
+    )
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(path.read_bytes())
+    for at in range(start + 40, start + column.total_compressed_size):
+        content[at] ^= 0x5A
+    path.write_bytes(content)
+    return path
+
+
+def load_and_read(path: Path, *, streaming: bool, more: dict[str, object]) -> None:
+    config = RunConfig(
+        model="slm-1m", dataset=str(path), seq_len=64, streaming=streaming, max_steps=4, **more
+    )
+    for _ in load_data(config, PRESETS["slm-1m"], num_sequences=0).train:
+        continue
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda folder: lines(folder / "a.jsonl", '{"text": "cut o', at_line=70, num_lines=100),
+            "a.jsonl, line 70: ",
+        ),
+        (
+            lambda folder: lines(folder / "a.jsonl", '{"text": ["a"]}', at_line=70, num_lines=100),
+            "a.jsonl, row 70: column 'text' holds ['a'], which is no text",
+        ),
+        (
+            lambda folder: lines(folder / "a.jsonl", "17", at_line=70, num_lines=100),
+            "a.jsonl, line 70 is a number, not an object with columns",
+        ),
+        (lambda folder: parquet_damaged_behind(folder / "a.parquet"), "a.parquet, rows 201 to 300: "),
+    ],
+    ids=["a broken line", "a list for text", "a line that is no row", "damaged Parquet"],
+)
+def test_a_bad_row_is_named_by_file_and_place(
+    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        load_and_read(make(tmp_path), streaming=streaming, more={})
+    assert said in str(raised.value)
+    assert "\nhint: " in str(raised.value)
+
+
+def test_a_cut_off_parquet_and_binary_garbage_in_text_are_named(tmp_path: Path) -> None:
+    whole = parquet_damaged_behind(tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "garbage.txt").write_bytes(b"fine\nfine\n" + bytes([0xFF, 0xFE, 0x00, 0x80]) * 1000)
+    for name, said in (
+        ("cut.parquet", "cut.parquet, cut off or no Parquet file"),
+        ("garbage.txt", "garbage.txt, line 3: byte 0xff is no UTF-8 text"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            load_and_read(tmp_path / name, streaming=False, more={})
+        assert said in str(raised.value)
+
+
+def test_a_bad_conversation_is_named_by_its_row(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "hi"}
+    good = {"messages": [turn, {"role": "assistant", "content": "yes"}]}
+    rows = [good] * 1500 + [{"messages": []}] + [good] * 10
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    for streaming in (True, False):
+        with pytest.raises(ValueError) as raised:
+            load_and_read(path, streaming=streaming, more={})
+        assert "chats.jsonl, row 1,501: a conversation has no turns" in str(raised.value)
+
+
+def test_a_file_that_is_gone_when_the_run_begins_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    os.symlink(tmp_path / "nowhere", tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"b\.txt: No such file or directory\nhint: "):
+        load_and_read(tmp_path / "*.txt", streaming=False, more={})
+
+
+def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tmp_path: Path) -> None:
+    config = RunConfig(model="slm-1m", dataset=str(tmp_path), seq_len=64, streaming=True, max_steps=4)
+    for name in ("a", "b"):
+        lines(tmp_path / f"{name}.jsonl", GOOD, at_line=1, num_lines=50)
+    size = (tmp_path / "b.jsonl").stat().st_size
+    train = load_data(config, PRESETS["slm-1m"], num_sequences=0).train
+    sequences = iter(train)
+    next(sequences)
+    lines(tmp_path / "b.jsonl", GOOD, at_line=1, num_lines=20)
+    with pytest.raises(BadData, match=rf"b\.jsonl had {size:,} bytes when the run began and has "):
+        list(sequences)
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(BadData, match=r"b\.jsonl is gone"):
+        list(train)
+
+
+def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    # a line has 133 bytes with its end, a step 8 sequences of 32: line 80 comes at step 80 * 133 / 256 = 41
+    path = lines(tmp_path / "deep.jsonl", '{"text": ["a"]}', at_line=80, num_lines=400)
+    faulty = launch_with_fault(
+        *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100", "--save_steps", "20"),
+    )
+    assert faulty.code == 1
+    (message,) = faulty.messages
+    assert message.startswith("error: rank ")
+    assert f"{path}, row 80: column 'text' holds ['a'], which is no text" in message
+    assert "[rank" not in faulty.err, "no rank shows a traceback"
+    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
+
+
+@pytest.mark.slow
+def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    path = lines(tmp_path / "goes.jsonl", GOOD, at_line=1, num_lines=200)
+    faulty = launch_with_fault(
+        *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100000", "--save_steps", "5"),
+        at_line=("checkpoint: ", path.unlink),
+    )
+    (message,) = faulty.messages
+    assert f"{path} is gone" in message
+    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert faulty.message_seconds < 60
