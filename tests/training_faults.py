@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from conftest import ENV, ROOT
 
 SITE = """
@@ -32,6 +32,9 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
         if kind == "sleep":
             import time
             time.sleep(1e6)
+        if kind == "hold":
+            import ctypes
+            ctypes.PyDLL(None).sleep(1000000)
         if kind == "pause":
             import time
             time.sleep(1.0)
@@ -143,22 +146,15 @@ def launch_with_fault(
     err = "".join(lines)
     return Faulty(
         code,
-        err,
-        said_at - struck_at if said_at and struck_at else None,
-        time.time() - struck_at if struck_at else None,
-        folder,
+        *(err, said_at - struck_at if said_at and struck_at else None),
+        *(time.time() - struck_at if struck_at else None, folder),
     )
 
 
 def ranks_of(folder: Path) -> list[int]:
     """Process ids that have `folder` in their command line, by force of which they may be ended."""
-    import psutil
-
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
         if str(folder) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
     ]
-
-
-STOP = signal.SIGSTOP
