@@ -11,7 +11,7 @@ from pathlib import Path
 from slm_toolkit.errors import user_errors
 from slm_toolkit.groups import fit_groups, group_sizes
 from slm_toolkit.launch_words import option, said_alike
-from slm_toolkit.meeting import Link, Machine, attend, host, is_own_address, listen, own_addresses
+from slm_toolkit.meeting import Link, Machine, attend, host, is_answered, is_own_address, listen, own_addresses
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
 from slm_toolkit.strategy import Strategy, read_strategy
 
@@ -95,6 +95,8 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
     """Read accelerate's options and the YAML. Raises ValueError for what can't be on several machines."""
     asked = _asked(tuple(words))
     if asked.num_machines in (None, 1):
+        if (asked.num_processes or 1) > 1:
+            _check_port(_DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port)
         return PlannedLaunch(asked.words, Machine(0, 1, {}), "", 0)
     if problems := _problems(asked):
         raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
@@ -127,6 +129,13 @@ def meet(planned: PlannedLaunch) -> list[Link]:
             with suppress(OSError):
                 link.socket.recv(1)
     return links
+
+
+def _check_port(port: int) -> None:
+    """Raises ValueError for a port that torch's launcher would trip over. accelerate takes another one where a
+    program answers on it, not where one has it and does not answer."""
+    if port and not is_answered(port):
+        listen("localhost", port).close()
 
 
 def _asked(words: tuple[str, ...]) -> _Asked:

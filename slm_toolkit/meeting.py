@@ -5,10 +5,12 @@ back once all are there: that all is well, or what is wrong. The connection is t
 """
 
 import json
+import os
 import selectors
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +62,15 @@ def listen(address: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=family)
     except OSError as error:
         raise ValueError(
-            f"can't listen on port {port} of this machine: {error.strerror}\n"
+            f"can't listen on port {port} of this machine: {os.strerror(error.errno)}{_held_by(port)}\n"
             "hint: another launch? --main_process_port names a free one, the same on every machine"
         ) from None
+
+
+def is_answered(port: int) -> bool:
+    """Whether a program of this machine listens on `port`: what accelerate sees, and takes another."""
+    with socket.socket() as attempt:
+        return attempt.connect_ex(("localhost", port)) == 0
 
 
 def is_own_address(address: str) -> bool:
@@ -256,6 +264,15 @@ def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
 
 def _machines(ranks: list[int]) -> str:
     return f"machine{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _held_by(port: int) -> str:
+    """Which process has `port`, where this user may know, and the system: of one that listens, or talks."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("inet"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f", by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    return ""
 
 
 def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, Any]:

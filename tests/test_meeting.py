@@ -1,11 +1,13 @@
 """Machines meet before they launch: all are told who is missing, who is too many and what differs."""
 
+import os
 import re
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from conftest import ROOT, own_strategy, slm
@@ -150,8 +152,23 @@ def test_nothing_is_said_while_nobody_is_late(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    with listen(HERE, 0) as taken, pytest.raises(ValueError, match="hint: another launch"):
+    with listen(HERE, 0) as taken, pytest.raises(ValueError, match="hint: another launch") as raised:
         listen(HERE, taken.getsockname()[1])
+    assert f"Address already in use, by {psutil.Process().name()} (pid {os.getpid()})" in str(raised.value)
+
+
+@pytest.mark.parametrize("said_in", ["options", "yaml"])
+def test_slm_launch_names_a_port_that_is_taken_and_not_answered_on(said_in: str, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))  # and does not listen: accelerate finds it free, torch does not
+        port = other.getsockname()[1]
+        words = ["--main_process_port", str(port)] if said_in == "options" else []
+        text = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
+        text += f"main_process_port: {port}\n" if said_in == "yaml" else ""
+        done = slm("launch", *words, "--config_file", own_strategy(tmp_path, text), "-m", "slm_toolkit.train")
+    assert done.code == 2
+    # /proc/net/tcp has no line for such a socket: nobody can say whose it is
+    assert f"error: can't listen on port {port} of this machine: Address already in use\nhint: " in done.err
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "inf", "nan"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from training_faults import launch_with_fault
+from training_faults import launch_with_fault, note
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
@@ -125,23 +125,29 @@ def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tm
         list(train)
 
 
-def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     # a line has 133 bytes with its end, a step 8 sequences of 32: line 80 comes at step 80 * 133 / 256 = 41
     path = lines(tmp_path / "deep.jsonl", '{"text": ["a"]}', at_line=80, num_lines=400)
     faulty = launch_with_fault(
         *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100", "--save_steps", "20"),
+        at_line=("checkpoints/step_40", lambda: None),  # the time is counted from there
     )
     assert faulty.code == 1
     (message,) = faulty.messages
     assert message.startswith("error: rank ")
     assert f"{path}, row 80: column 'text' holds ['a'], which is no text" in message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
+    note(faulty, "a row of a stream, at step 41, is no text", record_property)
     assert "--resume_from_checkpoint latest goes on from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 
 
 @pytest.mark.slow
-def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     path = lines(tmp_path / "goes.jsonl", GOOD, at_line=1, num_lines=200)
     faulty = launch_with_fault(
         *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100000", "--save_steps", "5"),
@@ -151,3 +157,4 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(t
     assert f"{path} is gone" in message
     assert "--resume_from_checkpoint latest goes on from" in faulty.hint
     assert faulty.message_seconds < 60
+    note(faulty, "a streamed file is removed while it is read", record_property)

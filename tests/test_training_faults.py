@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import left_over
-from training_faults import SITE, Faulty, launch_with_fault, ranks_of
+from training_faults import SITE, Faulty, launch_with_fault, note, ranks_of
 
 from slm_toolkit.run.stalled import Stall, explain
 
 SAVING = ("--max_steps", "8", "--save_steps", "2")
 LIMIT = ("--ddp_timeout", "8")
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+NO_PROGRESS = "no progress for 8 s (--ddp_timeout) at step 3 of 8"
 
 Report = Callable[[str, object], None]
 
 
-def check(faulty: Faulty, cause: str, record_property: Report, *, within_seconds: float) -> None:
+def check(faulty: Faulty, cause: str, *, within_seconds: float) -> None:
     """One message that begins with `cause` on stderr and in the record, in time; nothing is left behind."""
     assert faulty.code == 1, faulty.err
     (message,) = faulty.messages
@@ -31,7 +32,6 @@ def check(faulty: Faulty, cause: str, record_property: Report, *, within_seconds
     assert faulty.message_seconds < within_seconds
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
     assert left_over(faulty.folder) == []
-    record_property("seconds to the message", round(faulty.message_seconds, 1))
 
 
 def check_goes_on(faulty: Faulty, *, step: int) -> None:
@@ -48,7 +48,8 @@ def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its
     tmp_path: Path, record_property: Report
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, fault="kill", rank=1, step=5)
-    check(faulty, "rank 1 (pid ", record_property, within_seconds=5)
+    check(faulty, "rank 1 (pid ", within_seconds=5)
+    note(faulty, "SIGKILL to rank 1 of DDP", record_property)
     assert ") was killed or crashed at step 5 of 8" in faulty.messages[0]
     assert "[rank0]" not in faulty.err, "the survivor shows no traceback"
     check_goes_on(faulty, step=4)
@@ -62,7 +63,8 @@ def test_any_rank_is_named_under_any_engine(
     strategy: str, fault: str, rank: int, tmp_path: Path, record_property: Report
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, strategy=strategy, fault=fault, rank=rank, step=5)
-    check(faulty, f"rank {rank} (pid ", record_property, within_seconds=5)
+    check(faulty, f"rank {rank} (pid ", within_seconds=5)
+    note(faulty, f"rank {rank} of {strategy}: {fault}", record_property)
     assert "was killed or crashed at step 5 of 8" in faulty.messages[0]
 
 
@@ -77,17 +79,15 @@ def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     assert "[rank0]" not in faulty.err
     assert faulty.message_seconds < 15
     assert faulty.record["reason"] == "'the sky is falling'"  # rank 1's own
-    record_property("seconds to the message", round(faulty.message_seconds, 1))
+    note(faulty, "an exception on rank 1 of DDP (its traceback stands before)", record_property)
 
 
 def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     tmp_path: Path, record_property: Report
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="fsdp_full_shard", fault="sleep")
-    check(
-        *(faulty, "no progress for 8 s (--ddp_timeout) at step 3 of 8: rank 1 (pid ", record_property),
-        within_seconds=8 + 60,
-    )
+    check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
+    note(faulty, "rank 1 of FSDP sleeps for ever, --ddp_timeout 8", record_property)
     line = SITE.splitlines().index("            time.sleep(1e6)") + 1
     assert f") hung in site/sitecustomize.py:{line} in strike, while rank 0 waited" in faulty.messages[0]
     assert faulty.end_seconds < 8 + 60
@@ -106,10 +106,9 @@ def test_a_rank_that_can_say_nothing_is_named_and_ended(
     fault: str, says: str, tmp_path: Path, record_property: Report
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="ds_zero3", fault=fault)
-    check(
-        *(faulty, "no progress for 8 s (--ddp_timeout) at step 3 of 8: rank 1 (pid ", record_property),
-        within_seconds=8 + 60,
-    )
+    check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
+    what = {"stop": "is stopped (SIGSTOP)", "hold": "hangs in C"}[fault]
+    note(faulty, f"rank 1 of ZeRO-3 {what}, --ddp_timeout 8", record_property)
     assert faulty.messages[0].endswith(says)
     assert faulty.end_seconds < 8 + 90
 
@@ -130,7 +129,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property: Report) -> None:
     def kill_launcher() -> None:
         (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
         os.kill(launcher, signal.SIGKILL)
@@ -139,6 +138,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     (message,) = faulty.messages
     assert "the launcher (pid " in message
     assert "was killed or crashed at step " in message
+    note(faulty, "SIGKILL to the launcher", record_property)
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -185,6 +185,7 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     small_disk: Path,
     tmp_path: Path,
     record_property: Report,
+    request: pytest.FixtureRequest,
 ) -> None:
     def fill_disk() -> None:
         fill(small_disk)
@@ -199,36 +200,52 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     assert " bytes free now): " in message
     assert "[rank" not in faulty.err
     assert faulty.message_seconds < 60
-    record_property("seconds to the message", round(faulty.message_seconds, 1))
+    note(faulty, f"disk full: {request.node.callspec.id}", record_property)
 
 
-@pytest.mark.skipif(not FAKETIME.exists(), reason="needs Debian's faketime")
-@pytest.mark.parametrize("jump", ["-2h", pytest.param("+1d", marks=pytest.mark.slow)])
-def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(jump: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def set_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that adds to the date what a file says; preloaded by a launch."""
+    library = tmp_path_factory.mktemp("clock") / "set_clock.so"
+    source = Path(__file__).with_name("set_clock.c")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or os.uname().machine != "x86_64":
+        pytest.skip("needs a C compiler, and x86-64's glibc")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("jump_hours", [-2, pytest.param(24, marks=pytest.mark.slow)])
+def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
+    jump_hours: int, set_clock: Path, tmp_path: Path
+) -> None:
     offset = tmp_path / "offset"
-    offset.write_text("+0")
-    env = {
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": str(offset),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "NO_FAKE_STAT": "1",
-    }
-    began = datetime.now(UTC)
-    at = time.monotonic()
+    offset.write_bytes(bytes(8))
+
+    def set_it() -> None:
+        with offset.open("r+b") as file:  # in place: it is mapped
+            file.write(struct.pack("q", jump_hours * 3600))
+
+    began, began_at = datetime.now(UTC), time.monotonic()
     faulty = launch_with_fault(
-        *(tmp_path, *SAVING, *LIMIT),
-        env=env,
-        at_line=("checkpoints/step_2", lambda: offset.write_text(jump)),
+        *(tmp_path, "--max_steps", "12", "--save_steps", "4", *LIMIT),
+        fault="pause",  # rank 1 waits a second in each step from the third on
+        env={"LD_PRELOAD": str(set_clock), "SET_CLOCK": str(offset)},
+        at_line=("checkpoints/step_4", set_it),
     )
+    seconds = time.monotonic() - began_at
     assert (faulty.code, faulty.messages) == (0, []), faulty.err
     record = faulty.record
     assert record["status"] == "ok"
-    assert 0 < record["seconds_total"] < time.monotonic() - at
-    assert 0 <= (datetime.fromisoformat(record["started_at"]) - began).total_seconds() + 1 < 120
-    assert all(0 < seconds < 60 for rank in record["step_seconds"] for seconds in rank)
+    last_pause = float((tmp_path / "struck").read_text()) - time.time()
+    assert abs(last_pause - jump_hours * 3600) < seconds, "the clock was set"
+    assert 10 < record["seconds_total"] < seconds  # 10 paused steps
+    # psutil's date of a process is whole seconds off at most
+    assert -2 < (datetime.fromisoformat(record["started_at"]) - began).total_seconds() < seconds
+    assert all(0 < step < seconds for rank in record["step_seconds"] for step in rank)
+    assert 10 < sum(record["step_seconds"][0]) < seconds
     checkpoints = sorted(path.name for path in (tmp_path / "runs/run/checkpoints").iterdir())
-    assert checkpoints == ["step_6", "step_8"]
+    assert checkpoints == ["step_12", "step_8"]
 
 
 def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:

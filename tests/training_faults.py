@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,9 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
     import importlib.abc, importlib.util
 
     def strike():
-        open(os.environ["TEST_STRUCK"], "w").close()
+        import time
+        with open(os.environ["TEST_STRUCK"], "w") as file:
+            file.write(str(time.time()))
         kind = os.environ["TEST_FAULT"]
         if kind == "kill":
             os.kill(os.getpid(), 9)
@@ -30,13 +33,11 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
         if kind == "stop":
             os.kill(os.getpid(), 19)
         if kind == "sleep":
-            import time
             time.sleep(1e6)
         if kind == "hold":
             import ctypes
             ctypes.PyDLL(None).sleep(1000000)
         if kind == "pause":
-            import time
             time.sleep(1.0)
 
     class Patch(importlib.abc.MetaPathFinder):
@@ -97,7 +98,7 @@ def launch_with_fault(
     rank: int | str = 1,
     step: int = 3,
     env: dict[str, str] | None = None,
-    at_line: tuple[str, object] | None = None,
+    at_line: tuple[str, Callable[[], object]] | None = None,
     timeout: float = 300,
 ) -> Faulty:
     """`accelerate launch` of slm-1m on two CPU processes; at `step` the fault strikes `rank`.
@@ -149,6 +150,14 @@ def launch_with_fault(
         *(err, said_at - struck_at if said_at and struck_at else None),
         *(time.time() - struck_at if struck_at else None, folder),
     )
+
+
+def note(faulty: Faulty, fault: str, record_property: Callable[[str, object], None]) -> None:
+    """For bench/fault_times.py: the message without this test's folder and numbers of processes."""
+    message = faulty.messages[0].replace(str(faulty.folder), "")
+    record_property("fault", fault)
+    record_property("message", re.sub(r"pid \d+", "pid P", message))
+    record_property("seconds", round(faulty.message_seconds, 1))
 
 
 def ranks_of(folder: Path) -> list[int]:
