@@ -1,7 +1,7 @@
-"""How soon each fault in training is told, and how: the table of docs/faults.md, from the tests' own launches.
+"""How soon each fault in training is told, and how: the table of docs/faults.md, from the tests' launches.
 
-    python bench/fault_times.py            # all, about 12 minutes on two cores
-    python bench/fault_times.py -k hangs   # pytest's words choose some
+python bench/fault_times.py            # all, about 12 minutes on two cores
+python bench/fault_times.py -k hangs   # pytest's words choose some
 """
 
 import subprocess

@@ -11,7 +11,16 @@ from pathlib import Path
 from slm_toolkit.errors import user_errors
 from slm_toolkit.groups import fit_groups, group_sizes
 from slm_toolkit.launch_words import option, said_alike
-from slm_toolkit.meeting import Link, Machine, attend, host, is_answered, is_own_address, listen, own_addresses
+from slm_toolkit.meeting import (
+    Link,
+    Machine,
+    attend,
+    host,
+    is_answered,
+    is_own_address,
+    listen,
+    own_addresses,
+)
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
 from slm_toolkit.strategy import Strategy, read_strategy
 
@@ -132,8 +141,8 @@ def meet(planned: PlannedLaunch) -> list[Link]:
 
 
 def _check_port(port: int) -> None:
-    """Raises ValueError for a port that torch's launcher would trip over. accelerate takes another one where a
-    program answers on it, not where one has it and does not answer."""
+    """Raises ValueError for a port that torch's launcher would trip over: one that a program has and does not
+    answer on. Where one answers, accelerate takes another port."""
     if port and not is_answered(port):
         listen("localhost", port).close()
 

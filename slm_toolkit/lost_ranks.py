@@ -7,7 +7,8 @@ from pathlib import Path
 KILLED_OR_CRASHED = "was killed or crashed"
 "of a process that ended without a word; who started it knows by which signal"
 _WAITING = re.compile(
-    r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/"
+    r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/|"
+    r"slm_toolkit/run/lookout\.py"
 )
 "files whose innermost frames wait for other ranks: collectives, those of a backward, the GPU's own"
 

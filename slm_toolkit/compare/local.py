@@ -22,6 +22,7 @@ from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
 from slm_toolkit.compare.keeper import end_kept, start_kept
 from slm_toolkit.compare.slots import Slot
 from slm_toolkit.compare.stacks import explain, look_at_ranks
+from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord

@@ -1,4 +1,4 @@
-"""What is wrong with a data file in which reading got stuck: which file, which line or row, and what to do."""
+"""What is wrong with a data file in which reading got stuck: which file, which line or row."""
 
 import json
 import time
@@ -45,7 +45,7 @@ class StreamedRows:
             raise BadData(f"{self.path}, after {number:,} rows: {lost}\nhint: {_HINT}")
 
     def _lost(self) -> str | None:
-        """A file that is gone or shorter than it was: the rows that it had would be missing without a word."""
+        """A file that is gone or shorter than it was: its rows would be missing without a word."""
         for name, size in self.sizes.items():
             path = Path(name)
             if not path.is_file():
@@ -141,7 +141,9 @@ _LOOKS: dict[str, Callable[[Path, float], str | None]] = {
 
 
 def _of_json(error: ValueError) -> str:
-    return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "no UTF-8 text"
+    return (
+        f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "no UTF-8 text"
+    )
 
 
 def _kind(value: Any) -> str:

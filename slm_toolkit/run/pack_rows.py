@@ -94,7 +94,7 @@ def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
-    """The first of `rows`, of which `first` come before, that is not what its format wants: numbers from 1."""
+    """The first of `rows`, which follow `first` others, that is not what its format wants; counted from 1."""
     for number, row in enumerate(rows, start=first + 1):
         try:
             pack.documents(_by_column([row]))

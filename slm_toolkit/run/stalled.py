@@ -5,12 +5,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from slm_toolkit.lost_ranks import place_of, waits_for_others
 
 _SECONDS_BETWEEN_LOOKS = 1.0
+_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Stall:
     has_moved: bool
     "between two looks: it works, and takes long"
     place: str
-    "`file:line in function`"
+    "`file:line in function`, and which line of ours called that"
 
 
 def stall_of(rank: int, pid: int) -> Stall:
@@ -33,7 +35,7 @@ def stall_of(rank: int, pid: int) -> Stall:
     time.sleep(_SECONDS_BETWEEN_LOOKS)
     second = _frames_of_main_thread()
     waiting = waits_for_others(second) or _gpu_is_busy()
-    return Stall(rank, pid, waiting, first != second, place_of(second))
+    return Stall(rank, pid, waiting, first != second, _place(second))
 
 
 def explain(stalls: list[Stall], silent: list[str]) -> str:
@@ -51,6 +53,11 @@ def explain(stalls: list[Stall], silent: list[str]) -> str:
         return "; ".join(clauses)
     ranks = ", ".join(str(stall.rank) for stall in waiting)
     return f"{'; '.join(clauses)}, while rank{'s' * (len(waiting) > 1)} {ranks} waited"
+
+
+def _place(frames: list[str]) -> str:
+    ours = next((frame for frame in frames[1:] if frame.startswith(_OURS)), None)
+    return place_of(frames) + (f", called from {place_of([ours])}" if ours else "")
 
 
 def _frames_of_main_thread() -> list[str]:

@@ -1,7 +1,7 @@
-"""One message when a run can't go on: which rank was killed, failed or hangs, and where the run can go on from.
+"""One message when a run can't go on: which rank was killed, failed or hangs, and where it can go on from.
 
-A rank's thread looks once a second whether the processes of this machine's other ranks are there, and how long
-its own main thread has been at one step. Nothing is sent between ranks while nothing is wrong.
+A rank's thread looks once a second whether the processes of this machine's other ranks are there, and how
+long its own main thread has been at one step. Nothing is sent between ranks while nothing is wrong.
 """
 
 import os
@@ -18,6 +18,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record import RunRecord
 from slm_toolkit.run.board import open_board
+from slm_toolkit.run.checkpoint_files import finished
 from slm_toolkit.run.failure import write_failure
 from slm_toolkit.run.known_errors import one_line
 from slm_toolkit.run.machines import UNREACHED
@@ -142,7 +143,7 @@ class Watchdog:
         return None
 
     def _seconds_over(self, *, fraction: float) -> float:
-        """How much longer than a fraction of its limit the main thread has been where it is; 0: it has not."""
+        """How much longer than a fraction of its limit the main thread has been where it is, or 0."""
         now = time.monotonic()
         frozen = now - self._looked_at - _LOOK_SECONDS
         if frozen > _FROZEN_SECONDS:
@@ -212,10 +213,10 @@ class Watchdog:
         os._exit(1)  # the thread that trains may wait for ever
 
     def _say(self, found: str, hint: str) -> None:
-        newest = newest_checkpoint(self._run.run_dir) if self._run is not None else None
+        saved = finished(self._run.run_dir / "checkpoints") if self._run is not None else []
         hints = [hint] if hint else []
-        if newest is not None:
-            hints.append(f"--resume_from_checkpoint latest goes on from {newest}")
+        if saved:
+            hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")
         print(f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)], sep="\n", file=sys.stderr)
         if self._run is not None:
             run = self._run
@@ -224,9 +225,3 @@ class Watchdog:
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Of the folders that are whole: others have another name."""
-    found = [path for path in run_dir.glob("checkpoints/step_*") if path.name[5:].isdigit()]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
