@@ -1,4 +1,4 @@
-"""A rank that is killed or hangs, a full disk, a clock that is set: a message with rank and cause, a way on."""
+"""A rank that is killed or hangs, a full disk, a clock that is set: each a message with rank and cause."""
 
 import os
 import shutil
