@@ -1,10 +1,13 @@
 """A rank that is killed or hangs, a full disk, a clock that is set: each a message with rank and cause."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -12,9 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import left_over
+from conftest import ENV, ROOT, left_over, record_under
 from training_faults import SITE, Faulty, launch_with_fault, note, ranks_of
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.flags import add_flags, config_from_args
+from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.run.stalled import Stall, explain
 
 SAVING = ("--max_steps", "8", "--save_steps", "2")
@@ -173,7 +179,8 @@ def fill(disk: Path) -> None:
             ("--max_steps", "4", "--save_final_model", "true"), 2**20, "in saving", marks=pytest.mark.slow
         ),
         pytest.param(
-            ("--max_steps", "400", "--report_to", "tensorboard"), 0, "at step ", marks=pytest.mark.slow
+            *(("--max_steps", "400", "--report_to", "tensorboard"), 0, "before its first step"),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["the progress file", "the final model", "the tracker"],
@@ -201,6 +208,17 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     assert "[rank" not in faulty.err
     assert faulty.message_seconds < 60
     note(faulty, f"disk full: {request.node.callspec.id}", record_property)
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_leaves_the_cause_in_the_record(tmp_path: Path) -> None:
+    words = ("--model", "slm-1m", "--max_steps", "3", "--output_dir", str(tmp_path))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "slm_toolkit.train", *words], env=ENV, stderr=full)
+    assert done.returncode == 1
+    record = record_under(tmp_path)
+    assert record["status"] == "failed"
+    assert record["reason"].endswith("No space left on device")
 
 
 @pytest.fixture(scope="session")
@@ -260,3 +278,17 @@ def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:
         "rank 1 (pid 11) is stopped, while rank 0 waited"
     )
     assert explain([waits], []) == "rank 0 (pid 10) waits in torch/x.py:1 in wait"
+
+
+def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text()
+    found = [shlex.split(line) for line in re.findall(r"^accelerate launch .*", text, re.MULTILINE)]
+    assert len(found) == 2
+    for words in found:
+        parser = Parser(prog="slm_toolkit.train")
+        add_flags(parser, grid=False)
+        arguments = words[words.index("slm_toolkit.train") + 1 :]
+        assert config_from_args(parser.parse_args(with_underscores(arguments))).problems() == []
+    for seconds in (0.0, float("nan"), 4000.0):
+        (problem,) = RunConfig(ddp_timeout=seconds).problems()
+        assert problem.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600 seconds")

@@ -1,11 +1,12 @@
 """Errors of a run that are nobody's bug, in a line: a full disk, data that went bad."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from slm_toolkit.disk_full import DISK_FULL, SAYS_DISK_FULL
-from slm_toolkit.run.bad_data import BadData
+from slm_toolkit.run.bad_data import BadData, first_line
 
 _LITTLE_BYTES = 2**20
 
@@ -28,15 +29,20 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _no_room(error: BaseException, run_dir: Path | None) -> str:
-    """A write names no file, but its disk is one that is full now."""
+    """A write names no file, but its disk is one that is full now: the run's, of caches, of scratch files."""
     named = getattr(error, "filename", None)
-    places = [Path(named)] if named else [place for place in (run_dir, Path(tempfile.gettempdir())) if place]
-    folders = [next(folder for folder in (place, *place.parents) if folder.is_dir()) for place in places]
-    free = [(shutil.disk_usage(folder).free, place) for folder, place in zip(folders, places, strict=True)]
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    places = [Path(named)] if named else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
+    free = [(_free_bytes(place), place) for place in places]
     full = [found for found in free if found[0] < _LITTLE_BYTES]
     free_bytes, place = (full or free)[0]
-    reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+    reason = getattr(error, "strerror", None) or first_line(error)
     return (
         f"no room to write {'' if named else 'under '}{place} ({free_bytes:,} bytes free now): {reason}\n"
         "hint: free some, or --output_dir on another disk, with fewer checkpoints kept (--save_total_limit)"
     )
+
+
+def _free_bytes(place: Path) -> int:
+    folder = next(folder for folder in (place, *place.parents) if folder.is_dir())
+    return shutil.disk_usage(folder).free

@@ -30,7 +30,7 @@ class Siblings:
         for rank in sorted(self._unknown):
             pid = self._board.read(f"pid {rank}")
             if pid is not None:
-                self._unknown.remove(rank)
+                self._unknown.discard(rank)  # two threads may be here
                 try:
                     self._processes[rank] = psutil.Process(pid)
                 except psutil.NoSuchProcess:
@@ -38,7 +38,7 @@ class Siblings:
         for rank, process in list(self._processes.items()):
             if _has_ended(process):
                 self._ended[rank] = process.pid
-                del self._processes[rank]
+                self._processes.pop(rank, None)
         return dict(self._ended)
 
     def living(self) -> list[int]:
@@ -46,6 +46,8 @@ class Siblings:
 
     def how_is(self, rank: int) -> str:
         """What a rank that does not answer is, as far as can be seen from here."""
+        if rank in self._ended:
+            return f"rank {rank} (pid {self._ended[rank]}) has ended"
         process = self._processes.get(rank)
         if process is None:
             return f"rank {rank} does not answer"

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -194,7 +195,7 @@ class Watchdog:
     def _give_up(self, found: str, *, hint: str = "", silent: list[int] | None = None) -> NoReturn:
         """Say it, on one rank of each machine, record it, and end this process."""
         if not self._voice.acquire(blocking=False):
-            time.sleep(2 * _WITNESS_SECONDS)  # the other thread ends the process
+            time.sleep(6 * _WITNESS_SECONDS)  # the other thread ends the process
             os._exit(1)
         machine = os.environ.get("GROUP_RANK", "0")
         first = self._board.is_first(f"speaks {machine}", self.rank) if self._board is not None else True
@@ -209,7 +210,6 @@ class Watchdog:
             deadline = time.monotonic() + _WITNESS_SECONDS
             while time.monotonic() < deadline and not self._board.read(f"spoken {machine}"):
                 time.sleep(_LOOK_SECONDS / 10)
-        sys.stderr.flush()
         os._exit(1)  # the thread that trains may wait for ever
 
     def _say(self, found: str, hint: str) -> None:
@@ -217,7 +217,9 @@ class Watchdog:
         hints = [hint] if hint else []
         if saved:
             hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")
-        print(f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)], sep="\n", file=sys.stderr)
+        with suppress(OSError):  # it may be what is full
+            print(f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)], sep="\n", file=sys.stderr)
+            sys.stderr.flush()
         if self._run is not None:
             run = self._run
             write_failure(run.record, RuntimeError(found), run.run_dir, mark=run.mark)
