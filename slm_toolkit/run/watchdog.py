@@ -68,11 +68,11 @@ class Watchdog:
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
         self._voice = threading.Lock()
-        self._signal_before: object = None
 
     def __enter__(self) -> "Watchdog":
         if self._board is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
+        threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -86,6 +86,7 @@ class Watchdog:
         else:
             self._leave(None)
         self._ended.set()
+        threading.excepthook = threading.__excepthook__
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -109,10 +110,7 @@ class Watchdog:
     def settle(self, error: Exception) -> None:
         """End this rank, with one message of all, where `error` can be told in a line: a full disk, bad data,
         or a collective that broke off because another rank has ended. Returns for a bug."""
-        if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
-            self._leave(_named(error))
-            what, _, hint = said.partition("\nhint: ")
-            self._give_up(f"rank {self.rank} {self._where}: {what}", hint=hint)
+        self._tell(error)
         if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -120,6 +118,19 @@ class Watchdog:
             if (lost := self._lost()) is not None:
                 self._give_up(lost)
             time.sleep(_LOOK_SECONDS / 10)
+
+    def _tell(self, error: BaseException) -> None:
+        """End this rank with what can be said of `error` in a line; returns for what can't."""
+        if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
+            self._leave(_named(error))
+            what, _, hint = said.partition("\nhint: ")
+            self._give_up(f"rank {self.rank} {self._where}: {what}", hint=hint)
+
+    def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
+        """A tracker writes in a thread of its own, whose traceback would stand amid the message."""
+        if failed.exc_value is not None:
+            self._tell(failed.exc_value)
+        threading.__excepthook__(failed)
 
     def _watch(self) -> None:
         """In a thread of its own."""
@@ -218,12 +229,13 @@ class Watchdog:
         if saved:
             hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")
         with suppress(OSError):  # it may be what is full
-            print(f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)], sep="\n", file=sys.stderr)
+            lines = [f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
+            sys.stderr.write("\n".join(lines) + "\n")  # at once: others may be writing
             sys.stderr.flush()
         if self._run is not None:
             run = self._run
             write_failure(run.record, RuntimeError(found), run.run_dir, mark=run.mark)
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
