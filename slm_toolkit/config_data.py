@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slm_toolkit.config_field import flag
+from slm_toolkit.user_files import exists, typed_path
 
 SYNTHETIC = "synthetic"
 DATASET_FORMATS = ("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens")
@@ -103,7 +104,7 @@ class DataConfig:
 
 def sources_of(text: str) -> tuple[Source, ...]:
     """`A=3,B=1` taken apart; a path that exists as it stands is one dataset, commas or not."""
-    parts = [text] if Path(text).expanduser().exists() else [part.strip() for part in text.split(",")]
+    parts = [text] if exists(typed_path(text)) else [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError(f"--dataset {text!r} names nothing between commas\nhint: --dataset A=3,B=1")
     pairs = [_path_and_weight(part) for part in parts]
@@ -117,7 +118,7 @@ def sources_of(text: str) -> tuple[Source, ...]:
 
 def _path_and_weight(part: str) -> tuple[str, float | None]:
     path, equals, number = part.rpartition("=")
-    if not equals or Path(part).expanduser().exists():
+    if not equals or exists(typed_path(part)):
         return part, None
     try:
         weight = float(number)

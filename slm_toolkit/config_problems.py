@@ -5,6 +5,14 @@ from pathlib import Path
 
 from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, MOST_DDP_TIMEOUT, SYNTHETIC, RunConfig
 
+_LARGEST_NUMBER = 10**12
+_LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
+
+
+def shortened(text: str) -> str:
+    """A word of a command line as it can be quoted back."""
+    return text if len(text) <= 40 else f"{text[:20]}...{text[-10:]}"
+
 
 def problems_of(config: RunConfig) -> list[str]:
     """Every field whose value makes no sense, as a sentence."""
@@ -33,6 +41,10 @@ def problems_of(config: RunConfig) -> list[str]:
         for n in at_least_zero
         if values[n] is not None and not values[n] >= 0
     ]
+    for name, value in values.items():
+        most = _LARGEST_SEED if name == "seed" else _LARGEST_NUMBER
+        if isinstance(value, int | float) and not -most <= value <= most:  # NaN is in no range
+            found.append(f"--{name} is {shortened(str(value))}: at most {most:,}")
     for f in dataclasses.fields(config):
         choices = f.metadata["choices"]
         if choices and values[f.name] is not None and values[f.name] not in choices:

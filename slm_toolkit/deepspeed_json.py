@@ -1,8 +1,9 @@
 """The DeepSpeed configuration that an accelerate YAML stands for, read and checked."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from slm_toolkit.user_files import is_file, json_of, read_text, typed_path
 
 # The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
 # accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
@@ -20,8 +21,8 @@ KEYS_OF_THE_JSON = {
 
 def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
     """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""
-    candidates = (Path(named).expanduser(), yaml_path.parent / named, yaml_path.parent.parent / named)
-    return next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
+    candidates = (typed_path(named), yaml_path.parent / named, yaml_path.parent.parent / named)
+    return next((candidate.resolve() for candidate in candidates if is_file(candidate)), None)
 
 
 def read_deepspeed_config(
@@ -41,7 +42,7 @@ def read_deepspeed_config(
         for key in ("offload_optimizer", "offload_param"):
             if section.get(f"{key}_device", "none") != "none":
                 config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
-        _check_shape(config, path)
+        check_shape(config, path)
         return config
     json_path = deepspeed_config_path(str(named), path)
     if json_path is None:
@@ -55,7 +56,7 @@ def read_deepspeed_config(
         raise ValueError(
             f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
         )
-    _check_shape(config, json_path)
+    check_shape(config, json_path)
     if problems := _set_twice(section, config, path, json_path, mixed_precision):
         raise ValueError(
             "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
@@ -64,10 +65,8 @@ def read_deepspeed_config(
 
 
 def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json") from None
+    hint = "compare with ds_configs/zero2.json"
+    return json_of(read_text(path, hint=hint), path, hint=hint)
 
 
 def _set_twice(
@@ -98,7 +97,7 @@ _TAKES = (
     (
         "settings",
         lambda value: isinstance(value, dict),
-        "bf16 fp16 data_types .offload_optimizer .offload_param",
+        "zero_optimization bf16 fp16 data_types .offload_optimizer .offload_param",
     ),
     ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
     (
@@ -131,7 +130,7 @@ _TAKES = (
 )
 
 
-def _check_shape(config: dict[str, Any], path: Path) -> None:
+def check_shape(config: dict[str, Any], path: Path) -> None:
     """Raises one ValueError with every value that is not of the kind that DeepSpeed takes."""
     problems = []
     for wanted, is_right, names in _TAKES:

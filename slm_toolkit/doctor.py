@@ -1,7 +1,6 @@
 """`slm doctor`: what is wrong or unwise in a model and its configuration on the GPUs meant for it."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from slm_toolkit.estimate_checks import (
     add_software_flag,
     all_of,
     model_to_estimate,
-    size_problems,
 )
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.output_flags import count, positive_number
@@ -140,10 +138,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _checked_config(args: argparse.Namespace) -> RunConfig:
     """The flags of the run. Raises ValueError for those that make no sense by themselves."""
     config = config_from_args(args)
-    problems = [
-        *config.problems(),
-        *size_problems({name: [value] for name, value in dataclasses.asdict(config).items()}),
-    ]
+    problems = config.problems()
     if args.overwrite and args.fix is None:
         problems.append("--overwrite without --fix, which would write")
     if problems:

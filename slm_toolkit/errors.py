@@ -1,6 +1,7 @@
 """A user's mistake becomes one line with a hint and exit code 2; a bug keeps its traceback."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,5 +22,18 @@ def user_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {shown(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def shown(message: str) -> str:
+    """A message as a terminal may have it: what a file or a name smuggled in is spelt out, or cut short."""
+    lines = (_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", line) for line in message.split("\n"))
+    half = _LONGEST_LINE // 2
+    return "\n".join(
+        line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}" for line in lines
+    )
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_LONGEST_LINE = 2000  # characters, of lines that quote a user's own words

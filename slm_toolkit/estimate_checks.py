@@ -69,7 +69,6 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
     configs = [RunConfig(**{**first, **change}) for change in changes]
     found = [problem for config in configs for problem in config.problems()]
     found += [problem for config in configs for problem in unknown_to_estimates(config)]
-    found += size_problems(several)
     if gpus_per_node < 1:
         return [*found, f"--gpus_per_node is {gpus_per_node}: at least 1"]
     for count in num_gpus:
@@ -82,16 +81,6 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
                 f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"
             )
     return found
-
-
-def size_problems(several: dict[str, list[Any]]) -> list[str]:
-    """Of fields of a RunConfig: numbers with which closed forms mean nothing any more."""
-    return [
-        f"--{name} is {value}: at most {_LARGEST_NUMBER:,}"
-        for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-        for value in several.get(name, [])
-        if value is not None and value > _LARGEST_NUMBER
-    ]
 
 
 def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:

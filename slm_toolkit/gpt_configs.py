@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slm_toolkit.models import ModelSpec
+from slm_toolkit.models import ModelSpec, check_kinds
 
 GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
 
@@ -21,13 +21,15 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
             f"{path}: {', '.join(bad)} must be positive whole numbers that go together\n"
             f"hint: is it a {model_type} model?"
         )
+    kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
+    check_kinds(config, path, **kinds, **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool})
     width = config[hidden]
     alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
     learned = model_type == "gpt2" or (model_type == "mpt" and not alibi)
     ffn_size = {
         "gpt2": config.get("n_inner") or 4 * width,
         "gpt_neox": config.get("intermediate_size") or 4 * width,
-        "mpt": int(width * config.get("expansion_ratio", 4)),
+        "mpt": int(width * (config.get("expansion_ratio") or 4)),
     }[model_type]
     return ModelSpec(
         name,
@@ -38,14 +40,14 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         width // config[heads],
         ffn_size,
         config["vocab_size"],
-        tied=config.get("tie_word_embeddings", model_type != "gpt_neox"),
+        tied=_told(config, "tie_word_embeddings", model_type != "gpt_neox"),
         model_type=model_type,
         max_position_embeddings=config.get(positions) or 2048,
         source=path,
         path=path,
         gated_ffn=False,
         layer_norm=True,
-        linear_biases=not config.get("no_bias", model_type == "mpt"),
+        linear_biases=not _told(config, "no_bias", model_type == "mpt"),
         learned_positions=(config.get(positions) or 2048) if learned else 0,
     )
 
@@ -64,6 +66,10 @@ _KEYS = {  # layers, hidden size, heads, positions
     "gpt_neox": (*("num_hidden_layers", "hidden_size", "num_attention_heads"), "max_position_embeddings"),
     "mpt": ("n_layers", "d_model", "n_heads", "max_seq_len"),
 }
+
+
+def _told(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    return default if config.get(key) is None else config[key]
 
 
 def _is_count(value: object) -> bool:

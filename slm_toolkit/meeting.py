@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from slm_toolkit.patience import Patience, Waiting
+from slm_toolkit.user_files import json_of
 
 _RETRY_SECONDS = 0.5
 _HELLO_SECONDS = 5.0
@@ -161,9 +162,9 @@ def _welcome(
     connection, (address, *_) = listener.accept()
     connection.settimeout(_HELLO_SECONDS)
     try:
-        hello = json.loads(_line_from(connection))
-        guest = _Guest(Link(int(hello["machine_rank"]), address, connection), dict(hello["said"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        rank, said = hello_of(_line_from(connection))
+        guest = _Guest(Link(rank, address, connection), said)
+    except (OSError, ValueError):
         connection.close()
         waiting.note(f"somebody at {address} connected who is no machine of an `slm launch`")
         return None
@@ -214,13 +215,42 @@ def _present(me: Machine, address: str, port: int, waiting: Waiting) -> Link:
             if not part:
                 raise ConnectionError("who answers there ends the connection: another program?")
             said += part
+            if len(said) > _LONGEST_LINE:
+                raise ConnectionError("who answers there says too much: another program?")
         connection.settimeout(None)
-        if (problem := json.loads(said)["problem"]) is not None:
+        if (problem := answer_of(said)) is not None:
             raise ValueError(problem)
     except (OSError, ValueError):
         connection.close()
         raise
     return Link(0, connection.getpeername()[0], connection)
+
+
+def hello_of(line: bytes) -> tuple[int, dict[str, Any]]:
+    """What a machine says as it comes: its rank, and what all must say alike. ValueError for a stranger's."""
+    hello = _object(line)
+    rank, said = hello.get("machine_rank"), hello.get("said")
+    if type(rank) is not int or not isinstance(said, dict):
+        raise ValueError(f"no machine_rank, or nothing said\nhint: {_STRANGER}")
+    return rank, said
+
+
+def answer_of(line: bytes) -> str | None:
+    """What the first machine says once all are there: a problem, or None. ValueError for a stranger's."""
+    problem = _object(line).get("problem", ())
+    if not isinstance(problem, str | None):
+        raise ValueError(f"machine 0 answers something else\nhint: {_STRANGER}")
+    return problem
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    content = json_of(line.decode(errors="replace"), "what another machine says", hint=_STRANGER)
+    if not isinstance(content, dict):
+        raise ValueError(f"what another machine says is no object\nhint: {_STRANGER}")
+    return content
+
+
+_STRANGER = "is another program at that port?"
 
 
 def _line_from(connection: socket.socket) -> bytes:

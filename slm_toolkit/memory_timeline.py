@@ -5,6 +5,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from slm_toolkit.user_files import read_text
+
 PARTS = (
     *("parameters", "master_weights", "gradients", "optimizer", "activations", "logits_and_loss"),
     *("gathered_parameters", "communication", "temporary"),
@@ -58,14 +60,31 @@ def write_timeline(timeline: MemoryTimeline, path: Path) -> Path:
 
 
 def read_segments(path: Path) -> list[Segment]:
-    """The rows that `write_timeline` wrote."""
-    with path.open(newline="") as file:
-        return [
-            Segment(
-                phase=row["phase"],
-                module=row["module"],
-                num_bytes=int(row["num_bytes"]),
-                parts={part: int(row[f"{part}_bytes"]) for part in PARTS},
-            )
-            for row in csv.DictReader(file)
-        ]
+    """The rows that `write_timeline` wrote. Raises ValueError for a file that holds others."""
+    text = read_text(path, what="timeline", hint=_HINT, limit_bytes=_LIMIT_BYTES)
+    names = ("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS))
+    try:
+        rows = list(csv.DictReader(text.splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"can't read timeline {path}: {error}\nhint: {_HINT}") from None
+    for number, row in enumerate(rows, 2):
+        texts = [row.get(name) for name in names]
+        if None in texts or not all(_is_count(text) for text in texts[2:]):
+            raise ValueError(f"{path} holds no memory timeline at line {number}\nhint: {_HINT}")
+    return [
+        Segment(
+            phase=row["phase"],
+            module=row["module"],
+            num_bytes=int(row["num_bytes"]),
+            parts={part: int(row[f"{part}_bytes"]) for part in PARTS},
+        )
+        for row in rows
+    ]
+
+
+_HINT = "--trace_memory, and --rehearse without a GPU, write one beside the record"
+_LIMIT_BYTES = 2**26  # a row per module and phase of one step: some hundred KB
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18

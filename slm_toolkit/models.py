@@ -5,10 +5,13 @@ The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale
 """
 
 import dataclasses
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from slm_toolkit.user_files import check_name, is_dir, is_file, json_of, read_text, typed_path
 
 
 @dataclass(frozen=True)
@@ -197,10 +200,10 @@ def find_model(name: str) -> ModelSpec:
         return PRESETS[name.lower()]
     if size := re.fullmatch(r"slm-(\d+(?:\.\d+)?)([mb])", name.lower()):
         return spec_from_size(float(size[1]) / (1000 if size[2] == "m" else 1), name.lower())
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = typed_path(name)
+    if is_dir(path):
         return dataclasses.replace(spec_from_config_file(path / "config.json"), path=str(path))
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or is_file(path):
         return spec_from_config_file(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
         return _spec_from_hub(name)
@@ -212,16 +215,10 @@ def find_model(name: str) -> ModelSpec:
 
 def spec_from_config_file(path: Path) -> ModelSpec:
     """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"can't read the model configuration {path}: {error}\nhint: give a folder with config.json"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}\nhint: give a Hugging Face config.json") from None
+    text = read_text(path, what="the model configuration", hint="give a folder with config.json")
+    config = json_of(text, path, hint="give a Hugging Face config.json")
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    return _spec_from_config(config, name=name, path=str(path))
+    return _spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
 
 
 def _spec_from_hub(hub_id: str) -> ModelSpec:
@@ -269,11 +266,14 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
             f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
             "hint: transformers refuses such a model"
         )
-    for key in ("tie_word_embeddings", "rope_parameters"):
-        kind = bool if key == "tie_word_embeddings" else dict
-        if config.get(key) is not None and not isinstance(config[key], kind):
-            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {_KIND[kind]}")
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters")
+    check_kinds(
+        {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
+        path,
+        **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
+        **{"rope_theta": float, "rope_parameters.rope_theta": float},
+    )
+    rope = rope or {}
     return ModelSpec(
         name,
         config["num_hidden_layers"],
@@ -293,7 +293,23 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     )
 
 
-_KIND = {bool: "true or false", dict: "an object"}
+_KIND = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    dict: ("an object", lambda value: isinstance(value, dict)),
+    int: ("a whole number above 0", lambda value: _is_positive_int(value)),
+    float: (
+        "a number above 0",
+        lambda value: isinstance(value, float | int) and value is not True and value > 0,
+    ),
+}
+
+
+def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
+    """Raises ValueError with the first key that is there and is not of its kind."""
+    for key, kind in kinds.items():
+        said, is_kind = _KIND[kind]
+        if config.get(key) is not None and not is_kind(config[key]):
+            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {said}")
 
 
 def _is_positive_int(value: object) -> bool:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from slm_toolkit.user_files import json_of, read_text
 
 NETWORK_FILE = "network.json"
 PROBE_SECONDS = 30.0
 "how long the ranks may measure, when not told otherwise"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 "what DDP, FSDP and ZeRO communicate with"
+_MOST_BYTES, _LEAST_SECONDS = 10**15, 1e-9  # beyond, a timing is none
 _HINT = "`slm compare --probe_network` writes a network.json"
 
 
@@ -85,8 +87,10 @@ def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
     v = [timing.num_bytes * factor / timing.seconds for timing in timings]
     uu, uv, vv = _dot(u, u), _dot(u, v), _dot(v, v)
     determinant = uu * vv - uv * uv
-    latency_seconds = (sum(u) * vv - sum(v) * uv) / determinant
-    seconds_per_byte = (sum(v) * uu - sum(u) * uv) / determinant
+    latency_seconds = seconds_per_byte = -1.0  # where sizes are too close for two unknowns
+    if determinant > 1e-12 * uu * vv:
+        latency_seconds = (sum(u) * vv - sum(v) * uv) / determinant
+        seconds_per_byte = (sum(v) * uu - sum(u) * uv) / determinant
     if latency_seconds < 0:
         latency_seconds, seconds_per_byte = 0.0, sum(v) / vv
     if seconds_per_byte <= 0:
@@ -113,10 +117,9 @@ def write_network(network: MeasuredNetwork, path: Path) -> None:
 
 def read_network(path: Path) -> MeasuredNetwork:
     """Read what `write_network` wrote. Raises ValueError with every problem found."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"can't read network {path}: {error}\nhint: {_HINT}") from None
+    content = json_of(
+        read_text(path, what="network", hint=_HINT), f"can't read network {path}: it", hint=_HINT
+    )
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no measured network\nhint: {_HINT}")
     if problems := _problems(content):
@@ -149,8 +152,8 @@ def _problems(content: dict[str, Any]) -> list[str]:
         for name in ("backend", "date", "command")
         if not isinstance(content.get(name), str)
     ]
-    if not isinstance(content.get("gpu"), str | None):
-        found.append(f"gpu is {content['gpu']!r}, not a name or null")
+    if not isinstance(content.get("gpu", 0), str | None):
+        found.append(f"gpu is {content.get('gpu')!r}, not a name or null")
     if not isinstance(content.get("versions"), dict):
         found.append(f"versions is {content.get('versions')!r}, not an object")
     timings = content.get("timings")
@@ -172,9 +175,9 @@ def _is_timing(timing: object) -> bool:
     if not isinstance(timing, dict) or timing.get("collective") not in COLLECTIVES:
         return False
     num_bytes, all_seconds = timing.get("num_bytes"), timing.get("all_seconds")
-    if type(num_bytes) is not int or num_bytes < 1 or not isinstance(all_seconds, list):
+    if type(num_bytes) is not int or not 1 <= num_bytes <= _MOST_BYTES or not isinstance(all_seconds, list):
         return False
     return all(
-        type(value) in (int, float) and 0 < value < math.inf
+        type(value) in (int, float) and _LEAST_SECONDS <= value <= 1 / _LEAST_SECONDS
         for value in (timing.get("seconds"), *all_seconds)
     )

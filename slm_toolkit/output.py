@@ -183,7 +183,12 @@ def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:
     for label, row in zip(labels(rows), rows, strict=True):
         if row.memory_at_peak is not None:
             path = Path(row.record).with_name(TIMELINE_FILE)
-            found[label] = memory_picture(row.memory_at_peak, read_segments(path) if path.is_file() else [])
+            try:
+                segments = read_segments(path) if path.is_file() else []
+            except ValueError as error:
+                print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
+                segments = []
+            found[label] = memory_picture(row.memory_at_peak, segments)
     return found
 
 

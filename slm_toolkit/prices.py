@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from slm_toolkit.hardware import find_gpu, gpu_of_name
+from slm_toolkit.user_files import read_text, yaml_node
 
 PRICES_SINCE = "2026"
 "older rows of prices.csv are not asked: AWS alone cut its prices by 33 to 44 % in June 2025"
@@ -164,22 +165,18 @@ def _provider_of_name(name: str) -> str:
 
 def _entries(path: Path) -> list[tuple[str, object]]:
     """Names and values in the file's order, a name given twice included; all scalars stay text."""
-    try:
-        loader = yaml.BaseLoader(path.read_text())
-        root = loader.get_single_node()
-        if isinstance(root, yaml.MappingNode):
-            return [
-                (str(loader.construct_object(key, deep=True)), loader.construct_object(value, deep=True))
-                for key, value in root.value
-            ]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read {path}: {error}\n{_ENTRY_HINT}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", error)
-        raise ValueError(f"{path} is not YAML{where}: {problem}\n{_ENTRY_HINT}") from None
+    hint = _ENTRY_HINT.removeprefix("hint: ")
+    root = yaml_node(read_text(path, hint=hint), path, hint=hint)
+    if isinstance(root, yaml.MappingNode):
+        return [(str(_as_text(key)), _as_text(value)) for key, value in root.value]
     raise ValueError(f"{path} holds no prices\n{_ENTRY_HINT}")
+
+
+def _as_text(node: yaml.Node) -> object:
+    """A node's words, mappings and lists, none of them taken for a number or a date."""
+    if isinstance(node, yaml.MappingNode):
+        return {str(_as_text(key)): _as_text(value) for key, value in node.value}
+    return [_as_text(each) for each in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
 def _entry_problems(entry: dict[str, object]) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import platform
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -16,6 +17,7 @@ from slm_toolkit.allocator import allocator
 from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import Strategy
+from slm_toolkit.user_files import exists, typed_path
 
 SCHEMA_VERSION = 1
 """of data/record.schema.json. Records without one, version 0, lack nothing that must be known; a version that
@@ -205,9 +207,8 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
     """What a run is asked to do; two runs with equal answers are repeats of each other."""
     accelerate_config = dict(strategy.accelerate_config or {})
     accelerate_config.pop("num_processes", None)
-    if "deepspeed_config_file" in accelerate_config.get(
-        "deepspeed_config", {}
-    ):  # a path: the content is what counts
+    # a path: the content is what counts
+    if "deepspeed_config_file" in (accelerate_config.get("deepspeed_config") or {}):
         section = {**accelerate_config["deepspeed_config"], "deepspeed_config_file": None}
         accelerate_config["deepspeed_config"] = section
     return {
@@ -216,7 +217,7 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
         "accelerate_config": accelerate_config,
         "deepspeed_config": strategy.deepspeed_config,
         "num_processes": num_processes,
-        "files": {path: _state_of(Path(path).expanduser()) for path in _files_of(config)},
+        "files": {path: _state_of(typed_path(path)) for path in _files_of(config)},
     }
 
 
@@ -227,11 +228,16 @@ def _files_of(config: RunConfig) -> list[str]:
 
 def _state_of(path: Path) -> str | None:
     """Changes when a local file or a file of a folder does; None for what is no path."""
-    if not path.exists():
+    if not exists(path):
         return None
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    # of a link that leads nowhere, the link itself
+    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat_of(file))]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
+
+
+def _stat_of(file: Path) -> os.stat_result:
+    return file.stat() if exists(file) else file.lstat()
 
 
 def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None) -> str:

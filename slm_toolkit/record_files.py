@@ -3,14 +3,21 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import orjson
 
-from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, STATUSES, RunRecord
+from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
+from slm_toolkit.record_check import is_deep, wrong_fields
+from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
+
+LIMIT_BYTES = 2**28
+"of a record: a hundred thousand steps on 64 ranks take half of it"
+_HINT = f"records are runs/*/{RECORD_FILE}"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
@@ -25,43 +32,33 @@ def write_record(record: RunRecord, folder: Path) -> Path:
 
 def read_record(path: Path) -> RunRecord:
     """Read one record, of this version or an older one. Raises ValueError for all else."""
+    data = read_bytes(path, what="record", hint=_HINT, limit_bytes=LIMIT_BYTES)
     try:
-        with open(path, "rb") as file:  # a third faster than Path.read_bytes
-            content = orjson.loads(file.read())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ValueError(
-            f"can't read record {path}: {error}\nhint: records are runs/*/{RECORD_FILE}"
-        ) from None
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
+    if data.count(b"{") + data.count(b"[") > MOST_LEVELS and is_deep(content):
+        raise ValueError(f"{path} has objects inside one another that no record has\nhint: {_HINT}")
+    if _may_control(data):
+        content = _without_controls(content)
     content = _in_this_version(content, path)
     if not content.keys() >= _REQUIRED:
         missing = _REQUIRED - content.keys()
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}\nhint: was it written by another tool?")
     if not content.keys() <= _KNOWN:
         content = {key: value for key, value in content.items() if key in _KNOWN}
-    if wrong := _ill_typed(content):
+    if wrong := wrong_fields(content):
         raise ValueError(
-            f"{path} holds no proper {', '.join(wrong)}\nhint: `slm report --schema` says what is"
+            f"{path} holds no proper {', '.join(wrong[:10])}\nhint: `slm report --schema` says what is"
         )
     return RunRecord(**content)
-
-
-def _ill_typed(content: dict[str, Any]) -> list[str]:
-    """Fields that a report would break on; the schema itself would take as long as the whole report."""
-    wrong = [name for name, kind in _KINDS if name in content and type(content[name]) is not kind]
-    if content["status"] not in STATUSES:
-        wrong.append("status")
-    if not wrong and type(content["asked"].get("config")) is not dict:
-        wrong.append("asked.config")
-    if not wrong and type(content["model"].get("num_params")) is not int:
-        wrong.append("model.num_params")
-    return wrong
 
 
 def _in_this_version(content: Any, path: Path) -> dict[str, Any]:
     """What an older version wrote, in today's words; fields that came later have their defaults."""
     version = content.get("schema_version", 0) if isinstance(content, dict) else None
     if type(version) is not int or version < 0:
-        raise ValueError(f"{path} is no record\nhint: records are runs/*/{RECORD_FILE}")
+        raise ValueError(f"{path} is no record\nhint: {_HINT}")
     if version > SCHEMA_VERSION:
         raise ValueError(
             f"{path} is a record of version {version}, newer than {SCHEMA_VERSION}, the newest known here\n"
@@ -75,9 +72,9 @@ def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[
     """All records in folders (at any depth) and files, in order of name; and what is wrong with others."""
     files: list[Path] = []
     for path in paths:
-        if not path.exists():
+        if not exists(path):
             raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
-        files += _record_files(path) if path.is_dir() else [path]
+        files += _record_files(path) if is_dir(path) else [path]
     if len(paths) > 1:  # a record that two of them reach was launched once
         files = list({file.resolve(): file for file in files}.values())
     records, problems = [], []
@@ -102,13 +99,23 @@ def _record_files(folder: Path) -> list[Path]:
     return [Path(name) for name in sorted(found, key=lambda name: name.split(os.sep))]
 
 
+def _may_control(data: bytes) -> bool:
+    """Whether some text may hold what a terminal takes for a command; JSON has most of it as \\u00.. only."""
+    return b"\\u00" in data or b"\x7f" in data or (b"\xc2" in data and _C1.search(data) is not None)
+
+
+def _without_controls(value: Any) -> Any:
+    """The same, with such characters spelt out: a log's colours, and what somebody hid in a name."""
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+    if isinstance(value, dict):
+        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
+    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+
+
+_C1 = re.compile(rb"\xc2[\x80-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 _KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))
 _REQUIRED = frozenset(
     f.name for f in dataclasses.fields(RunRecord) if f.default is f.default_factory is dataclasses.MISSING
 )
-_KINDS = [
-    (f.name, kind)
-    for f in dataclasses.fields(RunRecord)
-    if (kind := get_origin(f.type) or f.type) in (str, list, dict)
-]
-"of the fields that are never null"

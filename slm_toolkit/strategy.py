@@ -11,6 +11,7 @@ import yaml
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import read_deepspeed_config
+from slm_toolkit.user_files import check_name, is_file, read_text, typed_path, yaml_of
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 "what `slm compare` runs when it is not told otherwise"
@@ -98,8 +99,9 @@ def find_strategy(name_or_path: str) -> Strategy:
 def strategy_path(name_or_path: str) -> Path:
     """The YAML of a shipped name or a path. Raises ValueError where there is none."""
     shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
-    path = shipped if shipped.is_file() else Path(name_or_path).expanduser()
-    if path.is_file():
+    path = shipped if is_file(shipped) else typed_path(name_or_path)
+    if is_file(path):
+        check_name(path.stem, "a strategy's file called")
         return path
     if path.suffix in (".yaml", ".yml", ".json"):
         raise ValueError(f"no such file: {name_or_path}\nhint: paths are relative to {Path.cwd()}")
@@ -137,6 +139,7 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         raise ValueError(
             f"{path}: num_processes is {num_processes!r}\nhint: write a whole number of at least 1"
         )
+    check_sections(config, path)
     common = {
         "name": path.stem,
         "num_processes": num_processes,
@@ -176,7 +179,7 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
-    if strategy.engine == "deepspeed" and "deepspeed_config_file" in config["deepspeed_config"]:
+    if strategy.engine == "deepspeed" and "deepspeed_config_file" in (config.get("deepspeed_config") or {}):
         json_path = (folder / "deepspeed.json").resolve()
         json_path.write_text(json.dumps(strategy.deepspeed_config, indent=2) + "\n")
         config["deepspeed_config"] = {**config["deepspeed_config"], "deepspeed_config_file": str(json_path)}
@@ -200,7 +203,7 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     config["num_machines"] = num_nodes
     if num_nodes > 1 and strategy.engine == "deepspeed":  # its own launcher would start the others by pdsh
         config["deepspeed_config"] = {
-            **config["deepspeed_config"],
+            **(config.get("deepspeed_config") or {}),
             "deepspeed_multinode_launcher": "standard",
         }
     return dataclasses.replace(strategy, accelerate_config=config)
@@ -264,24 +267,12 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read {path}: {error}\nhint: give an accelerate YAML file") from None
-    return settings_of(text, path)
+    return settings_of(read_text(path, hint="give an accelerate YAML file"), path)
 
 
 def settings_of(text: str, path: Path) -> dict[str, Any]:
     """What a YAML's text says. Raises ValueError where it is none, or no settings."""
-    try:
-        config = _parsed(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ValueError(
-            f"{path} is not YAML{where}: {getattr(error, 'problem', error)}\n"
-            "hint: `slm configs --copy DIR` writes good ones"
-        ) from None
+    config = yaml_of(text, path, hint="`slm configs --copy DIR` writes good ones")
     if not isinstance(config, dict):
         raise ValueError(
             f"{path} holds no settings\nhint: `slm configs --copy DIR` writes files to start from"
@@ -289,12 +280,18 @@ def settings_of(text: str, path: Path) -> dict[str, Any]:
     return config
 
 
-def _parsed(text: str) -> Any:
-    """By libyaml, where PyYAML was built with it: ten times as fast, but its errors name other lines."""
-    try:
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:
-        return yaml.safe_load(text)
+def check_sections(config: dict[str, Any], path: Path) -> None:
+    """Raises ValueError where a section is none, or a number of machines or ranks is no number."""
+    for key in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"):
+        _mapping(config, key, path)
+    sizes = {
+        f"parallelism_config.{key}": value
+        for key, value in (config.get("parallelism_config") or {}).items()
+        if key.endswith("_size")
+    }
+    for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{path}: {key} is {value!r}\nhint: write a whole number of at least 1")
 
 
 def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.finding import Edit, Finding
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.strategy import settings_of
+from slm_toolkit.user_files import json_of, read_text, yaml_node
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def read_files(path: Path) -> Files:
         config = {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 1}
         return Files(path, "", config, path.resolve(), text, content, None, _json_duplicates(text))
     config = settings_of(text, path)
-    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml.compose(text), ()))
+    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml_node(text, path, hint=_HINT), ()))
     return with_json(Files(path, text, config, duplicates=duplicates))
 
 
@@ -205,20 +206,17 @@ def with_json(files: Files) -> Files:
     return Files(files.yaml_path, files.yaml_text, files.config, found, text, content, None, duplicates)
 
 
+_HINT = "compare with ds_configs/zero2.json"
+
+
 def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read {path}: {error}\nhint: give an accelerate YAML file") from None
+    return read_text(path, hint="give an accelerate YAML file")
 
 
 def _parsed_json(path: Path, text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}\nhint: compare with ds_configs/zero2.json") from None
+    content = json_of(text, path, hint=_HINT)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no DeepSpeed settings\nhint: compare with ds_configs/zero2.json")
+        raise ValueError(f"{path} holds no DeepSpeed settings\nhint: {_HINT}")
     return content
 
 

@@ -47,7 +47,12 @@ class CommandSource:
 def command_source(words: list[str]) -> CommandSource:
     """Raises ValueError for a command that is no launch of a script with TrainingArguments."""
     if len(words) == 1:
-        words = shlex.split(words[0])
+        try:
+            words = shlex.split(words[0])
+        except ValueError as error:  # a quote that is not closed
+            raise ValueError(
+                f"the command can't be taken apart: {error}\nhint: quote it as a shell would"
+            ) from None
     found = CommandSource()
     rest = _environment(words, found)
     if not rest:
@@ -111,13 +116,19 @@ def _environment(words: list[str], found: CommandSource) -> list[str]:
         if key is None:
             found.environment.append(word)
         elif key.startswith("parallelism_config_"):
-            found.more.append(Setting("groups", (key,), int(value), name, int(value)))
+            found.more.append(Setting("groups", (key,), _count(value, name), name, _count(value, name)))
         elif key.startswith("fsdp_"):
             is_truth = key.endswith("_offload")
             found.more.append(Setting("fsdp", (key,), truth(value, name) if is_truth else value, name, value))
         else:
             found.launch[key] = (value if key == "gpu_ids" else truth(value, name), name)
     return []
+
+
+def _count(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9):
+        raise ValueError(f"{name} is {text!r}\nhint: a whole number of ranks")
+    return int(text)
 
 
 def _launcher(words: list[str], found: CommandSource) -> list[str]:
@@ -164,14 +175,14 @@ def _options(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 def _option(option: str, value: str, numbers: dict[str, tuple[int, str]], found: CommandSource) -> None:
     keys = {name: key for key, name in TORCHRUN.items() if key != "num_machines"}
     if option in _NUM_PER_NODE and value.isdigit():
-        numbers["per_node"] = (int(value), option)
+        numbers["per_node"] = (_count(value, option), option)
     elif option in _NUM_NODES:
         low, _, high = value.partition(":")
         if not low.isdigit() or high not in ("", low):
             raise ValueError(
                 f"{option} {value}: accelerate's YAML takes one number of machines\nhint: {option} {low}"
             )
-        numbers["nodes"] = (int(low), option)
+        numbers["nodes"] = (_count(low, option), option)
     elif option in keys:
         found.launch[keys[option]] = (int(value) if value.isdigit() else value, option)
     elif option == "--rdzv_backend":

@@ -64,7 +64,7 @@ def _setting(key: str, value: Any, source: str) -> Setting:
     if key in FSDP_TRUTHS or key == "fsdp_reshard_after_forward":
         return Setting("fsdp", (key,), truth(value, source), source, value)
     if key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
-        return Setting("fsdp", (key,), ",".join(value), source, value)
+        return Setting("fsdp", (key,), ",".join(map(str, value)), source, value)
     if key == "fsdp_state_dict_type" and str(value).upper() == "LOCAL_STATE_DICT":
         why = "FSDP2 refuses LOCAL_STATE_DICT; both write a file per rank"
         return Setting("fsdp", (key,), "SHARDED_STATE_DICT", source, value, why, "nearest")

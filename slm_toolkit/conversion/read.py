@@ -1,12 +1,9 @@
 """A source of any form, taken apart into settings."""
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from slm_toolkit.conversion.command import command_source, script_of
 from slm_toolkit.conversion.fsdp_keys import fsdp_settings
@@ -23,7 +20,9 @@ from slm_toolkit.conversion.settings import (
 from slm_toolkit.conversion.trainer_keys import ACCELERATE_KEYS
 from slm_toolkit.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
 from slm_toolkit.strategy import config_dir, read_strategy, shipped_strategies
+from slm_toolkit.user_files import check_name, exists, is_file, json_of, read_text, typed_path, yaml_of
 
+_LONGEST_NAME = 100  # of files that are called as the script is
 _DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _FORMS = (
     "a shipped strategy, an accelerate YAML (distributed_type), a DeepSpeed JSON (zero_optimization), "
@@ -34,11 +33,11 @@ _FORMS = (
 def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: int | None) -> Draft:
     """The settings of what the user named. Raises ValueError for what is in none of the forms."""
     first = words[0]
-    if len(words) > 1 or first.startswith("-") or (" " in first and not Path(first).exists()):
+    if len(words) > 1 or first.startswith("-") or (" " in first and not exists(Path(first))):
         return _read_command(words, num_processes, gpus_per_node)
     shipped = config_dir("accel_configs") / f"{first}.yaml"
-    path = shipped if shipped.is_file() else Path(first).expanduser()
-    if not path.is_file():
+    path = shipped if is_file(shipped) else typed_path(first)
+    if not is_file(path):
         names = ", ".join(shipped_strategies())
         raise ValueError(f"no such file or strategy: {first}\nhint: {_FORMS}; the strategies are {names}")
     config = _read_mapping(path)
@@ -79,6 +78,7 @@ def _read_command(words: list[str], num_processes: int | None, gpus_per_node: in
     script = script_of(found.script)
     is_module = script[0] in ("-m", "--module")
     name = script[1].rpartition(".")[2] if is_module and len(script) > 1 else Path(script[0]).stem
+    name = check_name(name, "a script called")[:_LONGEST_NAME]
     draft = read_trainer(found.arguments, name, launch, ranks, folder=Path(), more=tuple(found.more))
     rows = [*found.rows]
     if found.script or found.environment:
@@ -199,14 +199,9 @@ def _prefixed(key: str, prefix: str) -> str:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """The settings in a JSON or YAML file."""
-    kind = "JSON" if path.suffix == ".json" else "YAML"
-    try:
-        text = path.read_text()
-        config = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path} is not {kind}: {error}\nhint: `slm configs --copy DIR` writes good ones"
-        ) from None
+    hint = "`slm configs --copy DIR` writes good ones"
+    text = read_text(path, hint=hint)
+    config = (json_of if path.suffix == ".json" else yaml_of)(text, path, hint=hint)
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no settings but {config!r}\nhint: {_FORMS}")
     return config

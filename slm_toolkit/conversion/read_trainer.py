@@ -1,12 +1,12 @@
 """TrainingArguments as settings in accelerate's and DeepSpeed's words."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.conversion.fsdp_keys import fsdp_settings
 from slm_toolkit.conversion.settings import Draft, Ranks, Row, Setting, deepspeed_settings, init_flag, truth
 from slm_toolkit.conversion.trainer_keys import ARGUMENTS_READ, FSDP1_ONLY, FSDP_KEYS, SHARDING, XLA_KEYS
+from slm_toolkit.user_files import is_file, json_of, read_text, typed_path
 
 _MARKS = (
     *("fsdp", "fsdp_config", "deepspeed", "output_dir", "per_device_train_batch_size", "learning_rate"),
@@ -16,6 +16,7 @@ _NAMES = {key.trainer: key.accelerate for key in FSDP_KEYS if key.trainer}
 _NAMES |= {key.removeprefix("fsdp_"): key for key in FSDP1_ONLY if key != "fsdp_sharding_strategy"}
 "transformers' names in fsdp_config: accelerate's"
 _SCRIPTS = "an argument of the script's, whatever shards"
+_JSON_HINT = "transformers reads JSON there"
 _XLA = "TPUs' own sharding, which accelerate's YAML cannot ask for"
 
 
@@ -162,19 +163,14 @@ def _loaded(value: Any, key: str, folder: Path) -> tuple[dict[str, Any], Path | 
         return value, None
     text, path = str(value), None
     if not text.startswith("{"):
-        found = [p for p in (Path(text).expanduser(), folder / text) if p.is_file()]
+        found = [p for p in (typed_path(text), folder / text) if is_file(p)]
         if not found:
             raise ValueError(
                 f"{key}: no such file: {text}\nhint: looked for from {Path.cwd()} and beside the source"
             )
         path = found[0]
-        text = path.read_text()
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{key}: {path or text} is not JSON: {error}\nhint: transformers reads JSON there"
-        ) from None
+        text = read_text(path, hint=_JSON_HINT)
+    config = json_of(text, f"{key}: {path or text}", hint=_JSON_HINT)
     if not isinstance(config, dict):
         raise ValueError(f"{key} is {config!r}\nhint: it holds settings, or names a file of them")
     return config, path

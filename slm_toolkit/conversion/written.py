@@ -10,6 +10,7 @@ from typing import Any
 
 from slm_toolkit.conversion.counterparts import ZERO
 from slm_toolkit.conversion.settings import Draft, Row, Setting, nested, of_section, ranks_per_node
+from slm_toolkit.user_files import json_of, read_text
 
 _WORSE = ("added", "ignored", "stays", "default", "carried", "nearest", "no counterpart")
 "of two fates of one key the later one counts"
@@ -72,7 +73,10 @@ def deepspeed_json(draft: Draft, *, for_our_script: bool) -> tuple[dict[str, Any
 
 def is_unchanged(draft: Draft, config: dict[str, Any]) -> bool:
     """Whether the JSON is what is in the file that it was read from."""
-    return draft.json_path is not None and json.loads(draft.json_path.read_text()) == config
+    if draft.json_path is None or draft.json_path.suffix != ".json":  # YAML can hold the same settings
+        return False
+    hint = "compare with ds_configs/zero2.json"
+    return json_of(read_text(draft.json_path, hint=hint), draft.json_path, hint=hint) == config
 
 
 def unchanged_json(draft: Draft, to: str) -> Row:

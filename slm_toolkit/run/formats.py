@@ -67,10 +67,10 @@ def documents_of(
     if kind == "tokens":
         return _of_tokens(rows)
     if kind == "text":
-        if odd := [text for text in rows[text_column] if text is not None and not isinstance(text, str)]:
+        if odd := [text for text in rows[text_column] if not isinstance(text, str | None)]:
             raise ValueError(
-                f"column {text_column!r} holds {str(odd[0])[:80]}, which is no text\n"
-                "hint: mend the row, or leave it out"
+                f"column {text_column!r} holds {type(odd[0]).__name__}, not text alone: {str(odd[0])[:80]}\n"
+                "hint: --text_column names another"
             )
         texts = [text for text in rows[text_column] if text and text.strip()]
         pieces = [[(text, True)] for text in texts]
@@ -101,7 +101,10 @@ def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int
     Raises ValueError where it is none, or holds more than text.
     """
     if kind == "alpaca":
-        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        parts = [part for part in (row["instruction"], row.get("input")) if part]
+        if not all(isinstance(part, str) for part in parts):
+            raise _not_a_chat("instruction and input are not text", row)
+        asked = "\n\n".join(parts)
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
         return [_turn(turn, "role", "content") for turn in turns], 1
     if kind == "prompt_completion":
@@ -111,7 +114,7 @@ def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int
         return [_turn(turn, "role", "content") for turn in turns], len(row["prompt"])
     role, content = ("from", "value") if kind == "sharegpt" else ("role", "content")
     turns = row["conversations" if kind == "sharegpt" else "messages"]
-    if not turns:
+    if not turns or not isinstance(turns, list):
         raise _not_a_chat("a conversation has no turns", row)
     return [_turn(turn, role, content) for turn in turns], 1
 
@@ -120,7 +123,7 @@ def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(role), str):
         raise _not_a_chat(f"a conversation has a turn without {role!r} and {content!r}", turn)
     said = turn.get(content)
-    if isinstance(said, list) and all(isinstance(part, dict) and part.get("text") for part in said):
+    if isinstance(said, list) and all(map(_is_text_part, said)):
         said = "".join(part["text"] for part in said)
     if turn.get("tool_calls"):
         raise _not_a_chat("a turn calls tools, of which only text is trained on", turn)
@@ -129,6 +132,10 @@ def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
             f"a conversation has a turn without {role!r} and {content!r}, or more than text", turn
         )
     return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": said}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and bool(part["text"])
 
 
 def _not_a_chat(what: str, row: Any) -> ValueError:
@@ -198,9 +205,14 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
     """Rows that are tokens already, taken as they are, but for what their attention_mask leaves out."""
     found = []
     for index, tokens in enumerate(rows["input_ids"]):
+        if tokens is None:
+            continue
         labels, mask = (
             rows[name][index] if rows.get(name) else None for name in ("labels", "attention_mask")
         )
+        for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
+            if not (numbers is None or _are_tokens(numbers, least=IGNORE_INDEX if name == "labels" else 0)):
+                raise ValueError(f"{name} of a row is {str(numbers)[:80]}\nhint: whole numbers, not below 0")
         for name, other in (("labels", labels), ("attention_mask", mask)):
             if other is not None and len(other) != len(tokens):
                 raise ValueError(
@@ -211,3 +223,13 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
         if kept:
             found.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
     return found
+
+
+def _are_tokens(numbers: Any, *, least: int) -> bool:
+    """A mask may be of true and false."""
+    return (
+        isinstance(numbers, list)
+        and {int, bool}.issuperset(map(type, numbers))
+        and least <= min(numbers, default=0)
+        and max(numbers, default=0) < 2**31
+    )

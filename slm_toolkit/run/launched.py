@@ -60,7 +60,7 @@ def find_launch() -> Launch:
         command = ("accelerate", "launch", *arguments)
         config_file = option(command, "config_file")
         if config_file is None:
-            return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), command)
+            return Launch(_strategy_from_environment(), _world_size(), command)
         strategy = read_strategy(Path(folder, config_file))
         strategy = with_group_options(strategy, functools.partial(option, command))
         machines = int(option(command, "num_machines") or num_machines(strategy))
@@ -68,7 +68,7 @@ def find_launch() -> Launch:
             strategy = on_nodes(strategy, machines)
         asked = option(command, "num_processes")
         return Launch(strategy, int(asked) if asked else strategy.num_processes, command)
-    return Launch(_strategy_from_environment(), int(os.environ.get("WORLD_SIZE", 1)), ())
+    return Launch(_strategy_from_environment(), _world_size(), ())
 
 
 def absolute_deepspeed_config(strategy: Strategy) -> None:
@@ -119,10 +119,18 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
     )
 
 
+def _world_size() -> int:
+    """Raises ValueError for a variable that no launcher set."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) <= 9):
+        raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: launchers set it; unset it here")
+    return int(text)
+
+
 def _strategy_from_environment() -> Strategy:
     """What the variables that accelerate's launcher sets stand for."""
     env = os.environ
-    num_processes = int(env.get("WORLD_SIZE", 1))
+    num_processes = _world_size()
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         from accelerate.utils import DeepSpeedPlugin
 

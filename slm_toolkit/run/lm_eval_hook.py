@@ -13,6 +13,7 @@ import torch
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.run.adapters import MERGED
+from slm_toolkit.user_files import is_file, read_text
 
 _OF_THE_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_")
 _OF_THE_LAUNCH += ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
@@ -25,7 +26,7 @@ def check_lm_eval(config: RunConfig) -> None:
         return
     if find_spec("lm_eval") is None:
         raise ValueError("--lm_eval_tasks needs lm-eval\nhint: pip install slm-toolkit[lm_eval]")
-    missing = [task for task in _split(config.lm_eval_tasks) if _is_file(task) and not Path(task).is_file()]
+    missing = [task for task in _split(config.lm_eval_tasks) if _is_file(task) and not is_file(Path(task))]
     if missing:
         raise ValueError(f"--lm_eval_tasks: no such file: {missing[0]}\nhint: a task's YAML, or its name")
     if config.peft != "none" and not config.merge_adapter:
@@ -94,5 +95,9 @@ def _is_file(task: str) -> bool:
 
 def _task_name(path: Path) -> str:
     """The `task:` of a YAML; lm-eval's have tags that no plain loader reads."""
-    lines = (line.partition(":") for line in path.read_text().splitlines() if line.startswith("task:"))
+    lines = (
+        line.partition(":")
+        for line in read_text(path, hint="a task's YAML").splitlines()
+        if line.startswith("task:")
+    )
     return next((value.strip() for _, _, value in lines), path.stem)

@@ -1,9 +1,12 @@
 """The Hugging Face model of a ModelSpec, weights drawn from the seed or loaded, in the numerics' dtype."""
 
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft and bitsandbytes, where they are
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
@@ -19,7 +22,10 @@ from slm_toolkit.run.optional_kernels import use_fp8, use_liger
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
     """The transformers configuration of `spec`; a user's own configuration is taken whole."""
     if spec.path is not None:
-        return AutoConfig.from_pretrained(spec.path)
+        try:
+            return AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
+        except Exception as error:  # its checks of a user's file raise KeyErrors, TypeErrors and their own
+            raise _not_loaded(spec.path, error) from None
     return AutoConfig.for_model(
         spec.model_type,
         num_hidden_layers=spec.num_layers,
@@ -50,7 +56,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     attention = transformers_name(config.attn_implementation, asked, documents_apart=documents_apart)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
-        model = AutoModelForCausalLM.from_pretrained(spec.path, **options)
+        model = _with_weights(spec.path, options)
     else:
         model = AutoModelForCausalLM.from_config(asked, **options)
         for param in _whole_params(model):
@@ -82,6 +88,26 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
             # in place: names in the state dict stay, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)
     return model.train()
+
+
+def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with its own weights; no code of the folder's or the hub's runs, nor of a pickle's.
+
+    Raises ValueError for weights that can't be read.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, weights_only=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise _not_loaded(path, error) from None
+
+
+def _not_loaded(path: str, error: Exception) -> ValueError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ValueError(
+        f"can't load model {path!r}: {reason}\nhint: is the folder whole, and its model a Llama?"
+    )
 
 
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import glob
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from slm_toolkit.config_data import Source
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
 from slm_toolkit.run.formats import format_of
+from slm_toolkit.user_files import is_dir, is_file, typed_path
 
 STREAM_ABOVE_BYTES = 2**30
+MOST_ENTRIES = 1_000_000
+"of a folder, at any depth, that are looked at: the whole disk is no dataset"
 _FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -35,11 +39,12 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
 
 
 def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
-    from datasets import load_dataset, load_dataset_builder, load_from_disk
+    from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetNotFoundError
 
-    if (Path(source.path).expanduser() / "state.json").is_file():  # of Dataset.save_to_disk
-        rows = load_from_disk(str(Path(source.path).expanduser()))
+    folder = typed_path(source.path)
+    if is_file(folder / "state.json"):  # of Dataset.save_to_disk
+        rows = _saved(folder)
         if not config.streaming:
             return rows, False
         return StreamedRows(rows.to_iterable_dataset(), source.path, {}), True
@@ -98,20 +103,50 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
 
 def _local_files(dataset: str) -> list[str]:
     """Files that a path, a folder or a glob names; empty for what can only be a hub id."""
-    path = Path(dataset).expanduser()
-    if path.is_dir():
-        found = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in _FORMATS)
+    path = typed_path(dataset)
+    if is_dir(path):
+        found = _files_under(path)
         if not found:
             raise ValueError(
                 f"{dataset} holds no .txt, .jsonl or .parquet file\nhint: give a folder that does"
             )
         return found
-    found = sorted(glob.glob(str(path), recursive=True))
+    found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
     if odd := [file for file in found if Path(file).suffix.lower() not in _FORMATS]:
         raise ValueError(f"{odd[0]}: not one of {', '.join(_FORMATS)}\nhint: rename or convert the file")
+    if odd := [file for file in found if not os.path.isfile(file)]:
+        raise ValueError(f"{odd[0]} is no file that can be read again\nhint: a folder, a pipe? give files")
     looks_local = (
         path.suffix.lower() in _FORMATS or any(sign in dataset for sign in "*?[~") or dataset[:1] in "./"
     )
     if not found and looks_local:
         raise ValueError(f"no such file: {dataset}\nhint: paths are relative to {Path.cwd()}")
     return found
+
+
+def _files_under(folder: Path) -> list[str]:
+    """At any depth, links to folders not followed; of pipes and devices, none."""
+    found, num_entries = [], 0
+    for place, folders, names in os.walk(folder):
+        num_entries += len(folders) + len(names)
+        if num_entries > MOST_ENTRIES:
+            raise ValueError(
+                f"{folder} holds over {MOST_ENTRIES:,} files\nhint: give the folder of the data alone"
+            )
+        found += [
+            os.path.join(place, name) for name in names if os.path.splitext(name)[1].lower() in _FORMATS
+        ]
+    if odd := [file for file in found if not os.path.isfile(file)]:
+        raise ValueError(f"{odd[0]} is no file that can be read\nhint: remove it, or give files by a glob")
+    return sorted(found)
+
+
+def _saved(folder: Path) -> Any:
+    """What `Dataset.save_to_disk` wrote. Raises ValueError for what it did not, or not whole."""
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(folder))
+    except Exception as error:  # its own, pyarrow's and KeyErrors, by what is missing
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"can't read dataset {str(folder)!r}: {reason}\nhint: save it again") from None

@@ -27,9 +27,9 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises a bare Exception for a file that is none of its own
             raise ValueError(
-                f"can't load tokenizer {name!r}: {str(error).splitlines()[0]}\n"
+                f"can't load tokenizer {name!r}: {(str(error) or type(error).__name__).splitlines()[0]}\n"
                 "hint: --tokenizer_name byte needs none"
             ) from None
     if tokenizer.eos_token_id is None:

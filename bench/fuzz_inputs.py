@@ -1,0 +1,189 @@
+"""Inputs that nobody should type: real files mutated as text and as values, and some that are only nasty."""
+
+import json
+import random
+from typing import Any
+
+import yaml
+
+LEAVES: tuple[Any, ...] = (
+    *(None, True, False, 0, -0.0, -1, 1, 2, 3, 7, 0.5, 1.5, 2**31, 2**63, 10**30, 10**400, -(10**400)),
+    *(1e308, -1e308, 1e-308, 5e-324, float("nan"), float("inf"), float("-inf"), 1e18, 10**15),
+    *("", " ", "auto", "none", "None", "true", "no", "cpu", "nvme", "x" * 400, "0", "-1", "1e999", "NaN"),
+    *("\u0000", "\x1b[31m", "[red]", "[/]", "../../x", "/", "~nobody/x", "a\nb", "<script>", "${x}", "%s"),
+    *("\u202e", "é" * 50, "\ud800", "=cmd|' /C calc'!A0", "2026-99-99", "0x_", "{", "}", "&", "*"),
+    *([], {}, [[]], [{}], {"": {}}, {"a": {"b": {"c": 1}}}, [None], ["a", 1, None], [0] * 50),
+)
+"what stands in the place of a value"
+_PIECES: tuple[bytes, ...] = (
+    *(b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc2\x9b", b"\xed\xa0\x80", b"\x1b[2J", b"\r", b"\n", b"\t"),
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b":",
+        b",",
+        b'"',
+        b"'",
+        b"-",
+        b"#",
+        b"&a ",
+        b"*a",
+        b"<<: *a\n",
+        b"!!int ",
+        b"? ",
+    ),
+    *(b"NaN", b"Infinity", b"-0", b"1e400", b"9" * 5000, b"0x" + b"f" * 5000, b"null", b"true", b"~", b"\\u"),
+    *(
+        b"- " * 300,
+        b"[" * 3000,
+        b'{"a":' * 1500,
+        b"2026-13-01",
+        b"1:60:60",
+        b"---\n",
+        b"%YAML 9.9\n",
+        b"|\n",
+        b">",
+    ),
+)
+_NASTY: tuple[bytes, ...] = (
+    *(
+        b"",
+        b"\x00" * 100,
+        b"\xff\xfe{\x00}\x00",
+        "{}".encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b"\x80\x81",
+        b"null",
+    ),
+    *(b"[" * 100_000, b"- " * 60_000, b'{"a":' * 20_000, b"1" * 100_000, b'"' + b"a" * 200_000, b"~", b"[]"),
+    b"a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 118)),
+    b"a: &a {x: 1}\n"
+    + b"".join(b"%c: &%c {<<: [%s]}\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 118)),
+    *(b"a: &a [*a]\n", b"&a {distributed_type: *a}\n", b"!!python/object/apply:os.system [touch x]\n"),
+    *(b"distributed_type: !!python/name:os.system\n", b"? [1, 2]\n: 3\n", b"on: 1\nyes: 2\n1: 3\n"),
+)
+
+
+def made(seeds: list[bytes], rng: random.Random) -> bytes:
+    """One input, the same for the same state of `rng`: half of them changed as values, the rest as text."""
+    chance = rng.random()
+    if chance < 0.02:
+        return rng.choice(_NASTY)
+    seed = rng.choice(seeds)
+    if chance < 0.6 and (value := _value_of(seed)) is not None:
+        for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+            value = changed(value, rng)
+        return written(value, rng)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        seed = _edited(seed, seeds, rng)
+    return seed
+
+
+def written(value: Any, rng: random.Random) -> bytes:
+    """As JSON, or as YAML where JSON's own words stop it; half a character stays what it is."""
+    if rng.random() < 0.5:
+        return json.dumps(value, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    try:
+        return yaml.safe_dump(value, allow_unicode=rng.random() < 0.5, sort_keys=False).encode()
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return json.dumps(value).encode()
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """A copy with one place of it replaced, removed, renamed, doubled or wrapped."""
+    paths = list(_paths(value))
+    path = rng.choice(paths)
+    return _at(value, path, rng)
+
+
+def _paths(value: Any, before: tuple = ()) -> Any:
+    yield before
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in list(pairs)[:60]:
+        yield from _paths(below, (*before, key))
+
+
+def _at(value: Any, path: tuple, rng: random.Random) -> Any:
+    if not path:
+        return _replaced(value, rng)
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    key = path[0]
+    chance = rng.random() if len(path) == 1 else 1.0
+    if chance < 0.1 and isinstance(copy, dict):
+        del copy[key]
+    elif chance < 0.2 and isinstance(copy, dict):
+        copy[rng.choice((key + "_", key.upper(), "", "\x1b", "a.b", "fsdp_" + key))] = copy.pop(key)
+    elif chance < 0.25 and isinstance(copy, list):
+        copy.insert(key, copy[key])
+    elif chance < 0.3 and isinstance(copy, list):
+        del copy[key]
+    else:
+        copy[key] = _at(copy[key], path[1:], rng)
+    return copy
+
+
+def _replaced(value: Any, rng: random.Random) -> Any:
+    if rng.random() < 0.15 and isinstance(value, int | float) and abs(value) < 1e300:
+        return rng.choice((-value, value + 1, value * 1000, value // 3, float(value), str(value), [value]))
+    if rng.random() < 0.05:
+        for _ in range(rng.choice((5, 50, 150))):
+            value = [value] if rng.random() < 0.5 else {"a": value}
+        return value
+    return rng.choice(LEAVES)
+
+
+def _value_of(seed: bytes) -> Any:
+    try:
+        return json.loads(seed)
+    except ValueError:
+        pass
+    try:
+        value = yaml.safe_load(seed)
+    except yaml.YAMLError:
+        return None
+    return value if isinstance(value, dict | list) else None
+
+
+def _edited(seed: bytes, seeds: list[bytes], rng: random.Random) -> bytes:
+    start = rng.randrange(len(seed) + 1)
+    end = min(len(seed), start + rng.choice((0, 1, 1, 2, 8, 40, 400)))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return seed[:start] + seed[end:]
+    if kind == 1:
+        return seed[:start] + rng.choice(_PIECES) + seed[end:]
+    if kind == 2:
+        return seed[:start] + bytes([rng.randrange(256)]) + seed[end:]
+    if kind == 3:
+        return seed[:end] + seed[start:]
+    if kind == 4:
+        return seed[:start]
+    other = rng.choice(seeds)
+    return seed[:start] + other[rng.randrange(len(other) + 1) :]
+
+
+def made_words(seeds: list[bytes], rng: random.Random) -> bytes:
+    """A command's words, one a line: of a real one, some replaced, left out, doubled, with odd values."""
+    words = rng.choice(seeds).decode().split("\n")
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.randrange(len(words) + 1)
+        kind = rng.randrange(5)
+        if kind == 0 and words:
+            words = words[: max(0, at - 1)] + words[at:]
+        elif kind == 1 and at < len(words):
+            words.insert(at, words[at])
+        elif kind == 2:
+            words = words[:at] + rng.choice(seeds).decode().split("\n")[-3:] + words[at:]
+        elif at < len(words):
+            leaf = rng.choice(LEAVES)
+            text = leaf if isinstance(leaf, str) else json.dumps(leaf) if rng.random() < 0.5 else odd(leaf)
+            words[at] = words[at].partition("=")[0] + "=" + text if "=" in words[at] else text
+    return "\n".join(words).encode("utf-8", "surrogatepass")
+
+
+def odd(leaf: Any) -> str:
+    """What a number looks like as a flag: 10**400 in full."""
+    return f"{leaf:d}" if isinstance(leaf, int) and not isinstance(leaf, bool) else str(leaf)

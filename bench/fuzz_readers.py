@@ -1,0 +1,605 @@
+"""Every reader of what a user gives, as one function of bytes that returns, or raises ValueError with a hint."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fuzz_inputs import made, made_words
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.strategy import config_dir
+
+ROOT = Path(__file__).parent.parent
+YAML_OF_JSON = (
+    "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How inputs for one reader are made, and what reads them, and what uses what was read."""
+
+    name: str
+    read: Callable[[bytes, Path], None]
+    "in an empty folder that is the working folder"
+    seeds: Callable[[], list[bytes]]
+    share: int
+    "of the inputs, in parts of all readers' shares"
+    make: Callable[[list[bytes], random.Random], bytes] = made
+
+
+def _written(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def _kind(data: bytes) -> str:
+    return "json" if data.lstrip()[:1] in (b"{", b"[", b'"') else "yaml"
+
+
+def _use_strategy(strategy: Any, folder: Path) -> None:
+    """All that is done with a strategy that was read: checked, counted, estimated, written out."""
+    from slm_toolkit.estimate import estimates
+    from slm_toolkit.record import everything_asked, identity_of
+    from slm_toolkit.strategy import contradictions, num_machines, on_nodes, write_resolved
+
+    contradictions(strategy, RunConfig())
+    num_machines(strategy)
+    identity_of(everything_asked(RunConfig(), strategy, 2), {}, None)
+    write_resolved(strategy, folder / "out", 2)
+    on_nodes(strategy, 2)
+    estimates({"model": "slm-100m"}, [strategy], gpus=["h100-80gb"], num_gpus=[8])
+
+
+def _strategy_yaml(data: bytes, folder: Path) -> None:
+    from slm_toolkit.strategy import find_strategy
+
+    (folder / "ds_configs").mkdir()
+    for source in config_dir("ds_configs").glob("*.json"):
+        (folder / "ds_configs" / source.name).write_bytes(source.read_bytes())
+    _written(folder, "mine.yaml", data)
+    _use_strategy(find_strategy("mine.yaml"), folder)
+
+
+def _deepspeed_json(data: bytes, folder: Path) -> None:
+    from slm_toolkit.strategy import find_strategy
+
+    _written(folder, "mine.json", data)
+    _written(folder, "mine.yaml", YAML_OF_JSON.encode())
+    _use_strategy(find_strategy("mine.yaml"), folder)
+
+
+def _model_config(data: bytes, folder: Path) -> None:
+    (folder / "m").mkdir()
+    _written(folder / "m", "config.json", data)
+    _use_model("m")
+
+
+def _model_name(data: bytes, folder: Path) -> None:
+    _use_model(data.decode("utf-8", "surrogateescape"))
+
+
+def _use_model(name: str) -> None:
+    from slm_toolkit.estimate import estimates
+    from slm_toolkit.gpt_configs import check_trainable
+    from slm_toolkit.record import model_facts
+    from slm_toolkit.strategy import find_strategy
+
+    found = estimates({"model": name}, [find_strategy("ds_zero3")], gpus=["h100-80gb"], num_gpus=[8])
+    json.dumps([vars(row) for row in found], allow_nan=False)
+    from slm_toolkit.models import find_model
+
+    spec = find_model(name)
+    json.dumps(model_facts(spec), allow_nan=False)
+    check_trainable(spec)
+
+
+def _prices(data: bytes, folder: Path) -> None:
+    from slm_toolkit.prices import read_prices
+
+    for price in read_prices(_written(folder, "prices.yaml", data)).values():
+        str(price)
+
+
+def _network(data: bytes, folder: Path) -> None:
+    from slm_toolkit.network import COLLECTIVES, read_network, seconds
+
+    network = read_network(_written(folder, "network.json", data))
+    for collective in COLLECTIVES:
+        seconds(network, collective, 2**30)
+
+
+def _record(data: bytes, folder: Path) -> None:
+    """A record through `slm report`: beside a good one, so that what it breaks is more than itself."""
+    good = ROOT / "results" / "cpu" / "ddp" / "record.json"
+    for name, content in (("bad", data), ("good", good.read_bytes())):
+        (folder / name).mkdir()
+        _written(folder / name, "record.json", content)
+    # one in eight as a page with all pictures: that takes twenty times as long
+    words = ["--html", "page.html", "--csv", "r.csv", "--markdown", "r.md", "--latex", "r.tex"]
+    words += ["--parquet", "r.parquet", "--memory", "--phases"]
+    _slm("report", ".", *(words if len(data) % 8 == 0 else ("--json",) if len(data) % 8 < 4 else ()))
+    if len(data) % 8 == 1:
+        _slm("report", ".", "--errors")
+    if len(data) % 8 == 2:
+        _slm("report", ".", "--baseline", "good")
+
+
+def _timeline(data: bytes, folder: Path) -> None:
+    from slm_toolkit.memory_timeline import read_segments
+    from slm_toolkit.report.memory import memory_picture
+
+    path = _written(folder, "memory_timeline.csv", data)
+    at_peak = {"phase": "data", "module": "", "num_bytes": 1, "parts": {}, "modules": {}}
+    memory_picture(at_peak, read_segments(path))
+
+
+def _convert_file(data: bytes, folder: Path) -> None:
+    name = f"mine.{_kind(data)}"
+    _written(folder, name, data)
+    _convert([name], data, folder)
+
+
+def _convert_command(data: bytes, folder: Path) -> None:
+    _written(folder, "ds.json", (config_dir("ds_configs") / "zero3.json").read_bytes())
+    _convert(["--", *data.decode("utf-8", "surrogateescape").split("\n")], data, folder)
+
+
+def _convert(source: list[str], data: bytes, folder: Path) -> None:
+    from slm_toolkit.convert import _FORMS, _account, _as_json, convert
+
+    form = list(_FORMS)[sum(data) % len(_FORMS)]
+    num = (None, 1, 2, 8, 12)[len(data) % 5]
+    written = convert(source, form, num_processes=num, gpus_per_node=None if num == 2 else 4, folder=None)
+    _account(written)
+    json.dumps(_as_json(written, []))
+    for name, text in written.files.items():
+        _written(folder, f"out-{name}", text.encode())
+
+
+def _doctor(data: bytes, folder: Path) -> None:
+    name = f"mine.{_kind(data)}"
+    _written(folder, name, data)
+    if name == "mine.yaml":
+        _written(folder, "mine.json", (config_dir("ds_configs") / "zero3.json").read_bytes())
+    _slm("doctor", "--strategy", name, "--gpu", "h100-80gb", "--num_gpus", "8", "--fix", "fixed")
+
+
+def _command_line(data: bytes, folder: Path) -> None:
+    """Words of `slm`, whatever they are: flags, numbers, names of GPUs, prices."""
+    words = data.decode("utf-8", "surrogateescape").split("\n")
+    if words[0] in ("estimate", "recommend", "doctor", "recipes", "configs"):
+        _slm(*words)
+
+
+def _flags(data: bytes, folder: Path) -> None:
+    """The flags of training, one by one and together."""
+    from slm_toolkit.flags import add_flags, config_from_args, flags_of
+    from slm_toolkit.parser import Parser, with_underscores
+
+    parser = Parser(prog="fuzz")
+    add_flags(parser, grid=False)
+    with _quiet():
+        args = parser.parse_args(with_underscores(data.decode("utf-8", "surrogateescape").split("\n")))
+    config = config_from_args(args)
+    config.check()
+    filled = config.with_defaults(has_gpu=True)
+    filled.learning_rate_of(8)
+    flags_of(filled)
+    json.dumps(dataclasses.asdict(filled), allow_nan=False)
+
+
+def _rows(data: bytes, folder: Path) -> None:
+    """Rows of a dataset, by column, as `datasets` hands them over; made into sequences in every packing."""
+    from slm_toolkit.run.formats import format_of
+    from slm_toolkit.run.pack_rows import Pack
+
+    try:
+        rows = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and row for row in rows)):
+        return
+    if any("\ud800" <= character <= "\udfff" for character in json.dumps(rows, ensure_ascii=False)):
+        return  # Arrow's text is UTF-8, which has no halves
+    rows = [{name: row.get(name) for name in rows[0]} for row in rows]  # one schema, as Arrow has
+    asked = ("auto", "auto", "auto", "messages", "alpaca", "sharegpt", "tokens", "prompt_completion")[
+        len(data) % 8
+    ]
+    kind = format_of(rows[0], "rows", asked=asked, text_column="text")
+    packing = ("block_diagonal", "multipack", "none", "multipack")[sum(data) % 4]
+    pack = Pack(_tokenizer(), kind, packing, 32, "text", ("answers", "all")[sum(data) % 2], 384)
+    columns = pack({name: [row[name] for row in rows] for name in rows[0]})
+    import torch
+
+    tokens = torch.as_tensor(columns["input_ids"], dtype=torch.int64)
+    assert tokens.numel() == 0 or (tokens.min() >= 0 and tokens.max() < 384), "a token out of the vocabulary"
+
+
+@cache
+def _tokenizer() -> Any:
+    from transformers import ByT5Tokenizer
+
+    from slm_toolkit.run.tokenizers import CHAT_TEMPLATE
+
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _dataset_file(data: bytes, folder: Path) -> None:
+    """A whole file through `datasets`."""
+    import datasets
+
+    from slm_toolkit.models import PRESETS
+    from slm_toolkit.run.data import load_data
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(60)  # its own lines on stderr, before it raises
+    marks = {b"PAR1": "parquet", b"\x1f\x8b\x08\x08": "jsonl.gz", b"plai": "txt"}
+    name = "data." + marks.get(data[:4], ("jsonl", "json", "jsonl", "txt", "parquet")[len(data) % 5])
+    _written(folder, name, data)
+    config = RunConfig(dataset=name, seq_len=16, streaming=(None, True)[sum(data) % 2]).with_defaults(
+        has_gpu=False
+    )
+    with _quiet():
+        found = load_data(config, PRESETS["slm-1m"], num_sequences=2)
+        next(iter(found.train), None)
+
+
+def _dataset_names(data: bytes, folder: Path) -> None:
+    """What `--dataset` may say, as far as local files go."""
+    from slm_toolkit.run.sources import _local_files
+
+    _written(folder, "a.txt", b"text")
+    config = RunConfig(dataset=data.decode("utf-8", "surrogateescape"))
+    config.check()
+    for source in config.sources:
+        _local_files(source.path)
+
+
+def _slurm(data: bytes, folder: Path) -> None:
+    from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
+
+    options, _, template = data.partition(b"\n")
+    path = _written(folder, "slurm.sh", template or SLURM_TEMPLATE.read_bytes())
+    text = options.decode("utf-8", "surrogateescape")
+    slurm_nodes(num_nodes=2, gpus_per_node=1, options=text, template=path)
+
+
+def _lm_eval_task(data: bytes, folder: Path) -> None:
+    from slm_toolkit.run.lm_eval_hook import lm_eval_command
+
+    _written(folder, "task.yaml", data)
+    lm_eval_command("task.yaml", folder / "model", folder / "out")
+
+
+def _launch(data: bytes, folder: Path) -> None:
+    """Words of `slm launch` up to the meeting."""
+    from slm_toolkit.launch_verb import plan_launch
+
+    for source in config_dir("accel_configs").glob("*shard.yaml"):
+        _written(folder, source.name, source.read_bytes())
+    words = data.decode("utf-8", "surrogateescape").split("\n")
+    if not any(word.startswith("--main_process_ip") for word in words):  # a name would be asked of the DNS
+        words = ["--main_process_ip", "127.0.0.1", *words]
+    plan_launch(words)
+
+
+def _meeting(data: bytes, folder: Path) -> None:
+    """What a stranger sends to the port where machines meet."""
+    from slm_toolkit.meeting import answer_of, hello_of
+
+    with contextlib.suppress(ValueError):
+        hello_of(data)
+    answer_of(data)
+
+
+def _environment(data: bytes, folder: Path) -> None:
+    from slm_toolkit.patience import PATIENCE_VARIABLE, patience_seconds
+    from slm_toolkit.run.launched import find_launch
+
+    text = data.decode("utf-8", "surrogateescape").replace("\0", "")
+    os.environ[PATIENCE_VARIABLE] = os.environ["WORLD_SIZE"] = text
+    try:
+        with contextlib.suppress(ValueError):
+            patience_seconds()
+        find_launch()
+    finally:
+        del os.environ[PATIENCE_VARIABLE], os.environ["WORLD_SIZE"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            yield
+        except SystemExit as ended:
+            if ended.code == 2 and "error: " in said.getvalue() and "hint: " in said.getvalue():
+                raise ValueError(said.getvalue()) from None
+            if ended.code not in (0, 1):
+                raise AssertionError(f"exit code {ended.code}: {said.getvalue()}") from None
+
+
+def _slm(*words: str) -> None:
+    """`slm` in this process, with its exit code 2 and what it said as a ValueError."""
+    from slm_toolkit.cli import main
+
+    with _quiet():
+        code = main(list(words))
+        assert code in (0, 1, None), code
+
+
+def _files(*patterns: str) -> list[bytes]:
+    return [path.read_bytes() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+
+
+def _lines(*commands: str) -> list[bytes]:
+    return [command.replace(" ", "\n").encode() for command in commands]
+
+
+def _dumped(*values: Any) -> list[bytes]:
+    return [json.dumps(value).encode() for value in values]
+
+
+_YAMLS = (
+    b"distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n",
+    b"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n  gradient_clipping: 1.0\n"
+    b"  offload_optimizer_device: cpu\n  offload_param_device: nvme\n  zero3_init_flag: true\n",
+    b"distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+    b"parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n"
+    b"  parallelism_config_tp_size: 1\ndynamo_config:\n  dynamo_backend: INDUCTOR\n",
+)
+_LLAMA = {
+    **{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8},
+    **{"intermediate_size": 256, "vocab_size": 1000, "num_key_value_heads": 2, "head_dim": 16},
+    **{"tie_word_embeddings": True, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    **{"rope_parameters": {"rope_theta": 1e6}},
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": 100,
+    "n_inner": 256,
+}
+_NEOX = {**_LLAMA, "model_type": "gpt_neox"}
+_MPT = {
+    **{
+        "model_type": "mpt",
+        "n_layers": 2,
+        "d_model": 64,
+        "n_heads": 4,
+        "max_seq_len": 128,
+        "vocab_size": 100,
+    },
+    **{"expansion_ratio": 4, "attn_config": {"alibi": True}, "no_bias": True, "tie_word_embeddings": True},
+}
+_TRAINER = (
+    {
+        "fsdp": "full_shard offload",
+        "fsdp_config": {"version": 2, "reshard_after_forward": True},
+        "bf16": True,
+    },
+    {
+        "fsdp": True,
+        "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": 1},
+    },
+    {
+        "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}},
+        "output_dir": "x",
+        "fp16": False,
+    },
+    {"torch_compile": True, "torch_compile_backend": "inductor", "use_cpu": False, "learning_rate": 1e-3},
+    {
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+)
+_COMMANDS = (
+    "torchrun --nproc_per_node 8 --nnodes 2 --rdzv_backend c10d --rdzv_endpoint a:29500 train.py --fsdp full_shard --bf16",
+    "deepspeed --num_gpus 8 --hostfile h train.py --deepspeed ds.json --fp16 true --learning_rate 1e-3",
+    "python -m torch.distributed.run --nproc_per_node=4 -m my.train --fsdp_config {} --fsdp true",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE=4 FSDP_VERSION=2 ACCELERATE_USE_FSDP=true A=b python train.py --torch_compile",
+    "--fsdp full_shard offload --bf16 true --deepspeed ds.json",
+)
+_SLM = (
+    "estimate --model slm-100m --strategy ddp ds_zero3 --gpu h100-80gb --num_gpus 8 --seq_len 512 --usd_per_gpu_hour 2.5",
+    "estimate --model slm-700m --strategy ddp --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --json",
+    "estimate --peft lora --lora_r 16 --lora_alpha 32.0 --strategy ddp --gpu l4 --num_gpus 1 --largest_batch",
+    "recommend --model slm-100m --gpu h100-80gb:8@2.49 --tokens 1B --strategy ddp --per_device_train_batch_size 8 "
+    "--gradient_checkpointing none --loss_kernel hf --deadline_hours 10 --budget_usd 100",
+    "recommend --model slm-100m --gpu l4:1 --target_loss 3.5 --global_batch_tokens 0.5M --strategy ddp "
+    "--per_device_train_batch_size 8 --gradient_checkpointing none --loss_kernel hf",
+    "doctor --model slm-100m --strategy ddp --gpu h100-80gb --num_gpus 8 --host_ram_gib 64 --versions torch=2.12",
+    "estimate --inter_node_gbps 100 --gpus_per_node 8 --num_gpus 16 --gpu a100-80gb --provider AWS --price_kind spot",
+    "recipes lora",
+    "configs --copy here --num_machines 2 --gpus_per_node 4",
+)
+_FLAGS = (
+    "--model slm-1m --seq_len 128 --max_steps 3 --learning_rate 3e-4 --weight_decay 0.1 --max_grad_norm 1.0",
+    "--num_train_epochs 1.5 --dataset a=3,b=1 --eval_steps 2 --eval_dataset c --validation_split_percentage 5",
+    "--adam_beta1 0.9 --adam_beta2 0.95 --warmup_steps 2 --seed 1 --run_name x --output_dir y --rehearse 8",
+    "--peft lora --lora_r 8 --lora_dropout 0.1 --lora_alpha 16 --scale_lr sqrt --base_batch_size 4 --fp8 rowwise",
+    "--gradient_accumulation_steps 4 --per_device_train_batch_size 2 --save_steps 2 --timing_warmup_steps 1",
+)
+_CHATS = (
+    [{"text": "some words"}, {"text": "others"}, {"text": None}],
+    [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2,
+    [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 2,
+    [{"instruction": "do", "input": "this", "output": "done"}] * 2,
+    [{"prompt": "a", "completion": "b"}] * 2,
+    [{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}],
+    [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0]}] * 2,
+    [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "b"},
+            ]
+        }
+    ],
+)
+_NETWORK = {
+    **{"world_size": 2, "num_nodes": 1, "gpus_per_node": 2, "backend": "gloo", "gpu": None, "date": "d"},
+    **{"versions": {}, "command": "c"},
+    "timings": [
+        {"collective": name, "num_bytes": size, "seconds": size / 1e9, "all_seconds": [size / 1e9] * 3}
+        for name in ("all_reduce", "all_gather", "reduce_scatter")
+        for size in (2**20, 2**24)
+    ],
+}
+
+
+def _records() -> list[bytes]:
+    """Shipped ones, and one of a GPU that has a value in every field."""
+    shipped = _files("results/cpu/*/record.json", "results/rehearsed/*/record.json")[:12]
+    whole = json.loads(shipped[0]) | {
+        **{
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "num_padding_tokens": 10,
+            "other_busy_cores": 0.1,
+            "lm_eval": {"t": {"acc": 0.5}},
+        },
+        **{"host_ram": {"total_bytes": 2**34, "least_available_bytes": 2**33, "swapped_out_bytes": 0}},
+        **{"datasets": [{"name": "a", "weight": 1.0, "format": "text", "packing": "concat", "num_rows": 3}]},
+        **{"losses_by_dataset": {"a": [1.0, None]}, "eval_losses": [{"step": 1, "loss": 2.0}]},
+        **{
+            "eval_losses_by_set": {"a": [2.0]},
+            "peak_allocated_bytes": [2**30],
+            "peak_reserved_bytes": [2**30],
+        },
+        **{"deepspeed_estimate": {"gpu_bytes": 2**30, "cpu_bytes": 2**30}, "predicted_peak_bytes": 2**30},
+        "gpu_watch": [
+            {
+                **{"energy_joules": [1.0] * 5, "utilization": [90] * 5, "clock_mhz": [1000] * 5},
+                **{"throttle_reasons": {"hw_slowdown": 1}, "used_bytes_before": 0, "num_processes_before": 0},
+                "allocator": {"num_alloc_retries": 1, "num_ooms": 0},
+            }
+        ],
+        "anatomy": {
+            **dict.fromkeys(
+                (
+                    *("matmul_seconds", "attention_seconds", "other_compute_seconds", "optimizer_seconds"),
+                    *("communication_exposed_seconds", "data_seconds", "idle_seconds"),
+                    "communication_overlapped_seconds",
+                ),
+                0.1,
+            ),
+            **{"num_steps": 3, "device": "cuda"},
+        },
+    }
+    return [*shipped, *_dumped(whole, whole, {**whole, "schema_version": 2}, {**whole, "status": "oom"})]
+
+
+def _timeline_seeds() -> list[bytes]:
+    from slm_toolkit.memory_timeline import PARTS
+
+    head = ",".join(("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS)))
+    rows = [
+        f"{phase},layers.{n},{n + 9},{','.join('1' * len(PARTS))}"
+        for n, phase in enumerate(("forward", "backward"))
+    ]
+    return ["\n".join((head, *rows)).encode()]
+
+
+def _parquet() -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": ["some words of a text", "and others"]}), sink)
+    return sink.getvalue()
+
+
+def _dataset_files() -> list[bytes]:
+    import gzip
+
+    lines = [b"\n".join(json.dumps(row).encode() for row in rows) + b"\n" for rows in _CHATS]
+    return [*lines, b"plain text, more than sixteen bytes of it\n" * 3, _parquet(), gzip.compress(lines[0])]
+
+
+READERS = (
+    Reader("strategy_yaml", _strategy_yaml, lambda: [*_files("accel_configs/*.yaml"), *_YAMLS], 20),
+    Reader("deepspeed_json", _deepspeed_json, lambda: _files("ds_configs/*.json"), 14),
+    Reader(
+        "model_config",
+        _model_config,
+        lambda: _dumped(_LLAMA, _GPT2, _NEOX, _MPT, {**_LLAMA, "model_type": "qwen2"}),
+        14,
+    ),
+    Reader(
+        "model_name", _model_name, lambda: [b"slm-700m", b"slm-0.5b", b"slm-100m", b"./m", b"slm-1.5b-hw"], 3
+    ),
+    Reader(
+        "prices",
+        _prices,
+        lambda: [
+            b"h100-80gb: 2.49\n",
+            b"l4: {usd_per_gpu_hour: 1, kind: spot, provider: X, as_of: 2026-11, source: s}\na100-40gb: 3\n",
+        ],
+        6,
+    ),
+    Reader("network", _network, lambda: _dumped(_NETWORK), 6),
+    Reader("record", _record, _records, 8),
+    Reader("timeline", _timeline, _timeline_seeds, 2),
+    Reader(
+        "convert_file",
+        _convert_file,
+        lambda: [*_files("accel_configs/*.yaml", "ds_configs/*.json"), *_YAMLS, *_dumped(*_TRAINER)],
+        14,
+    ),
+    Reader("convert_command", _convert_command, lambda: _lines(*_COMMANDS), 6, made_words),
+    Reader("doctor", _doctor, lambda: [*_files("accel_configs/*.yaml", "ds_configs/*.json"), *_YAMLS], 4),
+    Reader("command_line", _command_line, lambda: _lines(*_SLM), 3, made_words),
+    Reader("flags", _flags, lambda: _lines(*_FLAGS), 10, made_words),
+    Reader("rows", _rows, lambda: _dumped(*_CHATS), 10),
+    Reader("dataset_file", _dataset_file, _dataset_files, 1),
+    Reader(
+        "dataset_names", _dataset_names, lambda: [b"a.txt=3,b.jsonl=1", b"x/y", b"a*.txt,~/b", b"data/"], 3
+    ),
+    Reader(
+        "slurm",
+        _slurm,
+        lambda: [
+            b"--partition=gpu --time 10\n",
+            b"-p x --gres=gpu:1\n" + (ROOT / "slm_toolkit/data/slurm.sh").read_bytes(),
+        ],
+        3,
+    ),
+    Reader(
+        "lm_eval_task",
+        _lm_eval_task,
+        lambda: [b"task: mine\ndataset_path: json\ndoc_to_text: !function x.y\n"],
+        2,
+    ),
+    Reader(
+        "launch",
+        _launch,
+        lambda: _lines(
+            "--config_file fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 --machine_rank 1 -m slm_toolkit.train",
+            "--num_machines 2 --num_processes=4 --machine_rank=0 --main_process_port 29500 train.py",
+        ),
+        3,
+        made_words,
+    ),
+    Reader(
+        "meeting",
+        _meeting,
+        lambda: _dumped({"machine_rank": 1, "said": {"num_machines": 2}}, {"problem": None}),
+        3,
+    ),
+    Reader("environment", _environment, lambda: [b"300", b"1.5", b""], 1),
+)
