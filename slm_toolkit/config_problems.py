@@ -6,6 +6,7 @@ from pathlib import Path
 from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, MOST_DDP_TIMEOUT, SYNTHETIC, RunConfig
 
 _LARGEST_NUMBER = 10**12
+_LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 _LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
 
 
@@ -110,8 +111,15 @@ def problems_of(config: RunConfig) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= values[name] < 1:
             found.append(f"--{name} is {values[name]}: 0 to below 1")
-    if config.run_name is not None and Path(config.run_name).name != config.run_name:
-        found.append(f"--run_name is {config.run_name!r}: a name, no path; --output_dir says where")
+    if (name := config.run_name) is not None and (Path(name).name != name or name in ("", "..")):
+        found.append(f"--run_name is {name!r}: a name, no path; --output_dir says where")
+    elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
+        found.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
+    found += [
+        f"--{n} is {values[n]!r}: it has characters that can't be shown"
+        for n in ("run_name", "output_dir", "model", "dataset", "eval_dataset", "tokenizer_name")
+        if values[n] is not None and not values[n].isprintable()
+    ]
     return found
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from slm_toolkit.secret_words import check_no_secrets
 from slm_toolkit.user_files import is_file, json_of, read_text, typed_path
 
 # The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
@@ -57,6 +58,7 @@ def read_deepspeed_config(
             f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
         )
     check_shape(config, json_path)
+    check_no_secrets(config, json_path)
     if problems := _set_twice(section, config, path, json_path, mixed_precision):
         raise ValueError(
             "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"

@@ -235,7 +235,7 @@ def _print(found: list["Finding"], config: RunConfig) -> None:
 
     from slm_toolkit.checkup.show import finding_text
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if found:
         console.print(finding_text(found, width=console.width), soft_wrap=True)
     else:

@@ -119,7 +119,7 @@ def _estimate(args: argparse.Namespace) -> int:
         from slm_toolkit.report.estimate_table import estimate_table
         from slm_toolkit.report.widths import PIPE_WIDTH
 
-        console = Console()
+        console = Console(markup=False, emoji=False)
         console.width = console.width if console.is_terminal else 2 * PIPE_WIDTH  # a file may be wide
         table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
         console.print(table, crop=False)

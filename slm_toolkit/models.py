@@ -225,7 +225,7 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
     from transformers import AutoConfig  # 3 s: only where a hub id asks for it
 
     try:
-        config = AutoConfig.from_pretrained(hub_id)
+        config = AutoConfig.from_pretrained(hub_id, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"can't get model {hub_id!r} from the hub: {str(error).splitlines()[0]}\n"

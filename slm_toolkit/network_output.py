@@ -83,7 +83,7 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False))
     else:
-        console = Console()
+        console = Console(markup=False, emoji=False)
         console.width = console.width if console.is_terminal else PIPE_WIDTH
         console.print(network_table(network), crop=False)
     return 0

@@ -92,7 +92,7 @@ def print_records(
     if write_exports(rows, content, args):
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
     else:
-        console = Console()
+        console = Console(markup=False, emoji=False)
         width = console.width if console.is_terminal else PIPE_WIDTH
         console.width = width
         shown = rows[:MANY_ROWS] if console.is_terminal else rows
@@ -142,7 +142,7 @@ def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace
     elif entries:
         rows = rows_of(records, args)
         named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
-        console = Console()
+        console = Console(markup=False, emoji=False)
         console.width = console.width if console.is_terminal else PIPE_WIDTH
         table = ledger_table(entries, summaries(entries), named=named, width=console.width)
         console.print(table, crop=False)

@@ -97,7 +97,7 @@ def _print(compared: list["Comparison"], found: "Answers", best: list["Best"]) -
     from slm_toolkit.report.paper_text import paragraphs
     from slm_toolkit.report.widths import PIPE_WIDTH
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.width = console.width if console.is_terminal else PIPE_WIDTH
     for figure in dict.fromkeys(item.figure for item in compared):
         console.print(figure_table(compared, figure, width=console.width), Text(), crop=False, sep="\n")

@@ -39,7 +39,7 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
 def print_plots(rows: list["Row"]) -> None:
     from slm_toolkit.report.plot import terminal_plots
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.width = console.width if console.is_terminal else _PLOT_WIDTH
     plots = terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=console.width)
     console.print(plots, crop=False)

@@ -146,7 +146,7 @@ def _print_list(recipes: list[Recipe]) -> None:
 
     from slm_toolkit.report.widths import PIPE_WIDTH
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.width = console.width if console.is_terminal else PIPE_WIDTH
     table = Table(header_style="bold")
     table.add_column("recipe", no_wrap=True)

@@ -78,7 +78,7 @@ def _recommend(args: argparse.Namespace) -> int:
         from slm_toolkit.report.plan_table import nothing_found, plan_report
         from slm_toolkit.report.widths import PIPE_WIDTH
 
-        console = Console()
+        console = Console(markup=False, emoji=False)
         console.width = console.width if console.is_terminal else PIPE_WIDTH
         if ranked:
             advice = _advice(ranked, offers, args)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -247,7 +248,12 @@ def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None
 
 
 def run_name_of(spec: ModelSpec, strategy: Strategy, identity: str) -> str:
-    return f"{spec.name}-{strategy.name}-{identity}"
+    """Without what no folder's name can hold; the identity tells apart what the rest does not."""
+    names = (re.sub(r"[^\w.+=,@-]", "_", name)[:_LONGEST_PART] for name in (spec.name, strategy.name))
+    return "-".join([*names, identity])
+
+
+_LONGEST_PART = 50  # characters, of up to four bytes
 
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:

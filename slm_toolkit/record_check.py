@@ -182,7 +182,8 @@ def _of_record() -> dict[str, Fits]:
 
 @cache
 def _of_model() -> dict[str, Fits]:
-    return {name: fits_of(hint) for name, hint in _of(ModelSpec).items()} | {"num_params": fits_of(int)}
+    counts = {name: _number(_INT, 1) for name in _ALWAYS_IN_MODEL if name != "name"}
+    return {name: fits_of(hint) for name, hint in _of(ModelSpec).items()} | counts
 
 
 @cache

@@ -11,6 +11,7 @@ import yaml
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import read_deepspeed_config
+from slm_toolkit.secret_words import check_no_secrets
 from slm_toolkit.user_files import check_name, is_file, read_text, typed_path, yaml_of
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
@@ -140,6 +141,7 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
             f"{path}: num_processes is {num_processes!r}\nhint: write a whole number of at least 1"
         )
     check_sections(config, path)
+    check_no_secrets(config, path)
     common = {
         "name": path.stem,
         "num_processes": num_processes,

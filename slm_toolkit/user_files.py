@@ -1,4 +1,4 @@
-"""Files that a user names, read whole: nothing that waits, nothing huge, and settings that are plain values."""
+"""Files that a user names, read whole: none that is waited for or huge, settings in plain values alone."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def typed_path(text: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """False for what no file can be called, too: `Path.is_file` raises OSError for a name that is too long."""
+    """False, too, for what no file can be called: `Path.is_file` raises OSError for a name too long."""
     return os.path.isfile(path)
 
 
@@ -103,7 +103,7 @@ def json_of(text: str, path: object, *, hint: str, pairs: Any = None) -> Any:
 
 
 def yaml_of(text: str, path: object, *, hint: str) -> Any:
-    """What a YAML text says, in plain values alone: mappings by words, lists, text, numbers, true, false, null.
+    """What a YAML text says, in plain values: mappings by words, lists, text, numbers, true, false, null.
 
     Raises ValueError for all else: tags, dates, aliases that never end or stand for too much.
     """

@@ -19,6 +19,7 @@ from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record import RECORD_FILE, RunRecord, model_facts
 from slm_toolkit.record_files import read_record
+from slm_toolkit.secret_words import without_secrets
 
 
 @dataclass(frozen=True)
@@ -103,4 +104,4 @@ def _reason(folder: Path, ended: Ended) -> str:
 
 def as_typed(command: list[str]) -> str:
     """A launch's command line for a shell."""
-    return shlex.join(["accelerate", "launch", *command[3:]])
+    return shlex.join(["accelerate", "launch", *without_secrets(command[3:])])

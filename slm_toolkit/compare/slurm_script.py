@@ -12,6 +12,7 @@ from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import Machine
 from slm_toolkit.strategy import Strategy, num_machines, on_nodes, write_resolved
+from slm_toolkit.user_files import check_name, read_text
 
 SLURM_TEMPLATE = Path(__file__).parent.parent / "data" / "slurm.sh"
 SCRIPT_FILE = "slurm.sh"
@@ -40,11 +41,10 @@ class SlurmNodes:
 def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: Path) -> SlurmNodes:
     """Raises ValueError with all that is wrong with the options or the template."""
     try:
-        words, text = tuple(shlex.split(options)), template.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read {template}: {error}\nhint: {SLURM_TEMPLATE} is ours") from None
+        words = tuple(shlex.split(options))
     except ValueError as error:  # a quote that is not closed
         raise ValueError(f"--slurm_options {options!r}: {error}\nhint: as sbatch takes them") from None
+    text = read_text(template, hint=f"{SLURM_TEMPLATE} is ours")
     problems = [
         f"--slurm_options says {word}, which is for `slm compare` to say: {_OURS[ours]}"
         for word, name in _named(words)
@@ -52,6 +52,10 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
     ]
     if not gpus_per_node and (asked := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
         problems.append(f"--slurm_options says {min(asked)}: add --gpus_per_node, for as many ranks")
+    if not options.isprintable():
+        problems.append(
+            "--slurm_options has a character that can't be shown: a line of the script ends there"
+        )
     if words and not words[0].startswith("-"):
         problems.append(f"--slurm_options begins with {words[0]!r}, which is no option of sbatch")
     found = re.findall(r"\{\{(.*?)\}\}", text)
@@ -74,6 +78,7 @@ def script_path(run: PlannedRun) -> Path:
 
 def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) -> Path:
     """Write the run's YAML and its job's script; returns the script."""
+    check_name(str(run.folder), "a run's folder")  # in a line of #SBATCH, which a newline would end
     num_nodes = num_machines(run.strategy)
     processes_per_node = run.num_processes // num_nodes
     filled = {

@@ -15,6 +15,7 @@ from slm_toolkit.conversion.trainer_keys import (
     USE_GROUPS,
     VARIABLES,
 )
+from slm_toolkit.secret_words import without_secrets
 
 SCRIPT = "train.py"
 "stands for the user's script where the source names none"
@@ -55,6 +56,7 @@ def command_source(words: list[str]) -> CommandSource:
             ) from None
     found = CommandSource()
     rest = _environment(words, found)
+    found.environment = without_secrets(found.environment)
     if not rest:
         raise ValueError(
             "a command without a script or an argument\nhint: slm convert --to FORM -- torchrun ..."
@@ -63,6 +65,7 @@ def command_source(words: list[str]) -> CommandSource:
         rest = _launcher(rest, found)
         found.script, rest = rest[: _script_length(rest)], rest[_script_length(rest) :]
     _arguments(rest, found)
+    found.script = without_secrets(found.script)
     return found
 
 

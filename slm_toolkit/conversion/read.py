@@ -78,7 +78,7 @@ def _read_command(words: list[str], num_processes: int | None, gpus_per_node: in
     script = script_of(found.script)
     is_module = script[0] in ("-m", "--module")
     name = script[1].rpartition(".")[2] if is_module and len(script) > 1 else Path(script[0]).stem
-    name = check_name(name, "a script called")[:_LONGEST_NAME]
+    name = check_name(Path(name).name, "a script called")[:_LONGEST_NAME]
     draft = read_trainer(found.arguments, name, launch, ranks, folder=Path(), more=tuple(found.more))
     rows = [*found.rows]
     if found.script or found.environment:

@@ -6,6 +6,7 @@ from typing import Any
 from slm_toolkit.conversion.fsdp_keys import fsdp_settings
 from slm_toolkit.conversion.settings import Draft, Ranks, Row, Setting, deepspeed_settings, init_flag, truth
 from slm_toolkit.conversion.trainer_keys import ARGUMENTS_READ, FSDP1_ONLY, FSDP_KEYS, SHARDING, XLA_KEYS
+from slm_toolkit.secret_words import hidden
 from slm_toolkit.user_files import is_file, json_of, read_text, typed_path
 
 _MARKS = (
@@ -50,7 +51,9 @@ def read_trainer(
             "fsdp and deepspeed are both asked for\nhint: the Trainer refuses that: leave out one"
         )
     rows = [
-        Row(key, value, "stays", (), _SCRIPTS) for key, value in config.items() if key not in ARGUMENTS_READ
+        Row(key, hidden(key, value), "stays", (), _SCRIPTS)
+        for key, value in config.items()
+        if key not in ARGUMENTS_READ
     ]
     settings = [*launch, *more, *_compilation(config)]
     if "use_cpu" in config:
@@ -106,7 +109,7 @@ def _fsdp_keys(asked: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, s
     if fsdp is True:
         return said, rows
     is_fsdp1 = str(said.get("fsdp_version", (2, ""))[0]) == "1"
-    for word in fsdp if isinstance(fsdp, list) else str(fsdp).split():
+    for word in map(str, fsdp) if isinstance(fsdp, list) else str(fsdp).split():
         source = f"fsdp {word}"
         if word == "offload":
             said.setdefault("fsdp_offload_params", (True, source))

@@ -40,7 +40,10 @@ def json_text(content: list[dict[str, Any]]) -> str:
 
 
 def csv_text(content: list[dict[str, Any]]) -> str:
-    """The names and rows of `--json`; lists and objects are JSON text, unknown is an empty cell."""
+    """The names and rows of `--json`; lists and objects are JSON text, unknown is an empty cell.
+
+    Text that a spreadsheet would compute (=, +, -, @ at its beginning) gets an apostrophe before it.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(content[0])
@@ -109,6 +112,8 @@ def _latex_title(column: Column) -> str:
 
 
 def _csv_cell(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
     return _as_text(value) if isinstance(value, bool | list | dict) else value
 
 

@@ -1,6 +1,7 @@
 """A comparison as runs in trackio, TensorBoard or wandb: one for each row, with the names of `--json`."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _to_tensorboard(runs: list[TrackedRun], folder: Path, group: str) -> str:
 
     of_comparison = folder / group
     for run in runs:
-        with SummaryWriter(of_comparison / run.name.replace("/", "_")) as writer:
+        with SummaryWriter(of_comparison / _folder_name(run.name)) as writer:
             for step, values in run.steps:
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
@@ -128,6 +129,11 @@ def _to_wandb(runs: list[TrackedRun], folder: Path, group: str) -> str:
         begun.summary.update(run.results)
         begun.finish()
     return f"wandb sync {folder}/wandb/offline-run-*   # group {group}"
+
+
+def _folder_name(label: str) -> str:
+    """One folder, below the comparison's: a label holds words of records."""
+    return re.sub(r"[^\w .=+,-]", "_", label).strip(". ")[:200] or "run"
 
 
 def _last_step(run: TrackedRun) -> int:

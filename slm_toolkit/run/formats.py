@@ -69,7 +69,7 @@ def documents_of(
     if kind == "text":
         if odd := [text for text in rows[text_column] if not isinstance(text, str | None)]:
             raise ValueError(
-                f"column {text_column!r} holds {type(odd[0]).__name__}, not text alone: {str(odd[0])[:80]}\n"
+                f"column {text_column!r} holds {str(odd[0])[:80]}, which is no text\n"
                 "hint: --text_column names another"
             )
         texts = [text for text in rows[text_column] if text and text.strip()]

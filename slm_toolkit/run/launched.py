@@ -11,6 +11,7 @@ import psutil
 from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.groups import with_group_options
 from slm_toolkit.launch_words import launch_arguments, option
+from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import Strategy, num_machines, on_nodes, read_strategy
 
 
@@ -57,7 +58,7 @@ def find_launch() -> Launch:
         arguments = launch_arguments(words)
         if arguments is None:
             continue
-        command = ("accelerate", "launch", *arguments)
+        command = ("accelerate", "launch", *without_secrets(arguments))
         config_file = option(command, "config_file")
         if config_file is None:
             return Launch(_strategy_from_environment(), _world_size(), command)

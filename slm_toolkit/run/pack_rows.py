@@ -36,10 +36,11 @@ class Pack:
 
     def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
         """Raises ValueError for a row that is not what its format wants."""
+        columns = {"text_column": self.text_column, "loss_on": self.loss_on}
         try:
-            found = documents_of(
-                rows, self.kind, self.tokenizer, text_column=self.text_column, loss_on=self.loss_on
-            )
+            found = documents_of(rows, self.kind, self.tokenizer, **columns)
+        except UnicodeError as error:  # of a Parquet file: Arrow looks at its text only now
+            raise ValueError(f"a row's text can't be read: {error}\nhint: is it UTF-8?") from None
         except (AttributeError, KeyError, TypeError) as error:  # of a value of another kind
             raise ValueError(
                 f"not what the format {self.kind} wants: {error}\nhint: mend the row, or leave it out"

@@ -26,7 +26,7 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
         tokenizer = ByT5Tokenizer()
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # tokenizers raises a bare Exception for a file that is none of its own
             raise ValueError(
                 f"can't load tokenizer {name!r}: {(str(error) or type(error).__name__).splitlines()[0]}\n"
