@@ -2,7 +2,7 @@
 
     python bench/fuzz.py --inputs 100000 --seed 1
     python bench/fuzz.py --readers record prices --inputs 5000 --seed 2
-    python bench/fuzz.py --atheris 60 --readers strategy_yaml      guided by coverage, with `pip install atheris`
+    python bench/fuzz.py --atheris 60 --readers strategy_yaml      guided by coverage: `pip install atheris`
 
 Inputs are real files and commands, changed as text and as values: the same for the same seed. All else than
 a value or such a ValueError is a find: another exception, more than SECONDS, more than MEMORY_BYTES, the end
@@ -19,6 +19,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +35,10 @@ os.environ.update(
 
 from fuzz_readers import READERS, ROOT, Reader
 
+ENVIRONMENT = {
+    **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},  # a name is asked of nobody
+    **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+}
 SECONDS = 20.0
 "that one input may take: a hundred times what the slowest need on an idle machine"
 MEMORY_BYTES = 2**31
@@ -73,9 +78,11 @@ def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECON
     """ "accepted", "refused", or what happened instead: the exception, and where in the project."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    before = os.getcwd()
     os.chdir(folder)
-    previous = signal.signal(signal.SIGALRM, _too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    previous = signal.signal(signal.SIGALRM, _too_long) if seconds else None
+    if seconds:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         reader.read(data, folder)
     except ValueError as error:
@@ -85,9 +92,10 @@ def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECON
     except (Exception, SystemExit, TooLongError) as error:
         return _happened(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        os.chdir(ROOT)
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        os.chdir(before)
     return "accepted"
 
 
@@ -111,7 +119,8 @@ def _key(happened: str) -> str:
 def _work(reader: Reader, seed: int, first: int, last: int, at: Any, results: Any, folder: Path) -> None:
     """In a process of its own: tells its outcome after every _AT_ONCE inputs."""
     seeds = reader.seeds()
-    verdict(reader, seeds[0], folder)  # imports
+    for warm_up in seeds[:3]:
+        verdict(reader, warm_up, folder, seconds=0)  # imports
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
     for begin in range(first, last, _AT_ONCE):
@@ -208,18 +217,15 @@ def shares(readers: list[Reader], num_inputs: int) -> dict[str, int]:
 
 
 def _show(names: list[str], outcomes: dict[str, Outcome]) -> None:
-    print(
-        f"{'reader':16} {'inputs':>7} {'accepted':>8} {'refused':>8} {'finds':>6} {'s':>7} {'slowest ms':>10} {'peak MiB':>8}"
-    )
+    head = f"{'reader':16} {'inputs':>7} {'accepted':>8} {'refused':>8} {'finds':>6}"
+    print(f"{head} {'s':>7} {'slowest ms':>10} {'peak MiB':>8}")
     for name in [*names, "all"]:
         of = [outcomes[name]] if name in outcomes else list(outcomes.values())
         num_finds = sum(sum(o.num_finds.values()) for o in of)
         sums = [sum(o.inputs for o in of), sum(o.accepted for o in of), sum(o.refused for o in of)]
         most = max(o.slowest_seconds for o in of) * 1e3, max(o.peak_bytes for o in of) / 2**20
-        print(
-            f"{name:16} {sums[0]:7,} {sums[1]:8,} {sums[2]:8,} {num_finds:6,} {sum(o.seconds for o in of):7.1f} "
-            f"{most[0]:10,.0f} {most[1]:8,.0f}"
-        )
+        line = f"{name:16} {sums[0]:7,} {sums[1]:8,} {sums[2]:8,} {num_finds:6,}"
+        print(f"{line} {sum(o.seconds for o in of):7.1f} {most[0]:10,.0f} {most[1]:8,.0f}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -227,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [reader.name for reader in READERS]
-    parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="in all (default: 100000)")
+    parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="default: 100000")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument(
         "--readers", nargs="+", choices=names, default=names, metavar="NAME", help="default: all"
@@ -240,9 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chosen = [reader for reader in READERS if reader.name in args.readers]
     if args.atheris is not None:
-        from fuzz_guided import guided
-
-        return guided(chosen[0], args.atheris)
+        script = str(Path(__file__).with_name("fuzz_guided.py"))
+        return subprocess.run([sys.executable, script, chosen[0].name, str(args.atheris)]).returncode
+    os.environ.update(ENVIRONMENT)
     started = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

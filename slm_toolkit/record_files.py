@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record_check import is_deep, wrong_fields
 from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
@@ -51,7 +52,12 @@ def read_record(path: Path) -> RunRecord:
         raise ValueError(
             f"{path} holds no proper {', '.join(wrong[:10])}\nhint: `slm report --schema` says what is"
         )
-    return RunRecord(**content)
+    record = RunRecord(**content)
+    record.asked.setdefault("files", {})
+    record.asked.setdefault("num_processes", record.world_size or 1)
+    for name, default in _ASKED_LATER.items():
+        record.asked["config"].setdefault(name, default)
+    return record
 
 
 def _in_this_version(content: Any, path: Path) -> dict[str, Any]:
@@ -115,6 +121,11 @@ def _without_controls(value: Any) -> Any:
 
 _C1 = re.compile(rb"\xc2[\x80-\x9f]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_ASKED_LATER = {
+    name: getattr(RunConfig, name)
+    for name in ("max_grad_norm", "gradient_accumulation_steps", "epoch_multiple", "dataset")
+}
+"flags that are read without asking whether they are there"
 _KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))
 _REQUIRED = frozenset(
     f.name for f in dataclasses.fields(RunRecord) if f.default is f.default_factory is dataclasses.MISSING

@@ -289,7 +289,7 @@ def check_sections(config: dict[str, Any], path: Path) -> None:
     sizes = {
         f"parallelism_config.{key}": value
         for key, value in (config.get("parallelism_config") or {}).items()
-        if key.endswith("_size")
+        if key.endswith("size")  # also without accelerate's prefix
     }
     for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
         if value is not None and (type(value) is not int or value < 1):

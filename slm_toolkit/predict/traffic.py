@@ -121,6 +121,7 @@ def _zero_settings(strategy: Strategy) -> _ZeroSettings:
     if strategy.engine != "deepspeed":
         return _ZeroSettings()
     zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+    zero = {key: value for key, value in zero.items() if value is not None}  # null is DeepSpeed's default
     bucket = zero.get("reduce_bucket_size", "auto")
     return _ZeroSettings(
         bool(zero.get("zero_quantized_weights")),

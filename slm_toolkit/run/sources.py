@@ -14,7 +14,7 @@ from slm_toolkit.run.formats import format_of
 from slm_toolkit.user_files import is_dir, is_file, typed_path
 
 STREAM_ABOVE_BYTES = 2**30
-MOST_ENTRIES = 1_000_000
+MOST_ENTRIES = 200_000
 "of a folder, at any depth, that are looked at: the whole disk is no dataset"
 _FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
