@@ -39,7 +39,9 @@ PARALLELISM_KEYS = tuple(
         *("sp_size", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
     )
 )
-# deepspeed 0.19.8, runtime/zero/config.py and offload_config.py: others are refused (extra="forbid")
+OF_DEEPSPEED = "0.19.8"
+"whose keys these are: others add some and still take some that it refuses"
+# runtime/zero/config.py and offload_config.py: others are refused (extra="forbid")
 ZERO_KEYS = (
     *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions"),
     *("use_multi_rank_bucket_allreduce", "allgather_bucket_size", "overlap_comm", "compute_grad_norm"),
@@ -63,7 +65,7 @@ OFFLOAD_KEYS = {
         *("super_offload", "cpuadam_cores_perc"),
     ),
 }
-# deepspeed 0.19.8, runtime/config.py and the modules that read sections; others are read by nobody
+# runtime/config.py and the modules that read sections; others are read by nobody
 JSON_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
     *("managed_gradient_accumulation", "scheduler", "zero_optimization", "bf16", "fp16", "torch_autocast"),
@@ -77,7 +79,7 @@ JSON_KEYS = (
     *("wandb", "csv_monitor", "comet", "use_data_before_expert_parallelism", "datastates_ckpt"),
     *("sequence_parallel_size", "model_info", "msamp"),
 )
-REMOVED_FROM_DEEPSPEED = (  # deepspeed 0.19.8, runtime/config.py: it refuses them
+REMOVED_FROM_DEEPSPEED = (  # runtime/config.py: it refuses them
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
 )
@@ -168,7 +170,7 @@ def _of_json(case: Case) -> Iterator[Finding]:
         yield fault(
             *(case, "wrong", "removed-key", f"{'.'.join(keys)} is of a feature that DeepSpeed has removed"),
             topic="deepspeed",
-            why="DeepSpeed 0.19 refuses to start with it",
+            why=f"DeepSpeed {OF_DEEPSPEED} refuses to start with it",
             change=f"remove {keys[-1]}",
             file="json",
             key=".".join(keys),

@@ -1,0 +1,175 @@
+"""What we lean on in torch's tensors, modules and process groups."""
+
+import inspect
+import weakref
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+from drift import Leaning
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatch_mode() -> None:
+    with _Seen() as seen:
+        value = torch.ones(2).sum().item()
+        with _disable_current_modes():
+            torch.ones(3).exp()
+    assert value == 2.0
+    assert "aten._local_scalar_dense.default" in seen.names, f".item() is {seen.names[-1]}"
+    assert "aten.exp.default" not in seen.names, "_disable_current_modes leaves modes on"
+    assert str(torch.ops.aten._local_scalar_dense.default) == "aten._local_scalar_dense.default"
+
+
+def _trees() -> None:
+    from torch.utils._pytree import tree_iter, tree_map_only
+
+    assert list(tree_iter({"a": [1, (2,)], "b": 3})) == [1, 2, 3]
+    assert tree_map_only(int, lambda number: -number, [1, "a", (2,)]) == [-1, "a", (-2,)]
+
+
+def _storages() -> None:
+    ended: list[object] = []
+    tensor = torch.empty(4)
+    view, other = tensor[1:], torch.empty(4)
+    assert isinstance(tensor.untyped_storage()._cdata, int)
+    assert view.untyped_storage()._cdata == tensor.untyped_storage()._cdata, "a view has another _cdata"
+    assert other.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    watched = weakref.ref(tensor.untyped_storage(), ended.append)
+    del tensor
+    assert not ended, "a storage's Python object does not live as long as its last view"
+    del view
+    assert ended, "a storage's Python object outlives its last tensor"
+    assert watched() is None
+
+
+def _fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(2, 3)
+        assert isinstance(fake, FakeTensor)
+        assert isinstance(fake + torch.nn.Parameter(torch.ones(3)), FakeTensor)
+        assert fake.untyped_storage().nbytes() == 24  # 6 x 4
+        with patch.object(FakeTensor, "data_ptr", lambda tensor: 77, create=True):
+            assert fake.data_ptr() == 77, "data_ptr of a fake tensor can't be replaced"
+
+
+def _modules_and_functions_replaced() -> None:
+    module = torch.nn.Linear(1, 1)
+    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: "replaced"):
+        assert module.to(torch.bfloat16) == "replaced"
+    with patch.object(torch.nn.functional, "dropout", lambda *_, **__: torch.zeros(1)):
+        assert torch.nn.Dropout(0.5)(torch.ones(9)).numel() == 1, "torch.nn.Dropout calls another dropout"
+
+
+def _storage_resize() -> None:
+    tensor = torch.empty(4)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert "resize_" in vars(torch.UntypedStorage) or hasattr(torch.UntypedStorage, "resize_")
+    from torch.distributed.fsdp import fully_shard  # noqa: F401 - with it come its operators
+
+    for name in ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"):
+        assert hasattr(torch.ops.fsdp, name), f"torch.ops.fsdp has no {name}"
+    assert hasattr(torch.ops._c10d_functional, "reduce_scatter_tensor")
+
+
+def _wrapper_names() -> None:
+    from accelerate.utils import extract_model_from_parallel
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import _common_utils, _flat_param
+
+    wrapped = checkpoint_wrapper(torch.nn.Linear(1, 1))
+    names = [name for name, _ in torch.nn.Sequential(wrapped).named_modules()]
+    assert "0._checkpoint_wrapped_module" in names, names
+    compiled = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    assert "_orig_mod.weight" in dict(compiled.named_parameters()), "torch.compile wraps under another name"
+    assert type(extract_model_from_parallel(compiled, keep_torch_compile=False)) is torch.nn.Linear
+    assert _common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module"
+    assert _common_utils.FSDP_FLATTENED == "_fsdp_flattened"
+    assert "_is_flat_param" in inspect.getsource(_flat_param.FlatParameter)
+
+
+def _group_timeout() -> None:
+    parameters = list(inspect.signature(torch.distributed.distributed_c10d._set_pg_timeout).parameters)
+    assert parameters[:2] == ["timeout", "group"], parameters
+    with patch.object(torch.distributed.distributed_c10d, "_get_default_group", side_effect=LookupError):
+        try:
+            torch.distributed.distributed_c10d._set_pg_timeout(timedelta(hours=1))
+        except LookupError:
+            return
+    raise AssertionError("without a group it no longer means the default one")
+
+
+TORCH = (
+    Leaning(
+        "torch: dispatch modes",
+        ("TorchDispatchMode", "_disable_current_modes", "_local_scalar_dense"),
+        "follow every operator of a step, to trace memory and to checkpoint by operator",
+        "run/allocations.py, run/checkpointing.py, run/fake.py: torch's new way of seeing operators",
+        _dispatch_mode,
+    ),
+    Leaning(
+        "torch: trees of tensors",
+        ("tree_iter", "tree_map_only", "torch.utils._pytree"),
+        "go through what operators return",
+        "torch.utils._pytree's new names; run/__init__.py imports it early",
+        _trees,
+    ),
+    Leaning(
+        "torch: a storage's address and Python object",
+        ("_cdata",),
+        "tell storages apart and see the end of each",
+        "run/allocations.py and run/fake.py: another identity of a storage, or weakrefs of tensors",
+        _storages,
+    ),
+    Leaning(
+        "torch: fake tensors",
+        ("FakeTensor", "FakeTensorMode", "data_ptr"),
+        "run engines on tensors without memory in a rehearsal",
+        "run/fake.py: make the mode, and give fake tensors addresses, as this torch has it",
+        _fake_tensors,
+    ),
+    Leaning(
+        "torch: modules and functions looked up when they are called",
+        ("to", "dropout"),
+        "keep fake parameters in place, and drop as a GPU drops",
+        "run/fake.py: replace what this torch calls instead",
+        _modules_and_functions_replaced,
+    ),
+    Leaning(
+        "torch: names of FSDP2's operators",
+        ("resize_", "chunk_cat", "split_with_sizes_copy"),
+        "tell in allocations.py whose a buffer is by the collective that it goes to",
+        "run/allocations.py: _COLLECTIVES, _GATHERS and `_claim_buffers` by the operators' new names",
+        _storage_resize,
+    ),
+    Leaning(
+        "torch: what wrappers call the module in them, and FSDP1 its flat parameters",
+        (
+            *("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "keep_torch_compile"),
+            *("_is_flat_param", "_fsdp_flattened"),
+        ),
+        "name parameters in models and checkpoints as Hugging Face does, and refuse checkpoints under FSDP1",
+        "run/checkpoint.py and run/training_state.py: names of parameters, and how a flat one is known",
+        _wrapper_names,
+    ),
+    Leaning(
+        "torch: the timeout of a process group that is there",
+        ("_set_pg_timeout",),
+        "let collectives take an hour once the machines have met",
+        "run/machines.py: Machines.connecting, by torch's new function",
+        _group_timeout,
+    ),
+)

@@ -1,0 +1,201 @@
+"""What we lean on in the words of messages, and in defaults that we quote."""
+
+import errno
+import faulthandler
+import inspect
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from drift import Leaning
+
+
+def _single_process() -> None:
+    from accelerate.commands import launch
+
+    from slm_toolkit.compare.causes import _EXIT_SIGNAL, killed_process
+
+    source = inspect.getsource(launch.simple_launcher)
+    assert "subprocess.CalledProcessError(" in source, "accelerate reports one process in another way"
+    said = str(subprocess.CalledProcessError(-9, ["python"]))
+    assert killed_process(said, 1) == "rank 0", said
+    assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
+
+
+def _taken_port() -> None:
+    from accelerate.utils import launch
+
+    from slm_toolkit.compare.causes import port_taken
+
+    assert port_taken(inspect.getsource(launch)), "accelerate says of a taken port something else"
+    assert callable(launch.is_port_in_use)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(torch.distributed.DistError) as error:
+            torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert port_taken(str(error.value)), f"torch's store now says: {error.value}"
+
+
+def _out_of_memory() -> None:
+    from slm_toolkit.run.failure import OUT_OF_MEMORY
+
+    assert issubclass(torch.OutOfMemoryError, RuntimeError)
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert OUT_OF_MEMORY.search(str(error.value)), f"the CPU's allocator now says: {str(error.value)[:200]}"
+
+
+def _full_disk() -> None:
+    from slm_toolkit.compare.causes import _DISK_FULL
+
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        assert _DISK_FULL.search(str(OSError(number, "any"))), number
+    assert os.strerror(errno.ENOSPC) == "No space left on device"
+    with pytest.raises(OSError, match="28") as error:
+        Path("/dev/full").write_text("x")
+    assert _DISK_FULL.search(str(error.value)), error.value
+    with pytest.raises(
+        (RuntimeError, OSError)
+    ):  # torch's own words name no cause: disk_full looks at the disk
+        torch.save(torch.ones(2**16), "/dev/full")
+
+
+def _stacks() -> None:
+    from slm_toolkit.compare.stacks import _HEADING, _WAITING
+
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=False)
+        file.seek(0)
+        written = file.read().decode()
+    assert _HEADING in written, written[:200]
+    assert re.search(r'File ".+", line \d+ in _stacks', written), written[:300]
+    torch_files = [Path(inspect.getfile(torch.distributed.distributed_c10d))]
+    folder = Path(torch.__file__).parent
+    torch_files += [folder / "autograd" / "graph.py", folder / "cuda" / "streams.py"]
+    comm = Path(find_spec("deepspeed").origin).parent / "comm" / "comm.py"
+    for path in (*torch_files, comm):
+        assert path.is_file(), f"no {path}"
+        assert _WAITING.search(str(path)), f"{path} is not known as a place to wait in"
+    assert (folder / "utils" / "file_baton.py").is_file(), "torch's lock for compiling lies elsewhere"
+    assert hasattr(signal, "SIGUSR1")
+
+
+def _zero_defaults() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from slm_toolkit.checkup import zero_sizes
+    from slm_toolkit.models import PRESETS
+    from slm_toolkit.predict.zero_bytes import zero_of
+
+    for stage in (1, 2, 3):
+        theirs, ours = (
+            DeepSpeedZeroConfig(stage=stage),
+            zero_of({"zero_optimization": {"stage": stage}}, PRESETS["slm-1m"]),
+        )
+        assert ours.reduce_bucket == theirs.reduce_bucket_size
+        assert ours.max_live_parameters == theirs.max_live_parameters
+        assert ours.persistence_threshold == theirs.param_persistence_threshold
+        assert ours.sub_group_size == theirs.sub_group_size
+        assert (ours.overlap_comm, ours.contiguous_gradients) == (
+            theirs.overlap_comm,
+            theirs.contiguous_gradients,
+        )
+        assert ours.prefetches == (theirs.prefetch_bucket_size != 0)
+    for key, value in zero_sizes._DEFAULTS.items():
+        assert getattr(theirs, key.removeprefix("stage3_")) == value, key
+
+
+def _interfaces() -> None:
+    gloo = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
+    assert gloo, "no libtorch_cpu"
+    assert any(b"GLOO_SOCKET_IFNAME" in path.read_bytes() for path in gloo), "gloo reads another variable"
+
+
+def _estimator_module() -> None:
+    from deepspeed.runtime.zero import stage3
+
+    assert callable(stage3.estimate_zero3_model_states_mem_needs)
+
+
+def _torchrun() -> None:
+    from importlib.metadata import entry_points
+
+    (script,) = [point for point in entry_points(group="console_scripts") if point.name == "torchrun"]
+    assert script.value == "torch.distributed.run:main", script.value
+    assert find_spec("torch.distributed.launch") is not None
+
+
+WORDS = (
+    Leaning(
+        "torch: which interface gloo and NCCL take",
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        "name the variable to set where ranks don't reach each other",
+        "run/machines.py, launch_verb.py, checkup/environment_faults.py: the new variables",
+        _interfaces,
+    ),
+    Leaning(
+        "accelerate: words for one process that died",
+        ("killed_process",),
+        "name the rank and the signal of a strategy with one process, in compare/causes.py",
+        "compare/causes.py: killed_process, _EXIT_SIGNAL",
+        _single_process,
+    ),
+    Leaning(
+        "torch, accelerate: words for a taken port",
+        ("_PORT_TAKEN",),
+        "try another port, and say so, in compare/causes.py",
+        "compare/causes.py: _PORT_TAKEN",
+        _taken_port,
+    ),
+    Leaning(
+        "torch: words for memory that ran out",
+        ("OUT_OF_MEMORY",),
+        "tell out of memory from a failure, in run/failure.py (CUDA's own words need a GPU to be asked)",
+        "run/failure.py: OUT_OF_MEMORY",
+        _out_of_memory,
+    ),
+    Leaning(
+        "Python: words for a full disk",
+        ("_DISK_FULL",),
+        "name it, in compare/causes.py",
+        "compare/causes.py: _DISK_FULL",
+        _full_disk,
+    ),
+    Leaning(
+        "Python, torch, deepspeed: where a rank that waits is, and how a stack is written",
+        ("_WAITING", "_HEADING"),
+        "name the rank that hangs, in compare/stacks.py",
+        "compare/stacks.py: _WAITING, _HEADING, file_baton.py in `explain`",
+        _stacks,
+    ),
+    Leaning(
+        "deepspeed: defaults that estimates and the doctor quote",
+        ("reduce_bucket_size", "stage3_max_live_parameters"),
+        "predict memory under a JSON that is silent, in predict/zero_bytes.py and checkup/zero_sizes.py",
+        "predict/zero_bytes.py: zero_of; checkup/zero_sizes.py: _DEFAULTS; docs that name a default",
+        _zero_defaults,
+    ),
+    Leaning(
+        "deepspeed: the module of its memory estimators",
+        ("deepspeed.runtime.zero.stage3",),
+        "ask DeepSpeed for its own figure, in estimate.py; test_deepspeed_estimate.py holds the formula",
+        "estimate.py and predict/deepspeed_estimator.py: live_deepspeed_needs",
+        _estimator_module,
+    ),
+    Leaning(
+        "torch: the launchers that torchrun is another name of",
+        ("torch.distributed.run", "torch.distributed.launch"),
+        "read commands to convert",
+        "conversion/command.py",
+        _torchrun,
+    ),
+)
