@@ -1,4 +1,6 @@
-"""What we lean on in peft, bitsandbytes, torchao and datasets."""
+"""What we lean on in peft, bitsandbytes, torchao, datasets and accelerate's loaders."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +107,38 @@ def _datasets_files() -> None:
         assert len([1 for row in mixed if row["n"] == 2]) >= 2
 
 
+def _loaders() -> None:
+    from accelerate import skip_first_batches
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader
+
+    def batches(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    orders = []
+    for rank in (0, 1):
+        loader = prepare_data_loader(
+            DataLoader(list(range(24)), batch_size=3, shuffle=True, drop_last=True),
+            **{"num_processes": 2, "process_index": rank, "put_on_device": False},
+            **{"dispatch_batches": False, "use_seedable_sampler": True},
+        )
+        assert loader.total_batch_size == 6
+        assert len(loader) == 4  # 24 / (2 x 3)
+        of_epoch = []
+        for epoch in (0, 1, 0):
+            loader.set_epoch(epoch)
+            told = list(loader.batch_sampler)
+            loader.set_epoch(epoch)
+            of_epoch.append(batches(loader))
+            assert told == of_epoch[-1], "batch_sampler tells other sequences than the batches hold"
+        assert of_epoch[0] == of_epoch[2] != of_epoch[1], "set_epoch no longer decides the order"
+        loader.set_epoch(1)
+        assert batches(skip_first_batches(loader, 3)) == of_epoch[1][3:], "another rest is left"
+        orders.append(of_epoch[0])
+    seen = sorted(number for order in orders for batch in order for number in batch)
+    assert seen == list(range(24)), f"two ranks see {seen}"
+
+
 EXTRAS = (
     Leaning(
         "peft: names of an adapter's weights",
@@ -133,5 +167,12 @@ EXTRAS = (
         "read folders that it saved, a document per file, and mixtures",
         "run/sources.py, run/data.py",
         _datasets_files,
+    ),
+    Leaning(
+        "accelerate: the order of a rank's batches",
+        ("batch_sampler", "set_epoch", "skip_first_batches", "total_batch_size"),
+        "resume in the middle of an epoch, and name the sequences of a bad step",
+        "run/batches.py: endless and place_in_data; run/bad_steps.py: `_sequence_numbers`",
+        _loaders,
     ),
 )

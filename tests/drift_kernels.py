@@ -38,6 +38,16 @@ def _adamw() -> None:
     assert (weight.item(), step.item()) == (1.0, 0.0), "a fused step is done though found_inf says not to"
 
 
+def _left_out() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=True)
+    weight.grad = torch.tensor([0.5])
+    for found_inf, wanted in ((1.0, 1.0), (0.0, 0.9)):  # the first step of Adam is lr x 1
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        assert abs(weight.item() - wanted) < 1e-6, f"found_inf {found_inf}: {weight.item()}, not {wanted}"
+
+
 def _foreach() -> None:
     tensors = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)]
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
@@ -123,6 +133,13 @@ KERNELS = (
         "step master weights in optimizer.py, and skip a step whose gradients are no numbers",
         "run/optimizer.py: its call of torch.optim.adamw.adamw",
         _adamw,
+    ),
+    Leaning(
+        "torch: a fused optimizer asked to leave a step out",
+        ("found_inf",),
+        "skip a step whose gradients are no numbers without waiting for the device",
+        "run/engine.py: `_step_if_finite`",
+        _left_out,
     ),
     Leaning(
         "torch: operators on lists of tensors",

@@ -1,9 +1,11 @@
 """What we lean on in DeepSpeed's ZeRO: asked of engines that play rank 0 of 2, see drift_engines.py."""
 
 import functools
+import math
 import sys
 from typing import Any
 
+import torch
 from drift import Leaning
 
 _SIZES = ((6, 5), (3, 6))
@@ -12,8 +14,6 @@ _SIZES = ((6, 5), (3, 6))
 
 def small_model() -> Any:
     """Two matrices; every element is a number that bf16 can hold."""
-    import torch
-
     layers = [torch.nn.Linear(size[1], size[0], bias=False) for size in _SIZES]
     for layer in layers:
         layer.weight.data = torch.arange(layer.weight.numel()).float().view(layer.weight.shape) / 8
@@ -24,7 +24,6 @@ def small_model() -> Any:
 def _zero(stage: int) -> tuple[Any, list[Any]]:
     """DeepSpeed's engine, with one step done, and the weights that it began with."""
     import deepspeed
-    import torch
 
     model = small_model().bfloat16()
     before = [param.detach().clone().float().view(-1) for param in model.parameters()]
@@ -45,8 +44,6 @@ def _zero(stage: int) -> tuple[Any, list[Any]]:
 @functools.cache
 def _stepped(stage: int) -> tuple[Any, dict[str, Any]]:
     """The engine after a step, and what was there between backward and step."""
-    import torch
-
     engine, _ = _zero(stage)
     seen: dict[str, Any] = {"steps before": engine.global_steps}
     zero, take = engine.optimizer, engine.optimizer.step
@@ -101,8 +98,6 @@ def _zero_flat() -> None:
 
 
 def _zero_parts() -> None:
-    import torch
-
     engine, before = _zero(3)
     zero = engine.optimizer
     num_elements = 0
@@ -128,6 +123,21 @@ def _zero_ranks_agree() -> None:
     for name in ("stage3", "partition_parameters", "partitioned_param_coordinator"):
         module = sys.modules[f"deepspeed.runtime.zero.{name}"]
         assert hasattr(module, "assert_ints_same_as_other_ranks"), f"{module.__name__} asks in another way"
+
+
+def _no_numbers() -> None:
+    for stage in (1, 2, 3):
+        engine, _ = _stepped(stage)
+        zero = engine.optimizer
+        masters = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+        before = [master.detach().clone() for master in masters]
+        hidden = torch.full((1, _SIZES[0][1]), float("nan"), dtype=torch.bfloat16)
+        engine.backward(engine(hidden).float().sum())
+        engine.step()
+        after = [master.detach() for master in masters]
+        same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        assert same, f"ZeRO-{stage} steps though a gradient is no number"
+        assert not math.isfinite(engine.get_global_grad_norm()), f"ZeRO-{stage}: the norm is a number"
 
 
 def _cpu_adam() -> None:
@@ -193,6 +203,13 @@ ZERO = (
         "rehearse on fake tensors, which have no others to ask",
         "run/fake.py: _RANKS_AGREE and what is replaced in those modules",
         _zero_ranks_agree,
+    ),
+    Leaning(
+        "deepspeed: a step whose gradients are no numbers",
+        ("get_global_grad_norm",),
+        "leave it out, as under every engine, and see it by its norm",
+        "run/engine.py: optimizer_step, which has to keep DeepSpeed from stepping then",
+        _no_numbers,
     ),
     Leaning(
         "deepspeed: its Adam on the host",
