@@ -52,10 +52,9 @@ class Leaning:
 
     def broken(self, found: str) -> str:
         """What to say of a check that failed."""
-        places = ", ".join(sorted({use.place for use in own_uses() if use.name in self.names}))
         return (
             f"{self.thing}: no longer as we use it: {found}\n"
-            f"used in: {places or 'texts that ' + self.why}\nwhy: {self.why}\nwhat to change: {self.change}"
+            f"used in: {_places(self.names)}\nwhy: {self.why}\nwhat to change: {self.change}"
         )
 
 
@@ -67,6 +66,21 @@ class Use:
     "file:line"
     name: str
     how: str
+
+
+def _places(names: tuple[str, ...]) -> str:
+    """Where our package uses names, lines by file: as `own_uses` sees it, else where they stand at all."""
+    seen = [use.place.rpartition(":") for use in own_uses() if use.name in names]
+    lines = {(file, int(line)) for file, _, line in seen}
+    if not lines:
+        word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})")
+        for path in sorted((ROOT / "slm_toolkit").rglob("*.py")):
+            texts = enumerate(path.read_text().splitlines(), start=1)
+            lines |= {(str(path.relative_to(ROOT)), line) for line, text in texts if word.search(text)}
+    by_file: dict[str, list[int]] = {}
+    for file, line in sorted(lines):
+        by_file.setdefault(file, []).append(line)
+    return "; ".join(f"{file}:{', '.join(map(str, found))}" for file, found in by_file.items())
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from drift import ROOT, Leaning
 
 _RANKS = """
 import json, os, signal, sys
+from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
@@ -20,8 +21,8 @@ state = PartialState(cpu=True)
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
     torch.distributed.all_reduce(torch.ones(4, dtype=torch.bfloat16))
 events = [(e.name(), e.shapes(), e.dtypes()) for e in profiled.profiler.kineto_results.events()]
-print("WORDS " + json.dumps({"rank": state.process_index, "environment": dict(os.environ), "events": events}))
-sys.stdout.flush()
+said = {"rank": state.process_index, "environment": dict(os.environ), "events": events}
+Path(sys.argv[1], f"{state.process_index}.json").write_text(json.dumps(said))
 torch.distributed.barrier()
 if state.process_index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -29,34 +30,27 @@ try:
     while True:
         torch.distributed.all_reduce(torch.ones(4))
 except RuntimeError as error:
-    print("WORDS " + json.dumps({"rank": 0, "error": str(error)}))
-    sys.stdout.flush()
+    Path(sys.argv[1], "error.json").write_text(json.dumps({"rank": 0, "error": str(error)}))
     raise
 """
 
 
 @functools.cache
 def launched() -> tuple[list[dict[str, Any]], str]:
-    """What the ranks said, and all that launcher and ranks wrote."""
+    """What the ranks said, rank 0 first, and all that launcher and ranks wrote."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "ranks.py")
         script.write_text(_RANKS)
+        config = ROOT / "accel_configs" / "ddp.yaml"
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
-                *(
-                    "--config_file",
-                    str(ROOT / "accel_configs" / "ddp.yaml"),
-                    "--num_processes",
-                    "2",
-                    str(script),
-                ),
+                *("--config_file", str(config), "--num_processes", "2", str(script), folder),
             ],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 300},
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    lines = done.stdout.splitlines()
-    said = [json.loads(line.partition("WORDS ")[2]) for line in lines if "WORDS " in line]
+        said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     assert said, f"the ranks said nothing:\n{done.stdout[-2000:]}"
     return said, done.stdout
 
