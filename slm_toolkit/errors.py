@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,13 +18,21 @@ class RunEnded(RuntimeError):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a ValueError as `error: ...`, on the first rank of each machine only, and exit with 2."""
+    """Print a ValueError as `error: ...` and exit with 2: once on each machine, by its first rank that can.
+
+    The launcher ends the others at the first one's end: who came sooner must not keep that from speaking.
+    """
     try:
         yield
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {shown(str(error))}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_FIRST_RANK_SECONDS)
+        print(f"error: {shown(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+_FIRST_RANK_SECONDS = 30.0
+"to find the same mistake, and to be the one who tells"
 
 
 def shown(message: str) -> str:

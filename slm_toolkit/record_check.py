@@ -193,7 +193,7 @@ def _of_config() -> dict[str, Fits]:
     found["gradient_checkpointing"] = lambda value: str(value).lower() in checkpointing
     found["numerics"] = lambda value: value in LOSS_TOLERANCE
     found["fp8"] = lambda value: value in ("none", "tensorwise", "rowwise")
-    for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "epoch_multiple"):
+    for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"):
         found[name] = _number(_INT, 1)
     return found
 

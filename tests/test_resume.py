@@ -96,7 +96,7 @@ def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: P
 
     (folder / "step_4" / "rank_0.safetensors").write_bytes(b"")
     done = launch(*SHORT, "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest", config=SINGLE)
-    assert done.code == 2
+    assert done.code != 0
     assert f"every checkpoint under {folder} is damaged" in done.err
 
 

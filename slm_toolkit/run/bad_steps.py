@@ -39,15 +39,8 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, bad_ranks: list[
             ],
         }
         path.write_text(json.dumps(told, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    first = bad_ranks[0]
-    loss, norm = seen.losses[first], seen.grad_norms[first]
-    if len(bad_ranks) == len(seen.losses) > 1 and loss == loss and loss not in (float("inf"), float("-inf")):
-        return (
-            f"the gradients' norm is {norm:.4g}, the losses {', '.join(f'{x:.4g}' for x in seen.losses)}",
-            path,
-        )
-    ranks = f"rank {first}" if len(bad_ranks) == 1 else f"ranks {', '.join(map(str, bad_ranks))}"
-    return f"the loss of {ranks} is {loss:.4g}", path
+    losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
+    return f"the loss is {losses}, the gradients' norm {seen.grad_norms[bad_ranks[0]]:.4g}", path
 
 
 def _sequence_numbers(loader: Any, step: int, num_micro_steps: int, accelerator: Any) -> Iterator[int]:
