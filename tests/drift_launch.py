@@ -130,7 +130,7 @@ def _launch_environment() -> None:
         "the JSON has another variable"
     )
     of_launches = [name for name in {**fsdp, **zero} if name not in os.environ]
-    known = ("ACCELERATE_", "FSDP_", "MASTER_", "PARALLELISM_CONFIG_", "OMP_")
+    known = ("ACCELERATE_", "FSDP_", "MASTER_", "PARALLELISM_CONFIG_", "OMP_", "PYTHONPATH")
     strange = [name for name in of_launches if not name.startswith(known)]
     assert not strange, f"lm-eval would start with {', '.join(strange)}"
 
