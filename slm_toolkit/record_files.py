@@ -122,8 +122,7 @@ def _without_controls(value: Any) -> Any:
 _C1 = re.compile(rb"\xc2[\x80-\x9f]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 _ASKED_LATER = {
-    name: getattr(RunConfig, name)
-    for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset")
+    name: getattr(RunConfig, name) for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset")
 }
 "flags that are read without asking whether they are there"
 _KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))

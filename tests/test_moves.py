@@ -77,7 +77,7 @@ def test_losses_after_a_move_are_those_of_staying(
     assert moved["first_step"] == STOP
     assert len(moved["losses"]) == STEPS - STOP
     assert moved["losses"] == pytest.approx(of_source["losses"][STOP:], abs=1e-5)
-    # a checkpoint that was not read would start again near ln(257), which is far from there
+    # a checkpoint that was not read would start again near ln(384), which is far from there
     assert of_source["losses"][0] - of_source["losses"][STOP] > 0.1
     resumed = moved["resumed_from"]
     assert (resumed["strategy"], resumed["num_processes"], resumed["step"]) == (*source, STOP)

@@ -112,9 +112,7 @@ def test_a_bad_step_is_left_out_or_ends_the_run(strategy: str, tmp_path: Path) -
         assert done.code == 1
         path = tmp_path / "stop" / "run" / "bad-step-3.json"
         told = [line for line in done.err.splitlines() if line.startswith("error: ")]
-        assert told == [
-            f"error: step 3: the loss is nan on rank 1, the gradients' norm nan; its sequences: {path}"
-        ]
+        assert told == [f"error: step 3: the loss is nan on rank 1; its sequences: {path}"]
         assert "checkpoints/step_2; --resume_from_checkpoint latest goes on from it" in done.err
         # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
         ranks = json.loads(path.read_text())["ranks"]
@@ -124,16 +122,16 @@ def test_a_bad_step_is_left_out_or_ends_the_run(strategy: str, tmp_path: Path) -
 
 
 def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_path: Path) -> None:
-    """A limit below the first loss, about ln(257) = 5.5: every step is bad, and after ten the run gives up."""
+    """A limit below the first loss, about ln(384) = 5.95: ten bad steps in a row are enough."""
     flags = ("--max_loss", "5", "--max_steps", "20")
     config = "accel_configs/single.yaml"
     done = launch(*words(tmp_path / "stop", *flags), config=config)
     assert done.code == 1
-    assert re.search(r"error: step 1: the loss is 5\.\d+ on rank 0", done.err)
+    assert re.search(r"error: step 1: the loss is (5\.9|6\.0)\d+ on rank 0", done.err)
     save = ("--on_bad_step", "skip", "--save_steps", "1", "--save_total_limit", "20")
     done = launch(*words(tmp_path / "skip", *flags, *save), config=config)
     assert done.code == 1
-    assert "error: step 10: 10 steps in a row were bad: the loss is 5." in done.err
+    assert "error: step 10: 10 steps in a row were bad: the loss is " in done.err
     folder = tmp_path / "skip" / "run" / "checkpoints"
     first, last = (load_file(folder / f"step_{k}" / "rank_0.safetensors") for k in (1, 8))
     weights = [name for name in first if name.startswith(("weights/", "exp_avg"))]

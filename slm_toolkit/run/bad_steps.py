@@ -18,8 +18,9 @@ _SHOWN_TOKENS = 64
 "of each sequence, as text"
 
 
-def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, bad_ranks: list[int]) -> tuple[str, Path]:
+def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: float) -> tuple[str, Path]:
     """What was wrong on which rank, and the file that tells more, by rank 0. Every rank must call it."""
+    bad_ranks = seen.bad_ranks(max_loss)
     loader, rank = prepared.loader, job.accelerator.process_index
     numbers = list(_sequence_numbers(loader, seen.step, prepared.num_micro_steps, job.accelerator))
     of_ranks = gather_to_all([{"number": number, **_start_of(job, loader, number)} for number in numbers])
@@ -39,8 +40,10 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, bad_ranks: list[
             ],
         }
         path.write_text(json.dumps(told, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
-    return f"the loss is {losses}, the gradients' norm {seen.grad_norms[bad_ranks[0]]:.4g}", path
+    if seen.is_loss_bad(max_loss):
+        losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
+        return f"the loss is {losses}", path
+    return f"the norm of the gradients is {seen.grad_norms[0]:.4g}", path
 
 
 def _sequence_numbers(loader: Any, step: int, num_micro_steps: int, accelerator: Any) -> Iterator[int]:

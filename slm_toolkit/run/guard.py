@@ -97,10 +97,9 @@ class Guard:
             self._stop(numbers[0], step)
 
     def _look_at(self, seen: Seen) -> None:
-        bad = seen.bad_ranks(self.max_loss)
-        if not bad:
+        if not seen.bad_ranks(self.max_loss):
             return
-        told, path = describe_bad_step(self.job, self.prepared, seen, bad)
+        told, path = describe_bad_step(self.job, self.prepared, seen, max_loss=self.max_loss)
         if self.config.on_bad_step == "skip":
             self.skipped.append(seen.step + 1)
             self.say(f"skipped step {seen.step + 1}: {told}; its sequences: {path}")

@@ -70,6 +70,7 @@ from slm_toolkit.run.resume import (
 from slm_toolkit.run.saved_model import MODEL_DIR, check_apart
 from slm_toolkit.run.smaller_batch import (
     BatchSizeSearch,
+    name_groups_anew,
     noted_checkpoint,
     search_described,
     smaller_batch,
@@ -190,6 +191,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = find_checkpoints(resume, run_dir, description) if resume else []
 
+    name_groups_anew()
     with machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
     checkpoint = choose(candidates, accelerator)

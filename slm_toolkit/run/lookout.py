@@ -30,10 +30,14 @@ class Seen:
     is_writing: bool
     "whether some rank's share of a checkpoint is not on disk yet"
 
+    def is_loss_bad(self, max_loss: float) -> bool:
+        """Whether some loss is no number, or too large."""
+        return not all(loss <= max_loss for loss in self.losses)
+
     def bad_ranks(self, max_loss: float) -> list[int]:
-        """Those whose loss is no number, or too large; all, where the gradient's norm alone is none."""
-        if found := [rank for rank, loss in enumerate(self.losses) if not loss <= max_loss]:
-            return found
+        """Those with such a loss; all, where the norm of the gradients alone is no number."""
+        if self.is_loss_bad(max_loss):
+            return [rank for rank, loss in enumerate(self.losses) if not loss <= max_loss]
         return [] if all(map(math.isfinite, self.grad_norms)) else list(range(len(self.losses)))
 
 

@@ -1,7 +1,7 @@
 """--find_batch_size: a run that does not fit starts again in place, with smaller and more micro-steps.
 
 Every rank becomes a new process of the same id (exec), so that nothing of the old one's memory is left and
-the launcher sees no failure. They meet again in the launcher's store, under the next attempt's number.
+the launcher sees no failure. They meet again in the launcher's store, under other names.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ _TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
 "in the environment of a run that has started again: those that it tried, as JSON"
 _CHECKPOINT_VARIABLE = "SLM_CHECKPOINT_OF_THIS_LAUNCH"
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"torch names the ranks' meeting place after it"
+"what ranks leave each other in the launcher's store is told apart by it"
+_MOST_GROUPS = 1000
+"of one attempt"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SETTLE_SECONDS = 5.0
 "for the word of a rank without memory to arrive, after a collective has failed for its end"
@@ -57,6 +59,11 @@ def search_described(asked: RunConfig, ran: RunConfig) -> dict[str, Any] | None:
         return None
     sizes = {"asked": asked.per_device_train_batch_size, "ran": ran.per_device_train_batch_size}
     return {**sizes, "out_of_memory": _tried()}
+
+
+def name_groups_anew() -> None:
+    """Before the first process group: the launcher's store still holds addresses of the last attempt's."""
+    dist.distributed_c10d._world.group_count += _attempt() * _MOST_GROUPS  # private: groups are named by it
 
 
 def note_checkpoint(path: Path) -> None:
