@@ -31,6 +31,17 @@ ALIGNED = ("--parity", "20", "--profile")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
+_ONE_AT_A_TIME = {  # files that share something of this machine, or look at what else runs on it
+    **dict.fromkeys(("test_slurm", "test_slurm_jobs"), "slurm"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests stay together: they share launches."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_ONE_AT_A_TIME.get(item.path.stem, item.path.stem)))
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that ended."""
