@@ -114,8 +114,8 @@ _TAKES = (
         ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
     ),
     (
-        'a number above 0 or "auto"',
-        lambda value: value == "auto" or (_is_number(value) and value > 0),
+        'a number of at least 1 or "auto"',
+        lambda value: value == "auto" or (_is_number(value) and value >= 1),
         ".reduce_bucket_size .sub_group_size",
     ),
     (

@@ -52,7 +52,7 @@ MODELS = {
         (["--strategy", "list.yaml"], "list.json holds no DeepSpeed settings but [3]"),
         (
             ["--strategy", "word.yaml"],
-            "zero_optimization.reduce_bucket_size is 'big', not a number above 0 or",
+            "zero_optimization.reduce_bucket_size is 'big', not a number of at least 1 or",
         ),
         (["--strategy", "live.yaml"], "stage3_max_live_parameters is 'auto', not a number"),
         (["--strategy", "two.yaml"], "ZeRO stage 'two'"),
