@@ -1,5 +1,7 @@
 """Rows of text, of chats in four formats and of tokens, each made a document: tokens and their labels."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,15 @@ def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -
             + ("hint: --text_column names another" if found == "text" else "hint: see --dataset_format")
         )
     return found
+
+
+@contextmanager
+def unreadable_text() -> Iterator[None]:
+    """Raises ValueError for text that is no UTF-8: Arrow looks at a Parquet file's only when it is asked."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise ValueError(f"a row's text can't be read: {error}\nhint: is it UTF-8?") from None
 
 
 def documents_of(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from slm_toolkit.run.bad_data import BadData
-from slm_toolkit.run.formats import CHATS, documents_of
+from slm_toolkit.run.formats import CHATS, documents_of, unreadable_text
 from slm_toolkit.run.packing import Columns, columns_of, fill
 
 ROWS_AT_ONCE = 1000
@@ -38,9 +38,8 @@ class Pack:
         """Raises ValueError for a row that is not what its format wants."""
         columns = {"text_column": self.text_column, "loss_on": self.loss_on}
         try:
-            found = documents_of(rows, self.kind, self.tokenizer, **columns)
-        except UnicodeError as error:  # of a Parquet file: Arrow looks at its text only now
-            raise ValueError(f"a row's text can't be read: {error}\nhint: is it UTF-8?") from None
+            with unreadable_text():
+                found = documents_of(rows, self.kind, self.tokenizer, **columns)
         except (AttributeError, KeyError, TypeError) as error:  # of a value of another kind
             raise ValueError(
                 f"not what the format {self.kind} wants: {error}\nhint: mend the row, or leave it out"
@@ -90,7 +89,11 @@ class PackedStream(IterableDataset):
 
 def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
     rows = iter(rows)
-    while group := list(itertools.islice(rows, size)):
+    while True:
+        with unreadable_text():
+            group = list(itertools.islice(rows, size))
+        if not group:
+            return
         yield group
 
 

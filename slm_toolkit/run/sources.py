@@ -10,7 +10,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
-from slm_toolkit.run.formats import format_of
+from slm_toolkit.run.formats import format_of, unreadable_text
 from slm_toolkit.user_files import is_dir, is_file, typed_path
 
 STREAM_ABOVE_BYTES = 2**30
@@ -25,13 +25,16 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
     Raises ValueError, with a hint, for data that isn't there, can't be read or holds nothing.
     """
     rows, streaming = _load(source, config)
-    first = next(iter(rows), None)
+    with unreadable_text():
+        first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"{source.path} holds no text: not one row\nhint: give files with text")
     kind = format_of(first, source.path, asked=config.dataset_format, text_column=config.text_column)
     if kind == "text" and not streaming:
         column = rows.with_format(None)[config.text_column]
-        if not any(text and text.strip() for text in column):
+        with unreadable_text():
+            has_text = any(not isinstance(text, str) or text.strip() for text in column if text is not None)
+        if not has_text:
             raise ValueError(
                 f"{source.path} holds no text\nhint: column {config.text_column!r} is blank throughout"
             )
