@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-TESTS = ("tests/test_training_faults.py", "tests/test_training_data_faults.py")
+TESTS = ("tests/test_training_faults.py", "tests/test_training_data_faults.py", "tests/test_stops.py")
 _ROOT = Path(__file__).parent.parent
 _COLUMNS = ("fault", "message", "seconds")
 

@@ -7,49 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ENV, ROOT, launch, left_over, record_under
 from safetensors.torch import load_file
-
-BAD_LOSS = """
-import importlib.abc, importlib.util, os, sys
-
-class Patch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "slm_toolkit.run.loss":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            call, count = module.RecordedLoss.__call__, [0]
-            def bad_in_some(self, **arguments):
-                count[0] += 1
-                loss = call(self, **arguments)
-                if os.environ.get("RANK") != "1" or count[0] not in eval(os.environ["TEST_CALLS"]):
-                    return loss
-                if os.environ["TEST_FAULT"] == "oom":
-                    import torch
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-                self.last = self.last * float("nan")
-                return loss * float("nan")
-            module.RecordedLoss.__call__ = bad_in_some
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Patch())
-"""
-"rank 1's loss is no number, or its memory is full, in some of its calls"
-
-
-def faulty(folder: Path, fault: str, calls: str) -> dict[str, str]:
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(BAD_LOSS)
-    paths = [str(folder / "site"), *filter(None, [ENV.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "TEST_FAULT": fault, "TEST_CALLS": calls}
+from training_faults import launch_with_fault, note
 
 
 def words(folder: Path, *more: str) -> tuple[str, ...]:
@@ -57,7 +21,9 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ds_zero3"])
-def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(strategy: str, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
+    strategy: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """As Slurm sends it before it takes the machine away; `slm launch` hands the ranks' code on."""
     config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
     slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
@@ -78,13 +44,19 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(strategy: str, tmp
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
     _, err = process.communicate(timeout=60)
+    seconds = time.monotonic() - began
     assert process.returncode == 128 + 15
-    found = re.search(r"error: SIGTERM after step (\d+) of 100000\ncheckpoint: (.*); --resume_from", err)
+    found = re.search(r"error: SIGTERM after step (\d+) of 100000\nhint: (.*)\n", err)
     step = int(found[1])
-    assert found[2] == str(folder / f"step_{step}")
+    assert found[2] == f"--resume_from_checkpoint latest goes on from {folder}/step_{step}"
     assert "Traceback" not in err
     assert left_over(tmp_path) == []
+    assert seconds < 30, "torch's launcher kills its ranks then"
+    record_property("fault", f"SIGTERM to `slm launch` of {strategy} (to its end: saved, exit code 143)")
+    record_property("message", f"error: SIGTERM after step {step} of 100000")
+    record_property("seconds", round(seconds, 1))
     reason = json.loads((tmp_path / "run" / "record.json").read_text())["reason"]
     assert reason == f"SIGTERM after step {step} of 100000"
     resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
@@ -94,31 +66,37 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(strategy: str, tmp
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])
-def test_a_bad_step_is_left_out_or_ends_the_run(strategy: str, tmp_path: Path) -> None:
-    env, config = faulty(tmp_path, "nan", "{3}"), f"accel_configs/{strategy}.yaml"
-    skip = words(tmp_path / "skip", "--on_bad_step", "skip", "--max_steps", "5", "--save_steps", "2")
-    done = launch(*skip, config=config, env=env)
-    assert done.code == 0, done.err
-    record = record_under(tmp_path / "skip")
-    assert record["skipped_steps"] == [3]
-    assert [loss is None for loss in record["losses"]] == [False, False, True, False, False]
-    folder = tmp_path / "skip" / "run" / "checkpoints"
+def test_a_step_without_numbers_is_left_out_if_so_asked(strategy: str, tmp_path: Path) -> None:
+    flags = ("--on_bad_step", "skip", "--max_steps", "5", "--save_steps", "2")
+    skipping = launch_with_fault(tmp_path, *flags, strategy=strategy, fault="nan", step=3)
+    assert skipping.code == 0, skipping.err
+    assert skipping.record["skipped_steps"] == [3]
+    assert [loss is None for loss in skipping.record["losses"]] == [False, False, True, False, False]
+    folder = tmp_path / "runs" / "run" / "checkpoints"
     manifests = [json.loads((folder / f"step_{step}" / "checkpoint.json").read_text()) for step in (2, 4)]
     assert [manifest["optimizer_steps"] for manifest in manifests] == [2, 3]
 
-    if strategy == "ddp":  # what a stop leaves is what was before the bad step, and names it
-        stop = words(tmp_path / "stop", "--max_steps", "5", "--save_steps", "2")
-        done = launch(*stop, config=config, env=env)
-        assert done.code == 1
-        path = tmp_path / "stop" / "run" / "bad-step-3.json"
-        told = [line for line in done.err.splitlines() if line.startswith("error: ")]
-        assert told == [f"error: step 3: the loss is nan on rank 1; its sequences: {path}"]
-        assert "checkpoints/step_2; --resume_from_checkpoint latest goes on from it" in done.err
-        # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
-        ranks = json.loads(path.read_text())["ranks"]
-        numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]
-        assert numbers == [[16, 17, 18, 19], [20, 21, 22, 23]]
-        assert [(rank["is_bad"], rank["loss"] is None) for rank in ranks] == [(False, False), (True, True)]
+
+def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    stopping = launch_with_fault(tmp_path, "--max_steps", "5", "--save_steps", "2", fault="nan", step=3)
+    assert stopping.code == 1
+    run = tmp_path / "runs" / "run"
+    cause = f"step 3: the loss is nan on rank 1; its sequences: {run}/bad-step-3.json"
+    assert stopping.messages == [f"error: {cause}"]
+    assert stopping.record["reason"] == cause
+    assert stopping.hint.startswith(
+        f"--resume_from_checkpoint latest goes on from {run}/checkpoints/step_2; a lower --learning_rate"
+    )
+    assert stopping.message_seconds < 10
+    note(stopping, "the loss of rank 1 is no number in step 3", record_property)
+    # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
+    ranks = json.loads((run / "bad-step-3.json").read_text())["ranks"]
+    numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]
+    assert numbers == [[16, 17, 18, 19], [20, 21, 22, 23]]
+    assert [(rank["is_bad"], rank["loss"] is None) for rank in ranks] == [(False, False), (True, True)]
+    assert left_over(tmp_path) == []
 
 
 def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_path: Path) -> None:
@@ -142,22 +120,19 @@ def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_pa
 @pytest.mark.parametrize("strategy", ["ddp", "ds_zero1"])
 def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
     """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""
-    env = {
-        **faulty(tmp_path, "oom", "({2} if arguments['labels'].shape[0] > 2 else {})"),
-        "OMP_NUM_THREADS": "1",
-    }
-    batch = ("--per_device_train_batch_size", "8", "--find_batch_size", "true", "--max_steps", "4")
-    found = words(tmp_path / "found", *batch, "--numerics", "fp32", "--save_steps", "1")
-    done = launch(*found, config=f"accel_configs/{strategy}.yaml", env=env)
-    assert done.code == 0, done.err
-    assert "rank 1 is out of memory with 8 sequences per micro-step: trying fewer" in done.err
-    assert "rank 1 is out of memory with 4 sequences per micro-step: trying fewer" in done.err
-    record = record_under(tmp_path / "found")
+    flags = ("--per_device_train_batch_size", "8", "--find_batch_size", "true", "--max_steps", "4")
+    flags += ("--numerics", "fp32", "--save_steps", "1")
+    found = launch_with_fault(tmp_path, *flags, strategy=strategy, fault="out of memory", step=2)
+    assert found.code == 0, found.err
+    assert "rank 1 is out of memory with 8 sequences per micro-step: trying fewer" in found.err
+    assert "rank 1 is out of memory with 4 sequences per micro-step: trying fewer" in found.err
+    record = found.record
     assert record["batch_size_search"] == {"asked": 8, "ran": 2, "out_of_memory": [8, 4]}
     asked = record["asked"]["config"]
     assert (asked["per_device_train_batch_size"], asked["gradient_accumulation_steps"]) == (2, 4)
     assert record["tokens_per_step"] == 2 * 8 * 32
-    assert record["first_step"] == 1  # what was saved before is not done again
+    # with 8 the second step failed, with 4 (two micro-steps a step) the first after it: one is saved
+    assert record["first_step"] == 1
     assert left_over(tmp_path) == []
 
 

@@ -39,6 +39,9 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
             ctypes.PyDLL(None).sleep(1000000)
         if kind == "pause":
             time.sleep(1.0)
+        if kind == "out of memory":
+            import torch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     class Patch(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
@@ -52,9 +55,17 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
                 call, count = module.RecordedLoss.__call__, [0]
                 def nth_fails(self, **arguments):
                     count[0] += 1
-                    if count[0] >= int(os.environ["TEST_STEP"]):
+                    kind, step = os.environ["TEST_FAULT"], int(os.environ["TEST_STEP"])
+                    is_due = count[0] == step if kind == "nan" else count[0] >= step
+                    if kind == "out of memory":
+                        is_due &= arguments["labels"].shape[0] > 2
+                    if is_due:
                         strike()
-                    return call(self, **arguments)
+                    loss = call(self, **arguments)
+                    if is_due and kind == "nan":
+                        self.last = self.last * float("nan")
+                        return loss * float("nan")
+                    return loss
                 module.RecordedLoss.__call__ = nth_fails
             spec.loader.exec_module = exec_module
             return spec

@@ -4,7 +4,7 @@ import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +18,6 @@ from slm_toolkit.run.smaller_batch import note_checkpoint
 
 MOST_SKIPPED = 10
 "bad steps in a row, with --on_bad_step skip: then it is not the data"
-_GO_ON = "--resume_from_checkpoint latest goes on from it"
 
 
 def max_loss(config: RunConfig, vocab_size: int) -> float:
@@ -107,20 +106,19 @@ class Guard:
             if self.skipped[-MOST_SKIPPED:] != in_a_row:
                 return
             told = f"{MOST_SKIPPED} steps in a row were bad: {told}"
-        hint = (
-            "a lower --learning_rate, --max_grad_norm 1, other data; --on_bad_step skip leaves such steps out"
+        self._end(
+            f"step {seen.step + 1}: {told}; its sequences: {path}",
+            "a lower --learning_rate, other data; --on_bad_step skip leaves such steps out",
         )
-        raise RunEnded(f"step {seen.step + 1}: {told}; its sequences: {path}\n{self._last_word}hint: {hint}")
 
     def _stop(self, number: int, step: int) -> None:
-        name = signal.Signals(number).name
         self._save(step)
         self._finish()
-        raise RunEnded(
-            f"{name} after step {step + 1} of {self.prepared.num_steps}\n{self._last_word.rstrip()}",
-            exit_code=128 + number,  # as shells and schedulers know it
-        )
+        name = signal.Signals(number).name
+        # as shells and schedulers know a process that a signal ended
+        self._end(f"{name} after step {step + 1} of {self.prepared.num_steps}", exit_code=128 + number)
 
-    @property
-    def _last_word(self) -> str:
-        return f"checkpoint: {self._last_saved}; {_GO_ON}\n" if self._last_saved else ""
+    def _end(self, message: str, *hints: str, exit_code: int = 1) -> NoReturn:
+        if self._last_saved is not None:
+            hints = (f"--resume_from_checkpoint latest goes on from {self._last_saved}", *hints)
+        raise RunEnded("\n".join([message, f"hint: {'; '.join(hints)}"]), exit_code=exit_code)
