@@ -244,6 +244,11 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
     where = strategy.path or strategy.name
     if config.fsdp_prefetch and strategy.engine != "fsdp2":
         problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
+    if strategy.engine == "fsdp1" and (config.save_steps or config.resume_from_checkpoint):
+        problems.append(
+            f"{where}: no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: "
+            "fsdp_version: 2"
+        )
     if config.records_graphs and "parameters" in strategy.sharded_parts:
         problems.append(
             f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "

@@ -56,6 +56,8 @@ class Guard:
 
     def after(self, step: int, loss: torch.Tensor, norm: Any) -> None:
         """`loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows."""
+        if self.config.rehearse is not None:  # no other rank is there, and losses mean nothing
+            return
         writer, config = self._writer, self.config
         is_writing = writer is not None and writer.is_writing
         seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)

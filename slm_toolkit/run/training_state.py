@@ -72,14 +72,9 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
 
 
 def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
-    """All that this rank holds of the weights and moments of a prepared model; moments are made if missing.
-
-    Raises ValueError under FSDP1, whose flat parameters tell nobody what they hold.
-    """
+    """All that this rank holds of the weights and moments of a prepared model; moments are made if missing."""
     inner = _inner(model, optimizer)
     for number, (name, param) in enumerate(trained(model)):
-        if hasattr(param, "_is_flat_param") or hasattr(param, "_fsdp_flattened"):
-            raise ValueError("checkpoints under FSDP1\nhint: fsdp_version: 2 in the YAML, or no --save_steps")
         writes_copy = number % world_size == rank  # of what all ranks hold
         if hasattr(param, "ds_id"):
             yield from _of_zero3(name, param)
