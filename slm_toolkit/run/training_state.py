@@ -72,7 +72,7 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
 
 
 def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
-    """All that this rank holds of the weights and moments of a prepared model; moments are made if missing."""
+    """All that this rank holds of a prepared model's weights and moments; moments are made if missing."""
     inner = _inner(model, optimizer)
     for number, (name, param) in enumerate(trained(model)):
         writes_copy = number % world_size == rank  # of what all ranks hold
