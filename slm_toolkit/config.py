@@ -6,6 +6,7 @@ from typing import Any
 
 from slm_toolkit.config_data import SYNTHETIC, DataConfig
 from slm_toolkit.config_field import flag
+from slm_toolkit.config_saving import SavingConfig
 
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
@@ -20,7 +21,7 @@ CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
 
 
 @dataclass(frozen=True)
-class RunConfig(DataConfig):
+class RunConfig(DataConfig, SavingConfig):
     """What one run is asked to do. None means: decided by the machine, see `with_defaults`."""
 
     model: str | None = flag(
@@ -156,6 +157,13 @@ class RunConfig(DataConfig):
         4, "sequences per process and micro-step", group="batch", grid=True
     )
     gradient_accumulation_steps: int = flag(1, "micro-steps per optimizer step", group="batch", grid=True)
+    find_batch_size: bool = flag(
+        False,
+        "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
+        "--gradient_accumulation_steps: the same sequences per step",
+        group="batch",
+        identity=False,
+    )
     max_steps: int | None = flag(
         None,
         "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
@@ -220,30 +228,6 @@ class RunConfig(DataConfig):
         "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
         group="optimizer",
     )
-    seed: int = flag(0, "of weights and data", group="optimizer", grid=True)
-    eval_steps: int | None = flag(None, "evaluate every so many steps and at the end", group="saving")
-    eval_batches: int = flag(20, "batches per process of one evaluation", group="saving")
-    save_steps: int | None = flag(None, "write a checkpoint every so many steps", group="saving")
-    save_total_limit: int = flag(2, "checkpoints kept", group="saving", identity=False)
-    save_final_model: bool | None = flag(
-        None,
-        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no)",
-        group="saving",
-        identity=False,
-    )
-    async_save: bool = flag(
-        False,
-        "write checkpoints while training goes on, from a copy in the host's RAM",
-        group="saving",
-        identity=False,
-    )
-    resume_from_checkpoint: str | None = flag(
-        None,
-        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
-        "the start where there is none. The strategy and the number of processes may be others",
-        group="saving",
-        identity=False,
-    )
     on_bad_step: str = flag(
         "stop",
         "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
@@ -256,38 +240,7 @@ class RunConfig(DataConfig):
         "a loss above it has exploded (default: twice that of guessing each token, ln of the vocabulary)",
         group="optimizer",
     )
-    find_batch_size: bool = flag(
-        False,
-        "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
-        "--gradient_accumulation_steps: the same sequences per step",
-        group="batch",
-        identity=False,
-    )
-    lm_eval_tasks: str | None = flag(
-        None,
-        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
-        "`pip install slm-toolkit[lm_eval]`",
-        group="saving",
-        identity=False,
-    )
-    ddp_timeout: float = flag(
-        600.0,
-        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
-        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
-        "Building model, data and engine is not counted",
-        group="saving",
-        identity=False,
-    )
-    report_to: str = flag(
-        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
-    )
-    output_dir: str = flag("runs", "each run gets a folder here", group="saving", identity=False)
-    run_name: str | None = flag(
-        None,
-        "the run's folder (default: model, strategy and a hash of all asked)",
-        group="saving",
-        identity=False,
-    )
+    seed: int = flag(0, "of weights and data", group="optimizer", grid=True)
 
     def with_defaults(self, *, has_gpu: bool) -> "RunConfig":
         """Fill in what depends on the machine: a 100M model and 1024 tokens on a GPU, 10M and 128 on CPU."""

@@ -37,7 +37,6 @@ from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
     build_optimizer,
     check_engine,
-    micro_steps,
     prefetch_as_asked,
     probe_engine,
     reduce_as_asked,
@@ -58,11 +57,11 @@ from slm_toolkit.run.measure import num_trainable
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
 from slm_toolkit.run.ranks import rank_0_first
-from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, is_fake, pretend_ranks, tensors_of
+from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.resume import (
     Checkpoint,
     choose,
-    conversion,
+    described,
     find_checkpoints,
     load_state,
     load_weights,
@@ -75,6 +74,7 @@ from slm_toolkit.run.smaller_batch import (
     search_described,
     smaller_batch,
 )
+from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
 from slm_toolkit.strategy import contradictions
 
@@ -128,32 +128,8 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec)
-    if is_fake(config) and config.torch_compile:
-        raise ValueError(
-            f"--rehearse {config.rehearse} with --torch_compile and no GPU: fake tensors can't be compiled\n"
-            "hint: leave --torch_compile out; `slm estimate --torch_compile` knows compiled layers"
-        )
-    if is_fake(config) and config.fp8 != "none":
-        raise ValueError(
-            f"--rehearse {config.rehearse} with --fp8 {config.fp8} and no GPU, where float8 is emulated and "
-            "takes more\nhint: leave --fp8 out; a GPU rehearses it"
-        )
-    if is_fake(config) and config.packing not in ("auto", "concat"):
-        raise ValueError(
-            f"--rehearse {config.rehearse} with --packing {config.packing} and no GPU: fake tokens are no "
-            "documents\nhint: leave --packing out; a GPU rehearses it"
-        )
-    if is_fake(config) and config.peft == "qlora":
-        raise ValueError(
-            f"--rehearse {config.rehearse} with --peft qlora and no GPU: fake tensors can't be quantized\n"
-            "hint: `slm estimate --peft qlora` knows its memory; a GPU rehearses it"
-        )
-    if is_fake(config) and launch.strategy.offloads:
-        raise ValueError(
-            f"--rehearse {config.rehearse} without a GPU: {launch.strategy.path or launch.strategy.name} "
-            "offloads, and fake tensors don't tell host and device apart\n"
-            "hint: `slm estimate` knows offload; a GPU rehearses it"
-        )
+    if is_fake(config):
+        check_fake(config, launch.strategy)
     if config.rehearse is not None:
         launch = pretend_ranks(launch, config.rehearse)
     absolute_deepspeed_config(launch.strategy)
@@ -292,33 +268,6 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
-
-
-def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that a run goes on from, for its record."""
-    manifest = checkpoint.manifest
-    said = conversion(manifest, here)
-    return {"path": str(checkpoint.path), "step": manifest.step, **manifest.written_by, "conversion": said}
-
-
-def sequences_per_step(config: RunConfig, launch: Launch) -> int:
-    """Over all ranks and micro-steps."""
-    return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
-
-
-def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
-    """The effective batch size and learning rate, as a line."""
-    said = (
-        f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
-        f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
-    )
-    if config.scale_lr == "none":
-        return said
-    base = config.base_batch_size or config.per_device_train_batch_size
-    return (
-        f"{said}; learning rate {config.learning_rate_of(per_step):.3g}: {config.learning_rate:g} for {base} "
-        f"sequences, scaled by {config.scale_lr}"
-    )
 
 
 def local_world_size() -> int:

@@ -16,6 +16,7 @@ from slm_toolkit.run.allocations import AllocationTrace, following_modules, time
 from slm_toolkit.run.fake import fake_tensors
 from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.measure import deepspeed_engine, live_gradients, training_state
+from slm_toolkit.strategy import Strategy
 
 NUM_TRACED_STEPS = 2
 "the first makes the optimizer's state (and DTensor's caches), the second is what all later ones are like"
@@ -52,6 +53,24 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
 def is_fake(config: RunConfig) -> bool:
     """Whether this run has tensors without memory: a rehearsal without a GPU."""
     return config.rehearse is not None and not torch.cuda.is_available()
+
+
+def check_fake(config: RunConfig, strategy: Strategy) -> None:
+    """Raises ValueError for what tensors without memory can't do, or would show otherwise than a GPU."""
+    on_gpu = "leave it out; a GPU rehearses it"
+    by_estimate = "`slm estimate` knows it; a GPU rehearses it"
+    packs = config.packing not in ("auto", "concat")
+    where = strategy.path or strategy.name
+    cases = (
+        (config.torch_compile, "with --torch_compile", "fake tensors can't be compiled", by_estimate),
+        (config.fp8 != "none", f"with --fp8 {config.fp8}", "float8 is emulated and takes more", on_gpu),
+        (packs, f"with --packing {config.packing}", "fake tokens are no documents", on_gpu),
+        (config.peft == "qlora", "with --peft qlora", "fake tensors can't be quantized", by_estimate),
+        (strategy.offloads, f"with {where}, which offloads", "they know no host from device", by_estimate),
+    )
+    for applies, what, why, hint in cases:
+        if applies:
+            raise ValueError(f"--rehearse {config.rehearse} {what} and no GPU: {why}\nhint: {hint}")
 
 
 def tensors_of(config: RunConfig) -> AbstractContextManager[None]:

@@ -147,7 +147,14 @@ def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None
         torch.cuda.set_rng_state(on_gpu)
 
 
-def conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
+def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that a run goes on from, for its record."""
+    manifest = checkpoint.manifest
+    said = _conversion(manifest, here)
+    return {"path": str(checkpoint.path), "step": manifest.step, **manifest.written_by, "conversion": said}
+
+
+def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
     """What changes hands where a run goes on under another strategy or on other processes, as a sentence."""
     before = manifest.written_by
     said = []
