@@ -16,6 +16,7 @@ from slm_toolkit.user_files import is_dir, is_file, typed_path
 STREAM_ABOVE_BYTES = 2**30
 MOST_ENTRIES = 200_000
 "of a folder, at any depth, that are looked at: the whole disk is no dataset"
+_LONGEST_PATH = 1000  # of a pattern's brackets glob.glob takes time by the square
 _FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -107,6 +108,8 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
 def _local_files(dataset: str) -> list[str]:
     """Files that a path, a folder or a glob names; empty for what can only be a hub id."""
     path = typed_path(dataset)
+    if len(dataset) > _LONGEST_PATH:
+        raise ValueError(f"no such file: {dataset}\nhint: a path has at most {_LONGEST_PATH:,} characters")
     if is_dir(path):
         found = _files_under(path)
         if not found:
