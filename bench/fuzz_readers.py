@@ -16,6 +16,7 @@ from typing import Any
 from fuzz_inputs import made, made_words
 from fuzz_seeds import (
     CHATS,
+    CHECKPOINT,
     COMMANDS,
     FLAGS,
     GPT2,
@@ -152,6 +153,18 @@ def _record(data: bytes, folder: Path) -> None:
         _slm("report", ".", "--errors")
     if len(data) % 8 == 2:
         _slm("report", ".", "--baseline", "good")
+
+
+def _checkpoint(data: bytes, folder: Path) -> None:
+    """A manifest; with its checksum put right, or next to none would be looked at further."""
+    from slm_toolkit.run.checkpoint_files import MANIFEST_FILE, damage, digest_of, read_manifest
+
+    with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
+        content = json.loads(data)
+        rest = {name: value for name, value in content.items() if name not in ("format", "sha256")}
+        data = json.dumps({**content, "sha256": digest_of(rest)}).encode()
+    _written(folder, MANIFEST_FILE, data)
+    damage(folder, read_manifest(folder).files)
 
 
 def _timeline(data: bytes, folder: Path) -> None:
@@ -385,6 +398,7 @@ READERS = (
     ),
     Reader("network", _network, lambda: dumped(NETWORK), 6),
     Reader("record", _record, records, 8),
+    Reader("checkpoint", _checkpoint, lambda: dumped(CHECKPOINT), 4),
     Reader("timeline", _timeline, timeline_seeds, 2),
     Reader(
         "convert_file",

@@ -143,6 +143,22 @@ NETWORK = {
 }
 
 
+CHECKPOINT = {
+    **{"format": 2, "sha256": "", "step": 6, "optimizer_steps": 6, "order": 3, "frozen": None},
+    "run": {"model": "slm-1m", "seed": 0, "sequences_per_step": 8},
+    "written_by": {"strategy": "ddp", "num_processes": 2},
+    "num_elements": {"lm_head.weight": 100},
+    "files": [
+        {
+            **{"name": f"rank_{rank}.safetensors", "num_bytes": 8, "sha256": "0"},
+            "starts": {"weights/lm_head.weight": 50 * rank},
+            "sizes": {"weights/lm_head.weight": 50},
+        }
+        for rank in range(2)
+    ],
+}
+
+
 def records() -> list[bytes]:
     """Shipped ones, and one of a GPU that has a value in every field."""
     shipped = files("results/cpu/*/record.json", "results/rehearsed/*/record.json")[:12]

@@ -218,7 +218,8 @@ def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manife
             found[path] = read_manifest(path)
         except ValueError as error:
             if warn and os.environ.get("RANK", "0") == "0":
-                print(f"warning: {path} is damaged and skipped: {error}", file=sys.stderr)
+                said = str(error).splitlines()[0]
+                print(f"warning: {path} is damaged and skipped: {said}", file=sys.stderr)
     return found
 
 

@@ -16,15 +16,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slm_toolkit.record_check import fits_of
+from slm_toolkit.user_files import read_bytes
+
 FORMAT = 2
 "1 was accelerate's own, a format for each engine"
 MANIFEST_FILE = "checkpoint.json"
+_HINT = "resume from another checkpoint"
+_MANIFEST_BYTES = 2**28
+_OF_RANK = re.compile(r"rank_\d+\.safetensors")
 _FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
 
 
@@ -102,7 +108,7 @@ def finish(folder: Path, manifest: Manifest) -> Path:
     beside, final = unfinished(folder, manifest.step), folder / step_name(manifest.step)
     with (beside / MANIFEST_FILE).open("w") as file:
         content = dataclasses.asdict(manifest)
-        json.dump({"format": FORMAT, "sha256": _digest(content), **content}, file)
+        json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
     _sync(beside)
@@ -144,18 +150,29 @@ def finished(folder: Path) -> list[Path]:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Raises ValueError where it is not readable, or not as it was written."""
     path = checkpoint / MANIFEST_FILE
+    data = read_bytes(path, what="", hint=_HINT, limit_bytes=_MANIFEST_BYTES)
     try:
-        content = json.loads(path.read_text())
-        if content.pop("format") != FORMAT:
-            raise ValueError(f"{path} is of another version of slm_toolkit")
-        if content.pop("sha256") != _digest(content):
-            raise ValueError(f"{path} has changed since it was written")
-        files = tuple(RankFile(**file) for file in content.pop("files"))
-        return Manifest(**content, files=files)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no checkpoint's: {error}") from None
+        content = json.loads(data)
+        version = content.pop("format")
+        is_as_written = content.pop("sha256") == digest_of(content)
+        files = [RankFile(**file) for file in content.pop("files")]
+        manifest = Manifest(**content, files=tuple(files))
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError):
+        raise ValueError(f"{path} is no checkpoint's of this version\nhint: {_HINT}") from None
+    has_types = _has_types(manifest) and all(map(_has_types, files))
+    if (
+        version != FORMAT
+        or not has_types
+        or not is_as_written
+        or not all(_OF_RANK.fullmatch(file.name) for file in files)
+    ):
+        raise ValueError(f"{path} has changed since it was written\nhint: {_HINT}")
+    return manifest
+
+
+def _has_types(value: Manifest | RankFile) -> bool:
+    hints = get_type_hints(type(value))
+    return all(fits_of(hint)(getattr(value, name)) for name, hint in hints.items() if name != "files")
 
 
 def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
@@ -214,7 +231,8 @@ class Reader:
             return file.get_tensor(name)
 
 
-def _digest(content: dict[str, Any]) -> str:
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, but for the format and this."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

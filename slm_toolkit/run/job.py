@@ -76,7 +76,9 @@ from slm_toolkit.run.smaller_batch import (
 )
 from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
+from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import contradictions
+from slm_toolkit.user_files import typed_path
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
     if config.save_final_model and spec.path is not None:
-        check_apart(Path(spec.path).expanduser(), run_dir / MODEL_DIR)
+        check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
     if config.save_steps:
         machines.check_shared(run_dir.parent, flag=f"--save_steps {config.save_steps}")
     asked_config, config = config, smaller_batch(config)
@@ -193,6 +195,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     # as it ran: what --find_batch_size found is a fact of the run, what was asked stands beside it
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
     shape = {name: getattr(config, name) for name in batch}
+    typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
     record = RunRecord(
         run_name=run_name,
         identity=identity,
@@ -202,7 +205,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         model=model_facts(spec),
         versions=versions,
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        command=shlex.join(launch.command or ("python", "-m", "slm_toolkit.train", *arguments)),
+        command=shlex.join(launch.command or typed),
         gpu=gpu,
         first_step=checkpoint.manifest.step if checkpoint else 0,
         batch_size_search=search_described(asked_config, config),

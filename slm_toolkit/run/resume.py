@@ -26,6 +26,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
+from slm_toolkit.user_files import typed_path
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def find_checkpoints(asked: str, run_dir: Path, run: dict[str, Any]) -> list[Che
     `latest` and `auto` mean this run's newest, a run's folder that run's, any other folder itself. Empty for
     `auto` where there is none. Raises ValueError where there is none, or none that this run can go on from.
     """
-    folder = Path(asked).expanduser().resolve()
+    folder = typed_path(asked).resolve()
     if asked in ("latest", "auto"):
         return _newest(run_dir, run, can_be_none=asked == "auto")
     if (folder / "checkpoints").is_dir():
@@ -51,10 +52,7 @@ def find_checkpoints(asked: str, run_dir: Path, run: dict[str, Any]) -> list[Che
         raise ValueError(
             f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
         )
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as error:
-        raise ValueError(f"{error}\nhint: resume from another, or say latest") from None
+    manifest = read_manifest(folder)
     _check_alike(folder, manifest, run)
     return [Checkpoint(folder, manifest)]
 
