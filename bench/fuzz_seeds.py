@@ -144,7 +144,15 @@ NETWORK = {
 
 
 CHECKPOINT = {
-    **{"format": 2, "sha256": "", "step": 6, "optimizer_steps": 6, "order": 3, "frozen": None},
+    **{
+        "format": 2,
+        "sha256": "",
+        "step": 6,
+        "optimizer_steps": 6,
+        "order": 3,
+        "frozen": None,
+        "scaler": None,
+    },
     "run": {"model": "slm-1m", "seed": 0, "sequences_per_step": 8},
     "written_by": {"strategy": "ddp", "num_processes": 2},
     "num_elements": {"lm_head.weight": 100},

@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+EXIT_CODE_VARIABLE = "SLM_EXIT_CODE_FILE"
+"in the environment of ranks that `slm launch` started: where they write with which code they end, if not 0"
+
 
 class RunEnded(RuntimeError):
     """Ends a run that had begun, on all ranks alike: one message, a record that says why, no traceback."""

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -15,19 +17,27 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from slm_toolkit.errors import EXIT_CODE_VARIABLE
+
 
 def launch(words: list[str]) -> int:
-    """Run `accelerate launch` with these words; returns the exit code: that of the rank that ended first."""
+    """Run `accelerate launch` with these words; returns the exit code: that of the rank that ended first.
+
+    Of a launcher that got a signal: what its ranks ended with, 143 where they saved, 1 where they could not;
+    128 + the signal where they were gone before they could say.
+    """
     signal.signal(signal.SIGTERM, _pass_on)  # torch's launcher has its own handler instead
-    try:
-        launch_command(launch_command_parser().parse_args(words))
-    except SignalException as error:
-        return 128 + error.sigval
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _told(f"rank {rank} (pid {failure.pid})", failure.exitcode)
-    except subprocess.CalledProcessError as error:  # of a strategy with one process
-        return _told("the process", error.returncode)
+    with tempfile.NamedTemporaryFile() as said:
+        os.environ[EXIT_CODE_VARIABLE] = said.name
+        try:
+            launch_command(launch_command_parser().parse_args(words))
+        except SignalException as error:
+            return int(Path(said.name).read_text() or 128 + error.sigval)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            return _told(f"rank {rank} (pid {failure.pid})", failure.exitcode)
+        except subprocess.CalledProcessError as error:  # of a strategy with one process
+            return _told("the process", error.returncode)
     return 0
 
 

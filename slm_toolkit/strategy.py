@@ -249,6 +249,12 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
             f"{where}: no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: "
             "fsdp_version: 2"
         )
+    if strategy.engine == "deepspeed" and (config.save_steps or config.resume_from_checkpoint):
+        zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+        if strategy.zero_stage == 0:
+            problems.append(f"{where}: no checkpoints under ZeRO-0, which shards nothing: DDP has them")
+        if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) != 1.0:
+            problems.append(f"{where}: no checkpoints with part of the optimizer offloaded: ratio 1.0")
     if config.records_graphs and "parameters" in strategy.sharded_parts:
         problems.append(
             f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "

@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.disturbances import warnings_of
-from slm_toolkit.errors import RunEnded, user_errors
+from slm_toolkit.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
 from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
-from slm_toolkit.run.batches import endless, model_inputs, steps_by_labels
+from slm_toolkit.run.batches import endless, model_inputs, place_in_data, steps_by_labels
 from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import record_mark, write_failure
@@ -145,7 +145,9 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     )
     guard = Guard(job, prepared, progress.say if progress is not None else lambda line: None)
     if job.checkpoint is not None:
-        batches = chain([next(batches)], batches)  # the data's order draws from the same numbers
+        in_epoch = place_in_data(prepared.loader, record.first_step, prepared.num_micro_steps)[1]
+        if in_epoch:  # its order was drawn from the same numbers before, at its beginning
+            batches = chain([next(batches)], batches)
         load_random_states(job.checkpoint, accelerator)
     for step in range(record.first_step, num_steps):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
@@ -291,6 +293,8 @@ def leave(exit_code: Any) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    if exit_code and (path := os.environ.get(EXIT_CODE_VARIABLE)):
+        Path(path).write_text(str(exit_code))
     os._exit(exit_code)
 
 

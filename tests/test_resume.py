@@ -44,12 +44,12 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
 def test_other_engines_and_flags_resume_bit_by_bit(
     strategy: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    flags += ("--max_steps", "5")
-    whole = train(tmp_path / "a", "--save_steps", "3", *flags, strategy=strategy)
-    checkpoint = str(tmp_path / "a" / "run" / "checkpoints" / "step_3")
+    flags += ("--max_steps", "10")  # from the sixth on, the powers of AdamW's betas round by how they came
+    whole = train(tmp_path / "a", "--save_steps", "8", *flags, strategy=strategy)
+    checkpoint = str(tmp_path / "a" / "run" / "checkpoints" / "step_8")
     resumed = train(tmp_path / "b", "--resume_from_checkpoint", checkpoint, *flags, strategy=strategy)
     assert len(resumed["losses"]) == 2
-    assert resumed["losses"] == whole["losses"][3:]
+    assert resumed["losses"] == whole["losses"][8:]
 
 
 def test_a_stream_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ENV, ROOT, launch, left_over, record_under
 from safetensors.torch import load_file
@@ -24,7 +25,7 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
 def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     strategy: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """As Slurm sends it before it takes the machine away; `slm launch` hands the ranks' code on."""
+    """As Slurm sends it, to every process, those that load data, too; `slm launch` hands the ranks' code on."""
     config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
     slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
     command = [
@@ -43,7 +44,10 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    others = psutil.Process(process.pid).children(recursive=True)
+    assert len(others) >= 4, "two ranks, each with one that loads data"
+    for each in (process, *others):
+        each.send_signal(signal.SIGTERM)
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
     seconds = time.monotonic() - began

@@ -40,10 +40,10 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: flo
             ],
         }
         path.write_text(json.dumps(told, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
     if seen.is_loss_bad(max_loss):
-        losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
         return f"the loss is {losses}", path
-    return f"the norm of the gradients is {seen.grad_norms[0]:.4g}", path
+    return f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}", path
 
 
 def _sequence_numbers(loader: Any, step: int, num_micro_steps: int, accelerator: Any) -> Iterator[int]:

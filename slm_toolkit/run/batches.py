@@ -1,6 +1,7 @@
 """Each rank's batches: as many as the run needs, in an order that depends on nothing but the seed."""
 
 import math
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +30,14 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
         drop_last=train,
         num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
+        worker_init_fn=_ignore_sigterm,
         pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
     )
+
+
+def _ignore_sigterm(worker: int) -> None:
+    """Schedulers send it to every process; a rank still wants batches, for the step that it then saves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _FilledUp(Dataset):

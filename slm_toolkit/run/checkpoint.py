@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[RankFile] | None = None
         self._manifest: Manifest | None = None
+        self._unfinished: Path | None = None
 
     def begin(self, step: int) -> None:
         """Copy the state after `step` steps and start writing it. Every rank must call it.
@@ -100,22 +102,23 @@ class CheckpointWriter:
         """
         self.finish()
         accelerator = self.accelerator
-        problem, order = None, 0
+        problem, order, token = None, 0, uuid.uuid4().hex[:8]
         if accelerator.is_main_process:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep(self.folder)
-                unfinished(self.folder, step).mkdir()
+                unfinished(self.folder, step, token).mkdir()
                 order = 1 + max((m.order for m in readable_manifests(self.folder).values()), default=0)
             except OSError as error:
                 problem = str(error)
         self._raise(problem)
+        self._unfinished = unfinished(self.folder, step, gather_to_all(token)[0])
         mine = {RANDOM_CPU: (0, torch.get_rng_state())}
         if torch.cuda.is_available():
             mine[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
         for part in self._stretches():
             if part.is_mine and part.size:
-                on_host = torch.empty(part.size, dtype=part.read().dtype).copy_(part.read())
+                on_host = torch.empty(part.size, dtype=part.tensor.dtype).copy_(part.tensor)
                 mine[f"{part.kind}/{part.name}"] = (part.start, on_host)
         self._manifest = Manifest(
             step=step,
@@ -124,11 +127,12 @@ class CheckpointWriter:
             run=self.run,
             written_by=self.written_by,
             frozen=self.frozen,
+            scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
             num_elements={name: num_elements(param) for name, param in trained(self.model)},
             files=(),
         )
-        folder, rank = unfinished(self.folder, step), accelerator.process_index
-        self._writing = self._thread.submit(write_rank_file, folder, rank, mine)
+        rank = accelerator.process_index
+        self._writing = self._thread.submit(write_rank_file, self._unfinished, rank, mine)
 
     @property
     def is_writing(self) -> bool:
@@ -160,14 +164,14 @@ class CheckpointWriter:
             files = tuple(gather_to_all(file))
             if self.accelerator.is_main_process:
                 try:
-                    finish(self.folder, dataclasses.replace(writing, files=files))
+                    finish(self._unfinished, dataclasses.replace(writing, files=files))
                     self._rotate()
                 except OSError as error:
                     problem = str(error)
             self._raise(problem)
         except RunEnded:
             if self.accelerator.is_main_process:
-                shutil.rmtree(unfinished(self.folder, writing.step), ignore_errors=True)
+                shutil.rmtree(self._unfinished, ignore_errors=True)
             raise
         return self.folder / step_name(writing.step)
 

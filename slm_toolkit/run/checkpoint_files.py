@@ -62,6 +62,8 @@ class Manifest:
     "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps"
     frozen: str | None
     "fingerprint of the weights that an adapter is for"
+    scaler: dict[str, Any] | None
+    "of fp16's gradient scaler"
     num_elements: dict[str, int]
     "of each tensor, whole"
     files: tuple[RankFile, ...]
@@ -95,17 +97,18 @@ def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch
     )
 
 
-def unfinished(folder: Path, step: int) -> Path:
-    """Where a checkpoint of `folder` is written before it is renamed."""
-    return folder / f".{step_name(step)}.unfinished"
+def unfinished(folder: Path, step: int, token: str) -> Path:
+    """Where a checkpoint of `folder` is written before it is renamed; `token` is this launch's own."""
+    return folder / f".{step_name(step)}.{token}.unfinished"
 
 
-def finish(folder: Path, manifest: Manifest) -> Path:
+def finish(beside: Path, manifest: Manifest) -> Path:
     """Put the manifest beside the ranks' files and rename the folder: from here on, the checkpoint exists.
 
     One of the same step is there until the new one is, whenever the process is killed.
     """
-    beside, final = unfinished(folder, manifest.step), folder / step_name(manifest.step)
+    folder = beside.parent
+    final = folder / step_name(manifest.step)
     with (beside / MANIFEST_FILE).open("w") as file:
         content = dataclasses.asdict(manifest)
         json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
@@ -124,7 +127,7 @@ def finish(folder: Path, manifest: Manifest) -> Path:
 
 def remove(checkpoint: Path) -> None:
     """So that a kill leaves no half of it under its name."""
-    doomed = checkpoint.parent / f".{checkpoint.name}.deleted"
+    doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

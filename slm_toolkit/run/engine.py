@@ -246,7 +246,10 @@ def optimizer_step(
     else:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        _step_if_finite(optimizer, inner, norm)
+        if accelerator.scaler is None:
+            _step_if_finite(optimizer, inner, norm)
+        else:  # of fp16: leaves steps out itself
+            optimizer.step()
     optimizer.zero_grad()
     return norm
 

@@ -36,7 +36,7 @@ class Guard:
         "steps that changed nothing, since a loss or gradient was no number or too large"
         if job.config.on_bad_step == "skip":
             prepared.loss_recorder.limit = self.max_loss
-        self._lookout = Lookout(job.accelerator)
+        self._lookout = Lookout(job.accelerator, job.control_group)
         self._signal = StopSignal(listen=job.config.save_steps is not None)
         self._writer = self._make_writer(job, prepared)
         self._begun_after = -1
@@ -59,6 +59,8 @@ class Guard:
         if self.config.rehearse is not None:  # no other rank is there, and losses mean nothing
             return
         writer, config = self._writer, self.config
+        if self.accelerator.scaler is not None:  # fp16's: it tries scales until gradients are numbers
+            norm = None
         is_writing = writer is not None and writer.is_writing
         seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)
         self._judge(seen, step)
@@ -73,6 +75,9 @@ class Guard:
 
     def end(self) -> None:
         """After the last step."""
+        self._signal.ignore()
+        if self.config.rehearse is not None:
+            return
         self._judge(self._lookout.rest(), None)
         if self._writer is not None:
             self._finish()

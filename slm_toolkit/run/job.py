@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -51,6 +52,7 @@ from slm_toolkit.run.launched import (
     find_launch,
 )
 from slm_toolkit.run.lm_eval_hook import check_lm_eval
+from slm_toolkit.run.lookout import control_group
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.machines import Machines, num_machines
 from slm_toolkit.run.measure import num_trainable
@@ -105,6 +107,7 @@ class Job:
     "how many sequences a step has, and what became of the learning rate"
     machines: Machines
     search: BatchSizeSearch
+    control_group: ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     run_dir = Path(config.output_dir).resolve() / run_name
     if config.save_final_model and spec.path is not None:
         check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
-    if config.save_steps:
-        machines.check_shared(run_dir.parent, flag=f"--save_steps {config.save_steps}")
+    if config.save_steps or config.resume_from_checkpoint:
+        flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
+        machines.check_shared(run_dir.parent, flag=flag)
     asked_config, config = config, smaller_batch(config)
     per_step = sequences_per_step(config, launch)
     description = run_description(config, per_step)
@@ -172,6 +176,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     name_groups_anew()
     with machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
+        group = control_group(accelerator)
     checkpoint = choose(candidates, accelerator)
     batch_described = describe_batch(config, per_step, launch)
     here = launch_description(config, launch.strategy, launch.num_processes)
@@ -190,7 +195,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     job = Job(
         *(config, spec, launch, accelerator, run_dir, checkpoint, description, here),
         *(fingerprint_of_frozen(model) if config.save_steps else None, data, model, gpu_before),
-        *(batch_described, machines, BatchSizeSearch(config)),
+        *(batch_described, machines, BatchSizeSearch(config), group),
     )
     # as it ran: what --find_batch_size found is a fact of the run, what was asked stands beside it
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")

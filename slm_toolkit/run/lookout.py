@@ -31,14 +31,15 @@ class Seen:
     "whether some rank's share of a checkpoint is not on disk yet"
 
     def is_loss_bad(self, max_loss: float) -> bool:
-        """Whether some loss is no number, or too large."""
-        return not all(loss <= max_loss for loss in self.losses)
+        """Whether some loss is no number, or their mean too large: one alone may be of few labels."""
+        return not all(map(math.isfinite, self.losses)) or sum(self.losses) / len(self.losses) > max_loss
 
     def bad_ranks(self, max_loss: float) -> list[int]:
-        """Those with such a loss; all, where the norm of the gradients alone is no number."""
-        if self.is_loss_bad(max_loss):
-            return [rank for rank, loss in enumerate(self.losses) if not loss <= max_loss]
-        return [] if all(map(math.isfinite, self.grad_norms)) else list(range(len(self.losses)))
+        """Those whose loss is no number; else all, where the mean is too large or the norm no number."""
+        if odd := [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]:
+            return odd
+        is_bad = self.is_loss_bad(max_loss) or not all(map(math.isfinite, self.grad_norms))
+        return list(range(len(self.losses))) if is_bad else []
 
 
 class StopSignal:
@@ -46,21 +47,30 @@ class StopSignal:
 
     def __init__(self, *, listen: bool) -> None:
         self.number = 0
-        if listen:
-            signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note) if listen else None
+
+    def ignore(self) -> None:
+        """From now on, whoever listened before does."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
 
 
+def control_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """Of all ranks, between hosts whatever the devices do; None: the default one, or no other rank."""
+    if accelerator.num_processes == 1 or dist.get_backend() in ("gloo", "fake"):
+        return None
+    return dist.new_group(backend="gloo")
+
+
 class Lookout:
     """Tell the other ranks of a step, learn what they said of an earlier one."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._device, self._group = accelerator.device, None
+    def __init__(self, accelerator: Accelerator, group: dist.ProcessGroup | None) -> None:
+        self._device, self._group = accelerator.device, group
         self._num_ranks = accelerator.num_processes
-        if self._num_ranks > 1 and dist.get_backend() != "gloo":
-            self._group = dist.new_group(backend="gloo")  # between hosts, whatever the devices do
         self._on_device: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._sent: deque[tuple[int, list[torch.Tensor], Any]] = deque()
 
@@ -72,7 +82,7 @@ class Lookout:
         if isinstance(norm, torch.Tensor):
             told[1].copy_(norm.detach(), non_blocking=True)
         else:
-            told[1] = norm
+            told[1] = 0.0 if norm is None else norm
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slm_toolkit.run.loss_kernels import LossHead, token_losses
+from slm_toolkit.run.loss_kernels import IGNORE_INDEX, LossHead, token_losses
 
 
 class RecordedLoss:
@@ -57,5 +57,9 @@ class RecordedLoss:
             self.num_tokens += arguments["labels"].numel()
         self.last = self.head.last_loss if in_head else loss.detach()
         if self.limit is not None and torch.is_grad_enabled():
-            loss = loss * torch.where(self.last > self.limit, torch.nan, 1.0)
+            mean = self.last
+            if self._num_items is not None:
+                own = (arguments["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
+                mean = mean * self._num_items / own
+            loss = loss * torch.where(mean > self.limit, torch.nan, 1.0)
         return loss

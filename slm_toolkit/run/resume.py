@@ -77,8 +77,14 @@ def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Ch
 def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
     """The first whose files are as they were written, looked at by all ranks; each other is named on stderr.
 
-    Raises ValueError where all are damaged; None where there are none.
+    Raises ValueError where all are damaged, or where ranks see other ones; None where there are none.
     """
+    seen = gather_to_all([str(candidate.path) for candidate in candidates])
+    if odd := [rank for rank, paths in enumerate(seen) if paths != seen[0]]:
+        raise ValueError(
+            f"rank {odd[0]} sees other checkpoints than rank 0: {seen[odd[0]]}, {seen[0]}\n"
+            "hint: --output_dir on a file system that all machines share; or again in a minute"
+        )
     for checkpoint in candidates:
         share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
         found = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
@@ -129,8 +135,10 @@ def load_state(
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     for part in stretches(model, optimizer, **ranks):
         if part.size:
-            part.write(_read(reader, part))
+            part.tensor.copy_(_read(reader, part))
     set_optimizer_steps(model, optimizer, checkpoint.manifest.optimizer_steps)
+    if accelerator.scaler is not None and checkpoint.manifest.scaler is not None:
+        accelerator.scaler.load_state_dict(checkpoint.manifest.scaler)
 
 
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from slm_toolkit.config import RunConfig
@@ -129,6 +130,10 @@ class BatchSizeSearch:
         os.environ[_TRIED_VARIABLE] = json.dumps([*_tried(), self._size])
         os.environ[_ATTEMPT_VARIABLE] = str(_attempt() + 1)
         sys.stdout.flush()
+        workers = psutil.Process().children(recursive=True)  # of data: they hold the GPU's memory open
+        for worker in workers:
+            worker.kill()
+        psutil.wait_procs(workers, timeout=_SETTLE_SECONDS)
         for number in os.listdir(
             "/proc/self/fd"
         ):  # or gloo's sockets would outlive the process that knew them

@@ -5,10 +5,10 @@ parameter's weights or moments is a stretch of its elements in their order. Chec
 read into, such stretches: so what one strategy wrote, any other reads.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ class Stretch:
     size: int
     is_mine: bool
     "whether it is this rank that writes it: others may hold the same"
-    read: Callable[[], torch.Tensor]
-    "1-D; may share memory with the state"
-    write: Callable[[torch.Tensor], None]
+    tensor: torch.Tensor
+    "1-D, of the state itself: it holds these until the next stretch is asked for"
 
 
 def parameter_name(name: str) -> str:
@@ -68,17 +67,20 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
         if isinstance(state["step"], torch.Tensor):
             state["step"].fill_(num_steps)
         else:
-            state["step"] = num_steps  # DeepSpeed's own Adam on the host
+            state["step"] = num_steps
+    if _is_on_host(_inner(model, optimizer)):
+        _replay_bias_correction(_inner(model, optimizer), num_steps)
 
 
 def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
     """All that this rank holds of a prepared model's weights and moments; moments are made if missing."""
     inner = _inner(model, optimizer)
+    if any(hasattr(param, "ds_id") for _, param in trained(model)):
+        yield from _of_zero3(model)
+        return
     for number, (name, param) in enumerate(trained(model)):
         writes_copy = number % world_size == rank  # of what all ranks hold
-        if hasattr(param, "ds_id"):
-            yield from _of_zero3(name, param)
-        elif hasattr(param, "_hp_mapping"):
+        if hasattr(param, "_hp_mapping"):
             yield from _of_flat_partition(name, param, inner)
         else:
             yield from _of_parameter(name, param, inner, writes_copy)
@@ -115,7 +117,7 @@ def _rows(param: DTensor) -> tuple[int, bool]:
     is_first = all(
         isinstance(place, Shard) or index == 0 for place, index in zip(placements, coordinate, strict=True)
     )
-    return offset[0] * param[0].numel() if param.dim() > 1 else offset[0], is_first
+    return offset[0] * math.prod(param.shape[1:]), is_first
 
 
 def _of_flat_partition(
@@ -133,46 +135,43 @@ def _of_flat_partition(
         yield _in_memory(kind, name, start, part, is_mine=True)
 
 
-def _of_zero3(name: str, param: torch.nn.Parameter) -> Iterator[Stretch]:
-    """ZeRO-3: of each parameter every rank has an equal part, the last one's filled up."""
-    zero = param._z3_optimizer
-    group, offset, _ = zero.grad_position[zero.get_param_id(param)]
-    of_rank = param.ds_tensor.ds_numel
-    start = torch.distributed.get_rank(param.ds_process_group) * of_rank
-    size = min(of_rank, param.ds_numel - start)
-    if size <= 0:
-        return
+def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
+    """ZeRO-3: of each parameter every rank has an equal part, the last one's filled up.
 
-    def part_of(kind: str) -> torch.Tensor:
-        flat = zero.fp32_partitioned_groups_flat[group]
-        tensor = flat if kind == WEIGHTS else _adam_state(zero.optimizer, flat)[kind]
-        return tensor.detach().narrow(0, offset, size)
-
-    def read(kind: str) -> torch.Tensor:
-        with _from_disk(zero, group) as is_copied:
-            return part_of(kind).clone() if is_copied else part_of(kind)
-
-    def write(kind: str, values: torch.Tensor) -> None:
-        with _from_disk(zero, group):
-            part_of(kind).copy_(values)
-
-    for kind in (WEIGHTS, *MOMENTS):
-        yield Stretch(kind, name, start, size, True, read=partial(read, kind), write=partial(write, kind))
+    By groups, in which ZeRO-Infinity keeps them on the disk: each is read once, and is in memory until the
+    next one's first stretch.
+    """
+    groups: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in trained(model):
+        zero = param._z3_optimizer
+        groups.setdefault(zero.grad_position[zero.get_param_id(param)][0], []).append((name, param))
+    for group, params in sorted(groups.items()):
+        with _in_ram(zero, group):
+            flat = zero.fp32_partitioned_groups_flat[group]
+            state = _adam_state(zero.optimizer, flat)
+            for name, param in params:
+                _, offset, _ = zero.grad_position[zero.get_param_id(param)]
+                of_rank = param.ds_tensor.ds_numel
+                start = torch.distributed.get_rank(param.ds_process_group) * of_rank
+                size = max(0, min(of_rank, param.ds_numel - start))
+                for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
+                    part = tensor.detach().narrow(0, offset, size)
+                    yield _in_memory(kind, name, start, part, is_mine=True)
 
 
 @contextmanager
-def _from_disk(zero: Any, group: int) -> Iterator[bool]:
-    """While ZeRO-Infinity's state of some parameters is in memory; whether it was on the disk before."""
+def _in_ram(zero: Any, group: int) -> Iterator[None]:
+    """While the state of some parameters is, which ZeRO-Infinity has on a disk; written back afterwards."""
     on_disk = zero._swappable_optimizer_subgroup(group)
     if on_disk:
         zero._optimizer_states_and_gradient_swap_in(group)
-    yield on_disk
+    yield
     if on_disk:
         zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
-    return Stretch(kind, name, start, part.numel(), is_mine, read=lambda: part, write=part.copy_)
+    return Stretch(kind, name, start, part.numel(), is_mine, part)
 
 
 def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, 
         return inner.state_of(param)
     state = inner.state[param]
     if not state:
-        on_host = type(inner).__name__ == "DeepSpeedCPUAdam"
+        on_host = _is_on_host(inner)
         # a bf16 master has fp32 moments on the host, unless they were asked for in bf16, too
         dtype = torch.float32 if on_host and inner.fp32_optimizer_states else param.dtype
         for kind in MOMENTS:
@@ -190,3 +189,18 @@ def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, 
         step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
         state["step"] = 0 if on_host else step
     return state
+
+
+def _is_on_host(inner: torch.optim.Optimizer) -> bool:
+    """Whether it is DeepSpeed's own AdamW for states in the host's RAM."""
+    return type(inner).__name__ == "DeepSpeedCPUAdam"
+
+
+def _replay_bias_correction(inner: Any, num_steps: int) -> None:
+    """It keeps the powers of its betas in C++, multiplied step by step, which rounds otherwise than pow."""
+    group = inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    dummy = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, num_steps + 1):
+        rest = (group["lr"], beta1, beta2, group["eps"], 0.0, group["bias_correction"])
+        inner.ds_opt_adam.adam_update(inner.opt_id, step, *rest, *dummy)
