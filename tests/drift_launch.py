@@ -17,11 +17,19 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
+from slm_toolkit.run.board import open_board
 state = PartialState(cpu=True)
+board = open_board()
+if state.process_index == 0:
+    board.write("word", "from rank 0")
+    board.is_first("asked", 0)
+torch.distributed.barrier()
+on_board = [board.read("word"), board.is_first("asked", state.process_index)]
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
     torch.distributed.all_reduce(torch.ones(4, dtype=torch.bfloat16))
 events = [(e.name(), e.shapes(), e.dtypes()) for e in profiled.profiler.kineto_results.events()]
 said = {"rank": state.process_index, "environment": dict(os.environ), "events": events}
+said["board"] = on_board
 Path(sys.argv[1], f"{state.process_index}.json").write_text(json.dumps(said))
 torch.distributed.barrier()
 if state.process_index == 1:
@@ -42,13 +50,14 @@ def launched() -> tuple[list[dict[str, Any]], str]:
         script = Path(folder, "ranks.py")
         script.write_text(_RANKS)
         config = ROOT / "accel_configs" / "ddp.yaml"
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
                 *("--config_file", str(config), "--num_processes", "2", str(script), folder),
             ],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 300},
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
         said = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     assert said, f"the ranks said nothing:\n{done.stdout[-2000:]}"
@@ -66,8 +75,11 @@ def _environment() -> None:
     assert said["environment"]["MASTER_ADDR"]
     # of MASTER_PORT somebody listens, who takes a second store: the agent, or rank 0
     assert "TORCHELASTIC_USE_AGENT_STORE" in said["environment"]
+    # run/board.py knows torch's launcher by its id, and asks its store, which both ranks share
+    assert said["environment"]["TORCHELASTIC_RUN_ID"]
+    assert said["board"] == ["from rank 0", False], f"two ranks on the launcher's store: {said['board']}"
     names = {name for name in said["environment"] if name.startswith(("ROLE_", "TORCHELASTIC_"))}
-    assert {"ROLE_RANK", "TORCHELASTIC_RUN_ID"} <= names
+    assert "ROLE_RANK" in names
 
 
 def _profiled_collectives() -> None:
@@ -80,12 +92,12 @@ def _profiled_collectives() -> None:
 
 
 def _lost_peer() -> None:
-    from slm_toolkit.run.machines import _UNREACHED
+    from slm_toolkit.run.machines import UNREACHED
 
     errors = [one["error"] for one in launched()[0] if "error" in one]
     assert errors, "a collective whose other rank is gone raises no RuntimeError"
     assert "peer" in errors[0], f"gloo now says: {errors[0]}"
-    assert _UNREACHED.search(errors[0])
+    assert UNREACHED.search(errors[0])
 
 
 def _summary() -> None:
@@ -141,10 +153,11 @@ LAUNCHES = (
         (
             *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
             *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
+            "TORCHELASTIC_RUN_ID",
             *("GROUP_", "LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_"),
         ),
         "know rank, machine and store, play ranks in a rehearsal, and keep lm-eval from being a rank",
-        "every place that reads them, run/lm_eval_hook.py: _OF_THE_LAUNCH",
+        "every place that reads them, run/lm_eval_hook.py: _OF_THE_LAUNCH; run/board.py: open_board",
         _environment,
     ),
     Leaning(
@@ -178,9 +191,9 @@ LAUNCHES = (
     ),
     Leaning(
         "torch: gloo's words for a rank that is gone",
-        ("_UNREACHED",),
-        "tell a cause from what it caused, in compare/ended.py and run/machines.py",
-        'compare/ended.py: `own_record`, the word "peer"; run/machines.py: _UNREACHED',
+        ("UNREACHED",),
+        "tell a cause from what it caused, in compare/ended.py, run/machines.py and run/watchdog.py",
+        'compare/ended.py: `own_record`, the word "peer"; run/machines.py: UNREACHED',
         _lost_peer,
     ),
     Leaning(

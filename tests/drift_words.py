@@ -8,13 +8,24 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from drift import Leaning
+
+_TOO_LARGE = """
+import resource, sys
+import numpy
+from safetensors.numpy import save_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+save_file({"zeros": numpy.zeros(8192)}, sys.argv[1])
+"""
 
 
 def _single_process() -> None:
@@ -55,14 +66,22 @@ def _out_of_memory() -> None:
 
 
 def _full_disk() -> None:
-    from slm_toolkit.compare.causes import _DISK_FULL
+    from slm_toolkit.disk_full import DISK_FULL, SAYS_DISK_FULL
 
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        assert _DISK_FULL.search(str(OSError(number, "any"))), number
-    assert os.strerror(errno.ENOSPC) == "No space left on device"
+    for number in DISK_FULL:
+        assert SAYS_DISK_FULL.search(str(OSError(number, "any"))), number
+    for number in (errno.ENOSPC, errno.EDQUOT):  # as C++ says it
+        assert SAYS_DISK_FULL.search(os.strerror(number)), os.strerror(number)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", _TOO_LARGE, f"{folder}/file"], capture_output=True, text=True, timeout=60
+        )
+    assert "SafetensorError" in done.stderr, f"a file over the limit on its size: {done.stderr[-500:]}"
+    assert SAYS_DISK_FULL.search(done.stderr), f"safetensors now says: {done.stderr[-500:]}"
     with pytest.raises(OSError, match="28") as error:
         Path("/dev/full").write_text("x")
-    assert _DISK_FULL.search(str(error.value)), error.value
+    assert SAYS_DISK_FULL.search(str(error.value)), error.value
+    assert error.value.errno in DISK_FULL
     with pytest.raises(
         (RuntimeError, OSError)
     ):  # torch's own words name no cause: disk_full looks at the disk
@@ -70,7 +89,8 @@ def _full_disk() -> None:
 
 
 def _stacks() -> None:
-    from slm_toolkit.compare.stacks import _HEADING, _WAITING
+    from slm_toolkit.compare.stacks import _HEADING
+    from slm_toolkit.lost_ranks import _WAITING
 
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=False)
@@ -80,13 +100,30 @@ def _stacks() -> None:
     assert re.search(r'File ".+", line \d+ in _stacks', written), written[:300]
     torch_files = [Path(inspect.getfile(torch.distributed.distributed_c10d))]
     folder = Path(torch.__file__).parent
-    torch_files += [folder / "autograd" / "graph.py", folder / "cuda" / "streams.py"]
+    torch_files += [
+        folder / "autograd" / "graph.py",
+        folder / "cuda" / "streams.py",
+        folder / "cuda" / "__init__.py",
+    ]
     comm = Path(find_spec("deepspeed").origin).parent / "comm" / "comm.py"
     for path in (*torch_files, comm):
         assert path.is_file(), f"no {path}"
         assert _WAITING.search(str(path)), f"{path} is not known as a place to wait in"
     assert (folder / "utils" / "file_baton.py").is_file(), "torch's lock for compiling lies elsewhere"
     assert hasattr(signal, "SIGUSR1")
+
+
+def _frames_of_threads() -> None:
+    from slm_toolkit.run.stalled import _frames_of_main_thread
+
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        frames = pool.submit(_frames_of_main_thread).result()
+    functions = [frame.rpartition(" in ")[2] for frame in frames]
+    # it waits in `submit` or `result` for the thread that looks
+    assert functions.index("_frames_of_threads") > 0, f"innermost first: {frames[:5]}"
+    ours = frames[functions.index("_frames_of_threads")]
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in _frames_of_threads", ours), ours
 
 
 def _zero_defaults() -> None:
@@ -164,18 +201,25 @@ WORDS = (
         _out_of_memory,
     ),
     Leaning(
-        "Python: words for a full disk",
-        ("_DISK_FULL",),
-        "name it, in compare/causes.py",
-        "compare/causes.py: _DISK_FULL",
+        "Python, safetensors: words for a full disk",
+        ("DISK_FULL", "SAYS_DISK_FULL"),
+        "name it, in compare/causes.py and run/known_errors.py",
+        "disk_full.py: DISK_FULL, SAYS_DISK_FULL",
         _full_disk,
     ),
     Leaning(
         "Python, torch, deepspeed: where a rank that waits is, and how a stack is written",
         ("_WAITING", "_HEADING"),
-        "name the rank that hangs, in compare/stacks.py",
-        "compare/stacks.py: _WAITING, _HEADING, file_baton.py in `explain`",
+        "name the rank that hangs, in compare/stacks.py and run/stalled.py",
+        "lost_ranks.py: _WAITING; compare/stacks.py: _HEADING, file_baton.py in `explain`",
         _stacks,
+    ),
+    Leaning(
+        "Python: the frames that another thread is in",
+        ("_current_frames",),
+        "say where a rank hangs that makes no progress",
+        "run/stalled.py: `_frames_of_main_thread`",
+        _frames_of_threads,
     ),
     Leaning(
         "deepspeed: defaults that estimates and the doctor quote",

@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from drift import Leaning
@@ -153,6 +154,38 @@ def _cpu_adam() -> None:
         assert f"state['{name}']" in source, f"its state has no {name}"
 
 
+class _Disk:
+    """For DeepSpeed's, which takes minutes to compile: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
+        self.asked.append(("fits", numel))
+        return numel is not None
+
+    def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any) -> None:
+        self.asked.append(("in", parameter))
+
+    def swap_out_optimizer_state(self, parameter: Any, async_swap: bool) -> None:
+        self.asked.append(("out", parameter))
+
+
+def _zero_infinity() -> None:
+    zero = _zero(3)[0].optimizer
+    assert zero._swappable_optimizer_subgroup(0) is False, "without a disk there is something on it"
+    disk = _Disk()
+    with patch.multiple(zero, create=True, swap_optimizer=True, optimizer_swapper=disk):
+        assert zero._swappable_optimizer_subgroup(0) is True
+        assert disk.asked == [("fits", 24)], f"of rank 0's 24 elements it asks {disk.asked}"
+        zero._optimizer_states_and_gradient_swap_in(0)
+        zero._optimizer_states_and_gradient_swap_out(0)
+    moved = [(way, parameter) for way, parameter in disk.asked if way != "fits"]
+    assert [way for way, _ in moved] == ["in", "out"], [way for way, _ in moved]
+    flat = zero.fp32_partitioned_groups_flat[0]
+    assert all(parameter is flat for _, parameter in moved), "another tensor comes from the disk"
+
+
 ZERO = (
     Leaning(
         "deepspeed: the engine's numbers",
@@ -196,6 +229,17 @@ ZERO = (
         "count parameters and bytes, and move a rank's stretches to and from checkpoints",
         "run/measure.py, run/engine.py `_is_matrix`, run/model.py; run/training_state.py: `_of_zero3`",
         _zero_parts,
+    ),
+    Leaning(
+        "deepspeed: ZeRO-Infinity's optimizer state on a disk",
+        (
+            "_swappable_optimizer_subgroup",
+            "_optimizer_states_and_gradient_swap_in",
+            "_optimizer_states_and_gradient_swap_out",
+        ),
+        "fetch it for a checkpoint, and put it back (a real disk: the slow tests of ds_zero3_nvme)",
+        "run/training_state.py: `_from_disk`",
+        _zero_infinity,
     ),
     Leaning(
         "deepspeed: ZeRO-3 asks other ranks whether they agree",

@@ -30,15 +30,15 @@ def _is_disk_full(error: BaseException) -> bool:
 
 def _no_room(error: BaseException, run_dir: Path | None) -> str:
     """A write names no file, but its disk is one that is full now: the run's, of caches, of scratch files."""
-    named = getattr(error, "filename", None)
+    named, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     places = [Path(named)] if named else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
     free = [(_free_bytes(place), place) for place in places]
     full = [found for found in free if found[0] < _LITTLE_BYTES]
     free_bytes, place = (full or free)[0]
-    reason = getattr(error, "strerror", None) or first_line(error)
     return (
-        f"no room to write {'' if named else 'under '}{place} ({free_bytes:,} bytes free now): {reason}\n"
+        f"no room to write {'' if named else 'under '}{place} ({free_bytes:,} bytes free now): "
+        f"{reason or first_line(error)}\n"
         "hint: free some, or --output_dir on another disk, with fewer checkpoints kept (--save_total_limit)"
     )
 
