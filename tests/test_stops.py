@@ -25,7 +25,7 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
 def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     strategy: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """As Slurm sends it, to every process, those that load data, too; `slm launch` hands the ranks' code on."""
+    """As Slurm sends it, to every process, data loaders, too; `slm launch` hands the ranks' code on."""
     config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
     slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
     command = [
