@@ -28,17 +28,9 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     """As Slurm sends it, to every process, data loaders, too; `slm launch` hands the ranks' code on."""
     config, folder = str(ROOT / f"accel_configs/{strategy}.yaml"), tmp_path / "run" / "checkpoints"
     slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
-    command = [
-        *slm,
-        "--config_file",
-        config,
-        "-m",
-        "slm_toolkit.train",
-        *words(tmp_path, "--save_steps", "5"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--max_steps", "100000"], cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True
-    )
+    flags = words(tmp_path, "--save_steps", "5", "--max_steps", "100000", "--dataloader_num_workers", "1")
+    command = [*slm, "--config_file", config, "-m", "slm_toolkit.train", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 240
     while not (folder / "step_5").exists():
         assert process.poll() is None
