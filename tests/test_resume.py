@@ -44,8 +44,9 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
 def test_other_engines_and_flags_resume_bit_by_bit(
     strategy: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    flags += ("--max_steps", "10")  # from the sixth on, the powers of AdamW's betas round by how they came
-    whole = train(tmp_path / "a", "--save_steps", "8", *flags, strategy=strategy)
+    # from the sixth step on, the powers of AdamW's betas are rounded by how they came about
+    flags += ("--max_steps", "10", "--save_steps", "8")
+    whole = train(tmp_path / "a", *flags, strategy=strategy)
     checkpoint = str(tmp_path / "a" / "run" / "checkpoints" / "step_8")
     resumed = train(tmp_path / "b", "--resume_from_checkpoint", checkpoint, *flags, strategy=strategy)
     assert len(resumed["losses"]) == 2
@@ -118,10 +119,12 @@ def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
     assert "a step had 8 sequences, and has 4 now" in fewer
     assert "no checkpoint under" in refused("--resume_from_checkpoint", "latest")
 
-    # auto starts anew; a shorter run in the same folder rotates its own checkpoints, not the other's
-    again = train(
-        tmp_path, "--max_steps", "3", "--save_steps", "1", "--seed", "7", "--resume_from_checkpoint", "auto"
-    )
+    # auto starts where there is no checkpoint, not where there is one of another run
+    there = ("--output_dir", str(tmp_path), "--max_steps", "3", "--save_steps", "1", "--seed", "7")
+    refused_too = launch(*SHORT, *there, "--resume_from_checkpoint", "auto", config=SINGLE)
+    assert "step_4 is of another run: seed 0 in the checkpoint, 7 now" in refused_too.err
+    # a shorter run in the same folder rotates its own checkpoints, not the other's
+    again = train(tmp_path, *there[2:])
     assert again["first_step"] == 0
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_2", "step_3", "step_4"]
 
