@@ -29,11 +29,11 @@ SLM = [words for words in COMMANDS if words[0] == "slm"]
 def test_ci_runs_the_two_commands_as_the_readme_has_them() -> None:
     script = (ROOT / ".ci" / "run").read_text().replace(" --quiet", "")
     assert "pip install -e . && slm compare\n" in README
-    assert 'pip install -e ".[test]" && pytest\n' in README
+    assert 'pip install -e ".[test]" && pytest -n 2\n' in README
     assert "pip install -e . #" in script
     assert "slm compare)\n" in script
     assert 'pip install -e ".[test]"\n' in script
-    assert "\npytest\n" in script
+    assert "\npytest -n 2\n" in script
 
 
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
