@@ -48,6 +48,16 @@ class Count:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Pace:
+    """How long a run takes, as far as is known."""
+
+    start_seconds: float = 0.0
+    "to its first checkpoint"
+    training_seconds: float = 0.0
+    "from there to its end"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,15 +91,14 @@ def show(counts: dict[str, Count]) -> None:
 
 def kill_runs(strategy: str, kills: int, chance: random.Random, folder: Path, count: Count) -> None:
     """Kill runs of one strategy `kills` times, in chains that each end with a run that comes to its end."""
-    began = time.monotonic()
-    expected = undisturbed(strategy, folder / "undisturbed")
-    seconds = time.monotonic() - began
+    pace = Pace()
+    expected = undisturbed(strategy, folder / "undisturbed", pace)
     number = 0
     while count.kills < kills:
         number += 1
         run = folder / f"chain{number}"
         more = ("--async_save", "true") if number % 2 == 0 else ()
-        while not to_the_end(strategy, run, chance, count, more, seconds, may_kill=count.kills < kills):
+        while not to_the_end(strategy, run, chance, count, more, pace, may_kill=count.kills < kills):
             pass
         losses = record_of(run)["losses"]
         first = record_of(run)["first_step"]
@@ -107,7 +116,7 @@ def to_the_end(
     chance: random.Random,
     count: Count,
     more: tuple[str, ...],
-    seconds: float,
+    pace: Pace,
     *,
     may_kill: bool,
 ) -> bool:
@@ -117,7 +126,7 @@ def to_the_end(
         at_start = chance.random() < SHARE_OF_STARTUP
         if not at_start:
             wait_for_training(process, run)
-        time.sleep(chance.uniform(0, seconds / 2 if at_start else seconds / 4))
+        time.sleep(chance.uniform(0, pace.start_seconds if at_start else pace.training_seconds))
     if may_kill and process.poll() is None:
         victims = ranks_of(run) or [psutil.Process(process.pid)]
         victims = [chance.choice(victims)] if chance.random() < 0.5 else processes_of(run)
@@ -129,6 +138,8 @@ def to_the_end(
     _, err = process.communicate()
     look_around(run, count)
     if process.returncode == 0:
+        if may_kill:  # it was faster than we
+            pace.training_seconds /= 2
         count.runs_to_the_end += 1
         return True
     if not may_kill:
@@ -156,9 +167,14 @@ def look_around(run: Path, count: Count) -> None:
             count.problems.append(f"{run.name}: {problem}")
 
 
-def undisturbed(strategy: str, folder: Path) -> list[float]:
+def undisturbed(strategy: str, folder: Path, pace: Pace) -> list[float]:
+    """The losses of a run that nobody kills; how long it took is noted."""
+    began = time.monotonic()
     process = start(strategy, folder)
+    wait_for_training(process, folder)
+    trains = time.monotonic()
     _, err = process.communicate()
+    pace.start_seconds, pace.training_seconds = trains - began, time.monotonic() - trains
     if process.returncode != 0:
         raise RuntimeError(f"{strategy}: {err[-2000:]}")
     return record_of(folder)["losses"]

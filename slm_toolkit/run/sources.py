@@ -120,8 +120,14 @@ def _local_files(dataset: str) -> list[str]:
     found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
     if odd := [file for file in found if Path(file).suffix.lower() not in _FORMATS]:
         raise ValueError(f"{odd[0]}: not one of {', '.join(_FORMATS)}\nhint: rename or convert the file")
-    if odd := [file for file in found if not os.path.isfile(file)]:
-        raise ValueError(f"{odd[0]} is no file that can be read again\nhint: a folder, a pipe? give files")
+    if odd := [file for file in found if os.path.lexists(file) and not os.path.isfile(file)]:
+        if os.path.exists(odd[0]):
+            raise ValueError(
+                f"{odd[0]} is no file that can be read again\nhint: a folder, a pipe? give files"
+            )
+        raise ValueError(
+            f"can't read dataset {dataset!r}: {odd[0]}: No such file or directory\nhint: a link to nowhere?"
+        )
     looks_local = (
         path.suffix.lower() in _FORMATS or any(sign in dataset for sign in "*?[~") or dataset[:1] in "./"
     )
