@@ -290,5 +290,5 @@ def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:
         arguments = words[words.index("slm_toolkit.train") + 1 :]
         assert config_from_args(parser.parse_args(with_underscores(arguments))).problems() == []
     for seconds in (0.0, float("nan"), 4000.0):
-        (problem,) = RunConfig(ddp_timeout=seconds).problems()
-        assert problem.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600 seconds")
+        problems = RunConfig(ddp_timeout=seconds).problems()
+        assert any(told.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600 seconds") for told in problems)
