@@ -31,15 +31,18 @@ ALIGNED = ("--parity", "20", "--profile")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
-_ONE_AT_A_TIME = {  # files that share something of this machine, or look at what else runs on it
-    **dict.fromkeys(("test_slurm", "test_slurm_jobs"), "slurm"),
-}
+_SHARED = {"aligned", "fp32", "stock"}
+"launches that are done once per process of pytest"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests stay together: they share launches."""
+    """With `-n`, tests of a file stay together, and so do files that share launches or one Slurm."""
+    sharing = {item.path.stem for item in items if _SHARED & set(getattr(item, "fixturenames", ()))}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_ONE_AT_A_TIME.get(item.path.stem, item.path.stem)))
+        stem = item.path.stem
+        group = "launches" if stem in sharing else "slurm" if stem.startswith("test_slurm") else stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @dataclass(frozen=True)
