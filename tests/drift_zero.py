@@ -149,6 +149,8 @@ def _cpu_adam() -> None:
     assert "fp32_optimizer_states" in inspect.signature(DeepSpeedCPUAdam).parameters
     source = inspect.getsource(DeepSpeedCPUAdam)
     assert "self.fp32_optimizer_states =" in source
+    call = "self.ds_opt_adam.adam_update(self.opt_id, state['step'], group['lr'], beta1, beta2, group['eps'],"
+    assert call in source, "the replay of its steps, for the powers of the betas, gives other arguments"
     assert "state['step'] = 0" in source, "its steps are counted in another way"
     for name in ("exp_avg", "exp_avg_sq"):
         assert f"state['{name}']" in source, f"its state has no {name}"
@@ -257,7 +259,7 @@ ZERO = (
     ),
     Leaning(
         "deepspeed: its Adam on the host",
-        ("fp32_optimizer_states", "DeepSpeedCPUAdam"),
+        ("fp32_optimizer_states", "DeepSpeedCPUAdam", "ds_opt_adam", "opt_id"),
         "know the kernel by its class, and make moments in its dtype for a checkpoint to fill",
         "run/probe.py: `_optimizer_kernel`; run/training_state.py: `_adam_state`",
         _cpu_adam,
