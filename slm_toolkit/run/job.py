@@ -171,7 +171,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     per_step = sequences_per_step(config, launch)
     description = run_description(config, per_step)
     resume = noted_checkpoint() or config.resume_from_checkpoint
-    candidates = find_checkpoints(resume, run_dir, description) if resume else []
+    candidates = (
+        find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
+    )
 
     name_groups_anew()
     with machines.connecting():

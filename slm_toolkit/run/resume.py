@@ -37,15 +37,23 @@ class Checkpoint:
     manifest: Manifest
 
 
-def find_checkpoints(asked: str, run_dir: Path, run: dict[str, Any]) -> list[Checkpoint]:
+def find_checkpoints(
+    asked: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
+) -> list[Checkpoint]:
     """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
 
-    `latest` and `auto` mean this run's newest, a run's folder that run's, any other folder itself. Empty for
-    `auto` where there is none. Raises ValueError where there is none, or none that this run can go on from.
+    `latest` and `auto` mean this run's newest, `auto` the newest before `num_steps`, its last step; a run's
+    folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
+    Raises ValueError where there is none, or none that this run can go on from.
     """
     folder = typed_path(asked).resolve()
-    if asked in ("latest", "auto"):
-        return _newest(run_dir, run, can_be_none=asked == "auto")
+    if asked == "latest":
+        return _newest(run_dir, run, can_be_none=False)
+    if asked == "auto":
+        found = _newest(run_dir, run, can_be_none=True)
+        # of a run killed after its last checkpoint, before its record: that step again
+        unended = [one for one in found if num_steps is None or one.manifest.step < num_steps]
+        return unended or found
     if (folder / "checkpoints").is_dir():
         return _newest(folder, run, can_be_none=False)
     if not folder.is_dir():
