@@ -174,11 +174,11 @@ def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, t
 
 
 def test_a_baseline_in_the_same_folder_is_read_before_it_is_replaced(tmp_path: Path) -> None:
-    words = ("compare", "--model", "slm-1m", "--strategy", "single", "--seq_len", "32", "--max_steps", "4")
+    words = ("compare", "--model", "slm-1m", "--strategy", "single", "--seq_len", "32", "--max_steps", "24")
     words += ("--output_dir", str(tmp_path), "--json")
     (row,) = json.loads(slm(*words).out)
     record = read_record(Path(row["record"]))
-    faster = [[seconds / 100 for seconds in rank] for rank in record.step_seconds]
+    faster = [[seconds / 1000 for seconds in rank] for rank in record.step_seconds]
     write_record(dataclasses.replace(record, step_seconds=faster), Path(row["record"]).parent)
     again = slm(*words, "--force", "--baseline", str(tmp_path))
     assert again.code == 1
