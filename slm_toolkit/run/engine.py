@@ -259,10 +259,11 @@ def _step_if_finite(
 ) -> None:
     """A kernel for all parameters leaves itself out, as for a gradient scaler; else the host has to look."""
     param = inner.param_groups[0]["params"][0]
+    is_bad = ~torch.isfinite(norm)  # False of a fake tensor, whose step is traced
     if inner.defaults["fused"] and not isinstance(param, DTensor):
-        inner.found_inf = (~torch.isfinite(norm)).float()
+        inner.found_inf = is_bad.float()
         optimizer.step()
-    elif torch.isfinite(norm):
+    elif not is_bad:
         optimizer.step()
 
 

@@ -66,10 +66,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
-        is_finite = torch.isfinite(self.grad_norm)
-        if not self.defaults["fused"] and not is_finite:
+        is_bad = ~torch.isfinite(self.grad_norm)  # False of a fake tensor, whose step is traced
+        if not self.defaults["fused"] and is_bad:
             return
-        found_inf = (~is_finite).float() if self.defaults["fused"] else None
+        found_inf = is_bad.float() if self.defaults["fused"] else None
         for group, pieces in chunks:
             self._update(group, pieces, clip, scratch, found_inf)
 
