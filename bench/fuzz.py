@@ -35,6 +35,8 @@ os.environ.update(
 
 from fuzz_readers import READERS, ROOT, Reader
 
+from slm_toolkit.run.bad_data import BadData
+
 ENVIRONMENT = {
     **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},  # a name is asked of nobody
     **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -86,7 +88,7 @@ def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECON
     try:
         reader.read(data, folder)
     except ValueError as error:
-        if type(error) is ValueError and "hint: " in str(error):
+        if type(error) in (ValueError, BadData) and "hint: " in str(error):
             return "refused"
         return _happened(error)
     except (Exception, SystemExit, TooLongError) as error:

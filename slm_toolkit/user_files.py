@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,22 @@ def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
         node = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise _not_yaml(_by_python(text) or error, path, hint) from None
-    left, num_values = [(node, 0)] if node is not None else [], 0
+    for _ in _each_value(node, _parts_of_node, path, hint):
+        pass
+    return node
+
+
+def _parts_of_node(node: yaml.Node | None) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
+
+
+def _each_value(
+    root: Any, parts_of: Callable[[Any], Iterable[Any]], path: object, hint: str
+) -> Iterator[Any]:
+    """What lies in `root`, itself included. Raises ValueError for more, or deeper, than settings can be."""
+    left, num_values = [(root, 0)], 0
     while left:
         at, level = left.pop()
         num_values += 1
@@ -141,11 +157,8 @@ def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
             raise ValueError(_too_many(path, hint))
         if level > MOST_LEVELS:
             raise ValueError(_too_deep(path, hint))
-        if isinstance(at, yaml.MappingNode):
-            left += [(each, level + 1) for pair in at.value for each in pair]
-        elif isinstance(at, yaml.SequenceNode):
-            left += [(each, level + 1) for each in at.value]
-    return node
+        yield at
+        left += [(each, level + 1) for each in parts_of(at)]
 
 
 def _check_events(text: str, path: object, hint: str) -> None:
@@ -179,24 +192,20 @@ def _not_yaml(error: yaml.YAMLError, path: object, hint: str) -> ValueError:
     return ValueError(f"{path} is not YAML{where}: {problem}\nhint: {hint}")
 
 
+def _parts_of_value(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [each for pair in value.items() for each in pair]
+    return value if isinstance(value, list) else ()
+
+
 def _check_values(value: Any, path: object, hint: str) -> None:
     """Raises ValueError for what no setting can be, and what trips those who count, compare or print it."""
-    left, num_values = [(value, 0)], 0
-    while left:
-        at, level = left.pop()
-        num_values += 1
-        if num_values > MOST_VALUES:
-            raise ValueError(_too_many(path, hint))
-        if level > MOST_LEVELS:
-            raise ValueError(_too_deep(path, hint))
+    for at in _each_value(value, _parts_of_value, path, hint):
         if isinstance(at, dict):
             for key in at:
                 if not isinstance(key, str):
                     raise ValueError(f"{path} has the key {key!r}, which is no word\nhint: quote it; {hint}")
-            left += [(each, level + 1) for pair in at.items() for each in pair]
-        elif isinstance(at, list):
-            left += [(each, level + 1) for each in at]
-        elif problem := _problem(at):
+        elif not isinstance(at, list) and (problem := _problem(at)):
             raise ValueError(f"{path} holds {problem}\nhint: {hint}")
 
 

@@ -1,7 +1,6 @@
 """An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,54 +8,12 @@ from pathlib import Path
 
 import pytest
 from conftest import ENV, ROOT, Comparison, compare, left_over, slm
-
-FAULTY = """
-import os
-if os.environ.get("RANK") == "1" and os.environ.get("ACCELERATE_USE_FSDP") != "true":
-    import builtins, sys, importlib.abc, importlib.util
-
-    def strike():
-        kind = os.environ["TEST_FAULT"]
-        if kind == "oom":
-            import torch
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if kind == "crash":
-            raise RuntimeError("the sky is falling")
-        if kind == "kill":
-            os.kill(os.getpid(), 9)
-        if kind == "hang":
-            import time
-            time.sleep(1e6)
-
-    class Patch(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name != "slm_toolkit.run.loss":
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            load = spec.loader.exec_module
-            def exec_module(module):
-                load(module)
-                call, count = module.RecordedLoss.__call__, [0]
-                def third_fails(self, **arguments):
-                    count[0] += 1
-                    if count[0] == 3:
-                        strike()
-                    return call(self, **arguments)
-                module.RecordedLoss.__call__ = third_fails
-            spec.loader.exec_module = exec_module
-            return spec
-
-    sys.meta_path.insert(0, Patch())
-"""
+from training_faults import SITE, planted
 
 
 def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     """DDP struck on rank 1 in its third step, then FSDP untouched."""
-    (folder / "site").mkdir(exist_ok=True)
-    (folder / "site" / "sitecustomize.py").write_text(FAULTY)
-    paths = [str(folder / "site"), *filter(None, [ENV.get("PYTHONPATH")])]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "TEST_FAULT": kind}
+    env = planted(folder, kind, rank=1, step=3, spares="ACCELERATE_USE_FSDP")
     arguments = ("--model", "slm-1m", "--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard")
     finished = slm("compare", "--json", *arguments, "--output_dir", str(folder / "runs"), *more, env=env)
     rows = {row["strategy"]: row for row in json.loads(finished.out)}
@@ -66,8 +23,8 @@ def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
 @pytest.mark.parametrize(
     ("kind", "status", "reason", "code"),
     [
-        ("oom", "oom", "CUDA out of memory. Tried to allocate 2.00 GiB", 0),
-        ("crash", "failed", "the sky is falling", 1),
+        ("out of memory", "oom", "CUDA out of memory. Tried to allocate 2.00 GiB", 0),
+        ("raise", "failed", "the sky is falling", 1),
         ("kill", "failed", "rank 1 was killed by signal 9: likely ", 1),
     ],
 )
@@ -80,28 +37,28 @@ def test_a_fault_on_one_rank_is_a_row_and_the_next_run_goes_on(
     assert reason in ddp["reason"]
     assert ddp["tokens_per_second"] is None
     quoted = [line for line in comparison.finished.err.splitlines() if line.startswith("    ")]
-    if kind == "crash":  # its log stays, and is quoted where the row is told
+    if kind == "raise":  # its log stays, and is quoted where the row is told
         assert quoted[0].endswith("log.txt:")
         assert any("the sky is falling" in line for line in quoted)
-    elif kind == "oom":
+    elif status == "oom":
         assert quoted == []
 
     if kind == "kill":
         return
     # without the fault: an OOM is an answer and is kept, a failure is tried again
     again = compare("--max_steps", "6", "--strategy", "ddp", "fsdp_full_shard", folder=comparison.folder)
-    assert again.rows["ddp"]["status"] == ("oom" if kind == "oom" else "ok")
-    assert again.finished.err.count("kept from ") == (2 if kind == "oom" else 1)
-    if kind == "oom":
+    assert again.rows["ddp"]["status"] == ("oom" if status == "oom" else "ok")
+    assert again.finished.err.count("kept from ") == (2 if status == "oom" else 1)
+    if status == "oom":
         forced = compare("--max_steps", "6", "--strategy", "ddp", "--force", folder=comparison.folder)
         assert forced.rows["ddp"]["status"] == "ok"
 
 
 def test_a_rank_that_hangs_is_named_with_its_line_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    comparison = faulty_comparison("hang", tmp_path, "--timeout", "45")
+    comparison = faulty_comparison("sleep", tmp_path, "--timeout", "45")
     ddp, fsdp = comparison.rows["ddp"], comparison.rows["fsdp_full_shard"]
     assert (ddp["status"], fsdp["status"], comparison.finished.code) == ("timeout", "ok", 1)
-    line = FAULTY.splitlines().index("            time.sleep(1e6)") + 1
+    line = SITE.splitlines().index("            time.sleep(1e6)") + 1
     assert ddp["reason"].startswith("stopped after 45 s, ")
     assert f"rank 1 hung in site/sitecustomize.py:{line} in strike, while rank 0 in " in ddp["reason"]
     assert ddp["reason"].endswith(" waited")

@@ -16,7 +16,9 @@ from conftest import ENV, ROOT
 
 SITE = """
 import os, sys
-if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
+if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") and (
+    os.environ.get("TEST_SPARES", "-") not in os.environ
+):
     import importlib.abc, importlib.util
 
     def strike():
@@ -72,6 +74,7 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(","):
 
     sys.meta_path.insert(0, Patch())
 """
+"a sitecustomize.py, told by TEST_*: which ranks, what, from which step on, and whose presence spares a run"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,21 @@ class Faulty:
         return json.loads(path.read_text())
 
 
+def planted(folder: Path, fault: str, *, rank: int | str, step: int, spares: str = "-") -> dict[str, str]:
+    """The environment in which a fault strikes; `spares`: a variable in whose presence it does not."""
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    (site / "sitecustomize.py").write_text(SITE)
+    return {
+        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [ENV.get("PYTHONPATH")])]),
+        "TEST_FAULT": fault,
+        "TEST_RANKS": "" if fault == "none" else str(rank),
+        "TEST_STEP": str(step),
+        "TEST_STRUCK": str(folder / "struck"),
+        "TEST_SPARES": spares,
+    }
+
+
 def launch_with_fault(
     folder: Path,
     *arguments: str,
@@ -116,17 +134,9 @@ def launch_with_fault(
 
     Instead of a planted fault, `at_line` has a text and what to call when a line of output holds it.
     """
-    site, struck = folder / "site", folder / "struck"
-    site.mkdir(parents=True, exist_ok=True)
+    struck = folder / "struck"
     struck.unlink(missing_ok=True)
-    (site / "sitecustomize.py").write_text(SITE)
-    of_fault = {
-        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [ENV.get("PYTHONPATH")])]),
-        "TEST_FAULT": fault,
-        "TEST_RANKS": "" if fault == "none" else str(rank),
-        "TEST_STEP": str(step),
-        "TEST_STRUCK": str(struck),
-    }
+    of_fault = planted(folder, fault, rank=rank, step=step)
     config = strategy if isinstance(strategy, Path) else ROOT / "accel_configs" / f"{strategy}.yaml"
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     process = subprocess.Popen(

@@ -155,9 +155,7 @@ class CheckpointWriter:
         try:
             file = self._writing.result()
         except OSError as error:
-            problem = (
-                f"{error.strerror or error}: {error.filename or unfinished(self.folder, self._manifest.step)}"
-            )
+            problem = f"{error.strerror or error}: {error.filename or self._unfinished}"
         writing, self._writing = self._manifest, None
         try:
             self._raise(problem)

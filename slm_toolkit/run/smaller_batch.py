@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import RunEnded
+from slm_toolkit.run.board import open_board
 from slm_toolkit.run.failure import is_out_of_memory
 
 _TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
@@ -27,6 +27,8 @@ _TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
 _CHECKPOINT_VARIABLE = "SLM_CHECKPOINT_OF_THIS_LAUNCH"
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 "what ranks leave each other in the launcher's store is told apart by it"
+_OUT_OF_MEMORY = "out of memory"
+"what stands on the board then"
 _MOST_GROUPS = 1000
 "of one attempt"
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -81,12 +83,10 @@ class BatchSizeSearch:
 
     def __init__(self, config: RunConfig) -> None:
         self._size = config.per_device_train_batch_size
-        self._store: dist.Store | None = None
+        self._is_on = config.find_batch_size and self._size > 1
+        self._board = open_board() if self._is_on else None
         self._ended, self._once = threading.Event(), threading.Lock()
-        if not config.find_batch_size or self._size == 1:
-            self._size = 1
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            self._store = self._connect()
+        if self._board is not None:
             threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self) -> None:
@@ -95,34 +95,26 @@ class BatchSizeSearch:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         """Does not return where this rank failed for want of memory, or for another rank's."""
         self._ended.set()
-        if self._size == 1 or not isinstance(error, RuntimeError) or isinstance(error, RunEnded):
+        if not self._is_on or not isinstance(error, RuntimeError) or isinstance(error, RunEnded):
             return
         if is_out_of_memory(error):
             self._start_again(say=True)
         until = time.monotonic() + _SETTLE_SECONDS
-        while self._store is not None and time.monotonic() < until:
-            if self._store.check(["out of memory"]):
+        while self._board is not None and time.monotonic() < until:
+            if self._board.read(_OUT_OF_MEMORY):
                 self._start_again(say=False)
             time.sleep(0.1)
-
-    def _connect(self) -> dist.Store:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
-        return dist.PrefixStore(f"slm_toolkit/batch_size/{_attempt()}", store)
 
     def _look(self) -> None:
         """In a thread: the one that trains may wait in a collective for the rank without memory."""
         while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
-            try:
-                if self._store.check(["out of memory"]):
-                    self._start_again(say=False)
-            except dist.DistError:  # the launcher has ended
-                return
+            if self._board.read(_OUT_OF_MEMORY):
+                self._start_again(say=False)
 
     def _start_again(self, *, say: bool) -> NoReturn:
         self._once.acquire()  # the watching thread and the one that trains may both have seen it
-        if self._store is not None:
-            self._store.set("out of memory", "yes")
+        if self._board is not None:
+            self._board.write(_OUT_OF_MEMORY, True)
         if say:
             rank = os.environ.get("RANK", "0")
             line = f"rank {rank} is out of memory with {self._size} sequences per micro-step: trying fewer"
@@ -134,9 +126,8 @@ class BatchSizeSearch:
         for worker in workers:
             worker.kill()
         psutil.wait_procs(workers, timeout=_SETTLE_SECONDS)
-        for number in os.listdir(
-            "/proc/self/fd"
-        ):  # or gloo's sockets would outlive the process that knew them
+        # or gloo's sockets would outlive the process that knew them
+        for number in os.listdir("/proc/self/fd"):
             if int(number) > 2:
                 with suppress(OSError):
                     os.set_inheritable(int(number), False)
