@@ -28,6 +28,15 @@ ROOT = Path(__file__).parent.parent
 DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
 FSDP2 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 ALIGNED = ("--parity", "20", "--profile")
+SMALL_LLAMA = {
+    **{
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+    },
+    **{"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 384},
+}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
