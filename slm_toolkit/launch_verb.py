@@ -25,6 +25,7 @@ from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, 
 from slm_toolkit.strategy import Strategy, read_strategy
 
 _DEFAULT_PORT = 29500  # accelerate's
+_LARGEST_PORT = 65535
 _CLOSE_SECONDS = 5.0
 _DESCRIPTION = f"""\
 What `accelerate launch` does, with its options, on one of several machines: type the same on each, with its
@@ -103,6 +104,8 @@ def _launch(args: argparse.Namespace) -> int:
 def plan_launch(words: list[str]) -> PlannedLaunch:
     """Read accelerate's options and the YAML. Raises ValueError for what can't be on several machines."""
     asked = _asked(tuple(words))
+    if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
+        raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
     if asked.num_machines in (None, 1):
         if (asked.num_processes or 1) > 1:
             _check_port(_DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port)

@@ -87,6 +87,8 @@ def _in_json_lines(path: Path, deadline: float) -> str | None:
                 continue
             try:
                 row = json.loads(line)
+            except RecursionError:
+                return f"line {number:,} has too many objects inside one another"
             except ValueError as error:  # UnicodeDecodeError is one
                 return f"line {number:,}: {_of_json(error)}"
             if not isinstance(row, dict):
