@@ -13,7 +13,6 @@ PACKAGES = (
     *("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "torchao"),
     *("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels"),
 )
-_EXTENSION_FOLDERS = ("~/.cache/torch_extensions",)
 _INCLUDE, _LIBRARIES = ("/usr/include", "/usr/local/include"), ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
@@ -49,8 +48,10 @@ def look_here(
     import psutil
 
     from slm_toolkit.hardware import num_cores
+    from slm_toolkit.torch_extensions import extensions_folder
 
-    built = _built_extensions(os.environ)
+    built = {library.stem for library in extensions_folder().rglob("*.so")}
+    "that torch compiled here before: DeepSpeed takes them as they are"
     return Host(
         is_meant=is_meant,
         gpu_names=gpus_here(),
@@ -116,14 +117,6 @@ def is_older(host: Host, package: str, than: str) -> bool:
     """False where the package is not installed or not known."""
     found = host.versions.get(package)
     return found is not None and parsed_version(found) < parsed_version(than)
-
-
-def _built_extensions(variables: Mapping[str, str]) -> set[str]:
-    """Names of the extensions that torch compiled here before: DeepSpeed takes them as they are."""
-    folders = (
-        [variables["TORCH_EXTENSIONS_DIR"]] if "TORCH_EXTENSIONS_DIR" in variables else _EXTENSION_FOLDERS
-    )
-    return {library.stem for folder in folders for library in Path(folder).expanduser().rglob("*.so")}
 
 
 def _finds(folders: tuple[str, ...], name: str) -> bool:
