@@ -39,6 +39,9 @@ SMALL_LLAMA = {
 }
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
+COMPILING_SECONDS = 1200
+"for DeepSpeed's cpu_adam and async_io on two cores that do other work, too"
+
 
 _SHARED = {"aligned", "fp32", "stock"}
 "launches that are done once per process of pytest"
@@ -70,9 +73,11 @@ def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeou
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-def slm(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Finished:
+def slm(
+    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300
+) -> Finished:
     """Run the `slm` command of this environment."""
-    return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env)
+    return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env, timeout=timeout)
 
 
 def left_over(folder: Path) -> list[psutil.Process]:

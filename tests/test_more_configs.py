@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, own_strategy, record_under, slm
+from conftest import COMPILING_SECONDS, ROOT, launch, own_strategy, record_under, slm
 
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -53,7 +53,8 @@ def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     """The first use compiles async_io, some minutes."""
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("apt-get install libaio-dev")
-    done = slm("compare", "--strategy", "ddp", "ds_zero3_nvme", *FEW, "--output_dir", str(tmp_path))
+    names = ("--strategy", "ddp", "ds_zero3_nvme")
+    done = slm("compare", *names, *FEW, "--output_dir", str(tmp_path), timeout=COMPILING_SECONDS)
     assert done.code == 0, done.err
     ddp, nvme = json.loads(done.out)
     assert nvme["losses"] == pytest.approx(ddp["losses"], abs=0.01)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ENV, ROOT, Finished, run, slm
+from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.compare.local import free_port
@@ -216,7 +216,8 @@ def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> N
 
 
 def tried(name: str, folder: Path, **variables: str) -> Finished:
-    return run("bash", str(ROOT / "recipes" / f"{name}.sh"), cwd=folder, env={**TRIED, **variables})
+    script = str(ROOT / "recipes" / f"{name}.sh")
+    return run("bash", script, cwd=folder, env={**TRIED, **variables}, timeout=COMPILING_SECONDS)
 
 
 def tried_on_two_nodes(folder: Path) -> Finished:
