@@ -42,6 +42,9 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "
 COMPILING_SECONDS = 1200
 "for DeepSpeed's cpu_adam and async_io on two cores that do other work, too"
 
+NEEDS_LIBAIO = pytest.mark.skipif(
+    not Path("/usr/include/libaio.h").exists(), reason="apt-get install libaio-dev"
+)
 
 _SHARED = {"aligned", "fp32", "stock"}
 "launches that are done once per process of pytest"

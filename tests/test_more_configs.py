@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMPILING_SECONDS, ROOT, launch, own_strategy, record_under, slm
+from conftest import COMPILING_SECONDS, NEEDS_LIBAIO, ROOT, launch, own_strategy, record_under, slm
 
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -48,11 +48,10 @@ def test_no_shipped_yaml_is_left_out() -> None:
     assert set(shipped_strategies()) == compared | here
 
 
+@NEEDS_LIBAIO
 @pytest.mark.slow
 def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     """The first use compiles async_io, some minutes."""
-    if not Path("/usr/include/libaio.h").exists():
-        pytest.skip("apt-get install libaio-dev")
     names = ("--strategy", "ddp", "ds_zero3_nvme")
     done = slm("compare", *names, *FEW, "--output_dir", str(tmp_path), timeout=COMPILING_SECONDS)
     assert done.code == 0, done.err

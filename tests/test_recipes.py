@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
+from conftest import COMPILING_SECONDS, ENV, NEEDS_LIBAIO, ROOT, Finished, run, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.compare.local import free_port
@@ -192,15 +192,17 @@ def _row(config: RunConfig, strategy: str, num_gpus: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "nvme_offload")) for name in RECIPES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow, NEEDS_LIBAIO] if name == "nvme_offload" else [])
+        for name in RECIPES
+    ],
 )
 def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> None:
     if missing := [
         package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None
     ]:
         pytest.skip(f"no {missing[0]} here: pip install slm-toolkit[peft]")
-    if name == "nvme_offload" and not Path("/usr/include/libaio.h").exists():
-        pytest.skip("apt-get install libaio-dev")
     done = tried(name, tmp_path) if name != "two_nodes_2b" else tried_on_two_nodes(tmp_path)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("record.json"))]
