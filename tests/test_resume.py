@@ -22,10 +22,9 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
     [
         ("fsdp_full_shard", ("--peft", "lora", "--lora_dropout", "0.3")),
         ("ds_zero2_offload", ("--async_save", "true")),
+        pytest.param("ds_zero3_nvme", (), marks=[pytest.mark.slow, NEEDS_LIBAIO]),
         *(
-            pytest.param(
-                *case, marks=[pytest.mark.slow, NEEDS_LIBAIO] if "nvme" in case[0] else pytest.mark.slow
-            )
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 *(("ddp", ("--numerics", numerics)) for numerics in ("aligned", "stock", "pure_bf16")),
                 *(("ds_zero1", ("--numerics", numerics)) for numerics in ("aligned", "stock", "pure_bf16")),
@@ -33,7 +32,6 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
                 *(("fsdp_full_shard", ("--numerics", kind)) for kind in ("aligned", "stock", "pure_bf16")),
                 ("ds_zero2", ("--peft", "qlora")),
                 ("ds_zero3_offload", ()),
-                ("ds_zero3_nvme", ("--numerics", "aligned")),
                 ("ds_zeropp", ()),
                 ("fsdp_full_shard_offload", ()),
                 ("fsdp_hybrid_shard", ("--torch_compile",)),
