@@ -8,6 +8,7 @@
 set -euo pipefail
 
 # 1. Full fine-tuning of 360M parameters fits a card of 24 GB without adapters, checkpointing or offload.
+#    Padded batches: what --packing multipack, below, saves is not in it, nor its mask.
 slm estimate --model smollm2-360m --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 2048 \
   --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --loss_kernel fused_linear \
   --norm_kernel fused --max_steps 3000

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 # 1. LoRA trains small matrices beside the weights, which are frozen: only those have an optimizer state.
+#    Padded batches: what --packing multipack, below, saves is not in it, nor its mask.
 slm estimate --model smollm2-1.7b --peft lora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 2048 \
   --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --gradient_checkpointing full \
   --loss_kernel fused_linear --norm_kernel fused --max_steps 1000

@@ -27,7 +27,7 @@ else # without one, or with TRY=1: two steps of a tiny model
   data=(--dataset synthetic)
 fi
 
-# 2. What it needs: libaio, and room on that disk. The first use compiles a kernel, two or three minutes.
+# 2. What it needs: libaio, and room on that disk. The first use compiles a kernel, some minutes.
 [[ -e /usr/include/libaio.h ]] || { echo "apt-get install libaio-dev" >&2; exit 1; }
 mkdir -p "$NVME"
 free_gb=$(df --output=avail -B1G "$NVME" | tail -1)

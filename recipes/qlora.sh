@@ -8,6 +8,7 @@
 set -euo pipefail
 
 # 1. QLoRA: the frozen weights in 4 bits, adapters in bf16, activations recomputed, one sequence at a time.
+#    Padded batches: what --packing multipack, below, saves is not in it, nor its mask.
 slm estimate --model qwen2.5-1.5b --peft qlora --gpu rtx-4090 --num_gpus 1 --strategy single --seq_len 1024 \
   --per_device_train_batch_size 1 --gradient_accumulation_steps 32 --gradient_checkpointing full \
   --loss_kernel fused_linear --norm_kernel fused --max_steps 1500

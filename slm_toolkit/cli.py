@@ -17,7 +17,10 @@ _VERBS = {  # name: the module that fills it, help
     "recommend": ("recommend", "the cheapest or fastest way to train a model on the GPUs you can get"),
     "doctor": ("doctor", "what is wrong or unwise in a model and its configuration"),
     "report": ("report_verb", "print the table of recorded runs"),
-    "launch": ("launch_verb", "`accelerate launch` on one of several machines, once all have met"),
+    "launch": (
+        "launch_verb",
+        "`accelerate launch` with clear ends; on several machines, once all have met",
+    ),
     "configs": ("configs_verb", "list the shipped accelerate YAMLs, or write them out"),
     "convert": ("convert", "turn accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another"),
     "recipes": ("recipes", "list the shipped recipes, print one, or write them out"),
@@ -41,7 +44,7 @@ one training run:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `slm`. Exit codes: 0 all rows ok or oom, 1 a row failed or broke parity, 2 bad input."""
+    """Entry point, `slm`. Exit codes: 0 all ok, oom or skipped, 1 one failed or lost parity, 2 bad input."""
     if sys.stdout is None:  # `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
     args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))

@@ -12,7 +12,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default:"
+        f" {', '.join(STUDIED_STRATEGIES)})",
     )
     parser.add_argument(
         "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"

@@ -137,7 +137,8 @@ class RunConfig(DataConfig, SavingConfig):
     lora_dropout: float = flag(0.0, "dropout before LoRA's matrices", group="adapters")
     lora_target_modules: str = flag(
         "all-linear",
-        "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers",
+        "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers "
+        "(ia3: keys, values and down projections)",
         group="adapters",
     )
     merge_adapter: bool = flag(
@@ -231,7 +232,7 @@ class RunConfig(DataConfig, SavingConfig):
     on_bad_step: str = flag(
         "stop",
         "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
-        "sequences; skip: leave the step out, at most 10 in a row (either way it changes no weight)",
+        "sequences; skip: leave the step out, at most 10 in a row (what is no number changes no weight)",
         group="optimizer",
         choices=("stop", "skip"),
     )

@@ -15,7 +15,8 @@ class SavingConfig:
     save_total_limit: int = flag(2, "checkpoints kept", group="saving", identity=False)
     save_final_model: bool | None = flag(
         None,
-        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no)",
+        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
+        " slm compare: no)",
         group="saving",
         identity=False,
     )

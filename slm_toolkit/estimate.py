@@ -53,7 +53,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all but single)",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default:"
+        f" {', '.join(STUDIED_STRATEGIES)})",
     )
     parser.add_argument(
         "--gpu",

@@ -19,7 +19,9 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--csv", type=Path, metavar="FILE|-", help="the names and rows of --json")
     group.add_argument("--parquet", type=Path, metavar="FILE", help="the same")
     group.add_argument("--markdown", type=Path, metavar="FILE|-", help="the table, all columns of it")
-    group.add_argument("--latex", type=Path, metavar="FILE|-", help="the same, with booktabs' rules")
+    group.add_argument(
+        "--latex", type=Path, metavar="FILE|-", help="without empty columns, with booktabs' rules"
+    )
 
 
 def exports_asked(args: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""`slm launch`: `accelerate launch` on one of several machines, once all of them have met."""
+"""`slm launch`: `accelerate launch` with clear ends and exit codes; several machines meet first."""
 
 import argparse
 import os
@@ -28,10 +28,13 @@ _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
 _CLOSE_SECONDS = 5.0
 _DESCRIPTION = f"""\
-What `accelerate launch` does, with its options, on one of several machines: type the same on each, with its
-own --machine_rank. Before anything starts the machines meet at --main_process_ip. Each says who is missing
-after {PATIENCE_SECONDS:g} s (or those of {PATIENCE_VARIABLE} in the environment), or in which options, files
-and versions they differ.
+What `accelerate launch` does, with its options. A run that ends badly ends with its own message and the exit
+code of the rank that ended first (143: told to stop, and saved), where `accelerate launch` shows a traceback
+and exits with 1.
+
+On several machines type the same on each, with its own --machine_rank. Before anything starts they meet at
+--main_process_ip. Each says who is missing after {PATIENCE_SECONDS:g} s (or those of {PATIENCE_VARIABLE} in
+the environment), or in which options, files and versions they differ.
 `accelerate launch` alone waits 15 minutes without a word and then shows a traceback.
 
 What several machines need is added where it is not said: DeepSpeed's standard launcher, a copy of a shipped

@@ -82,7 +82,8 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["single", *STUDIED_STRATEGIES],
         metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: all)",
+        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: single,"
+        f" {', '.join(STUDIED_STRATEGIES)})",
     )
     parser.add_argument(
         "--records",

@@ -1,4 +1,4 @@
-"""RunRecord: the raw facts of one run as JSON, written whole or not at all."""
+"""RunRecord: the raw facts of one run as JSON."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ from slm_toolkit.user_files import exists, typed_path
 
 SCHEMA_VERSION = 1
 """of data/record.schema.json. Records without one, version 0, lack nothing that must be known; a version that
-renames or drops a field gets a step in `_in_this_version`"""
+renames or drops a field gets a step in record_files' `_in_this_version`"""
 SCHEMA_FILE = Path(__file__).parent / "data" / "record.schema.json"
 "made by record_schema.py"
 STATUSES = ("ok", "oom", "failed", "timeout", "skipped")

@@ -1,1 +1,1 @@
-"""Many `accelerate launch`es, one after the other, each ending as a record."""
+"""Many `accelerate launch`es, in turn, side by side or as Slurm jobs, each ending as a record."""

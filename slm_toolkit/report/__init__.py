@@ -1,1 +1,1 @@
-"""Records to tables."""
+"""Records to tables, pages, pictures, exported files and trackers."""
