@@ -10,7 +10,6 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         nargs="+",
-        default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML",
         help=f"of {', '.join(shipped_strategies())}, or your own YAML (default:"
         f" {', '.join(STUDIED_STRATEGIES)})",

@@ -18,6 +18,7 @@ from rich.console import Console
 from slm_toolkit.allocator import advise
 from slm_toolkit.compare_flags import add_grid_flags
 from slm_toolkit.config import RunConfig
+from slm_toolkit.default_strategies import strategies_asked
 from slm_toolkit.errors import user_errors
 from slm_toolkit.export_output import check_exports, exports_asked
 from slm_toolkit.flags import add_flags
@@ -29,7 +30,6 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import write_record
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
-from slm_toolkit.strategy import find_strategy
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
@@ -113,7 +113,9 @@ def _plan(
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
-    strategies = [find_strategy(name) for name in args.strategy]
+    strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
+    for note in left_out:
+        print(note, file=sys.stderr)
     if args.probe_seconds is not None:
         raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
     if args.max_batch is not None and not args.largest_batch:

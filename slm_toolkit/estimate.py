@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.default_strategies import strategies_asked
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate_checks import (
     CHANGES_NOTHING,
@@ -31,7 +32,6 @@ from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
     contradictions,
-    find_strategy,
     shipped_strategies,
 )
 
@@ -51,7 +51,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         nargs="+",
-        default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML",
         help=f"of {', '.join(shipped_strategies())}, or your own YAML (default:"
         f" {', '.join(STUDIED_STRATEGIES)})",
@@ -98,7 +97,7 @@ def _estimate(args: argparse.Namespace) -> int:
     with user_errors():
         names = {f.name for f in dataclasses.fields(RunConfig)}
         given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-        strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
+        strategies, left_out = strategies_asked(args.strategy, given, has_gpu=True)
         rows = estimates(
             given,
             strategies,
@@ -110,7 +109,7 @@ def _estimate(args: argparse.Namespace) -> int:
             software=args.software,
             sites=sites_of(args),
         )
-    for note in _notes(strategies):
+    for note in (*left_out, *_notes(strategies)):
         print(note, file=sys.stderr)
     if args.json:
         print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
