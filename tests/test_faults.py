@@ -24,7 +24,7 @@ def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
     ("kind", "status", "reason", "code"),
     [
         ("out of memory", "oom", "CUDA out of memory. Tried to allocate 2.00 GiB", 0),
-        ("raise", "failed", "the sky is falling", 1),
+        pytest.param("raise", "failed", "the sky is falling", 1, marks=pytest.mark.slow),
         ("kill", "failed", "rank 1 was killed by signal 9: likely ", 1),
     ],
 )

@@ -267,7 +267,7 @@ def tuned(base: Path, folder: Path, strategy: str, peft: str) -> dict[str, Any]:
     return record_under(folder / strategy)
 
 
-@pytest.mark.parametrize("peft", ["lora", "qlora"])
+@pytest.mark.parametrize("peft", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_adapters_train_alike_under_every_engine_and_merge(base: Path, tmp_path: Path, peft: str) -> None:
     peft_package = pytest.importorskip("peft")
     if peft == "qlora":

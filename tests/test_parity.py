@@ -84,7 +84,7 @@ def test_all_six_strategies_compute_what_one_fp32_process_does(
         assert row["parity_grad_norm_ratio"] == pytest.approx(1, abs=norms)
 
 
-@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+@pytest.mark.parametrize("numerics", ["aligned", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_ranks_that_exchange_no_gradients_are_caught(numerics: str, tmp_path: Path) -> None:
     code, row, _ = broken_comparison("no reduction", tmp_path, "--strategy", "ddp", "--numerics", numerics)
     assert (code, row["status"], row["parity_holds"]) == (1, "ok", False)

@@ -103,10 +103,10 @@ def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: P
 
 
 def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
-    train(tmp_path, "--max_steps", "4", "--save_steps", "4", strategy="ddp")
+    train(tmp_path, "--max_steps", "4", "--save_steps", "4")
     run = tmp_path / "run"
 
-    def refused(*more: str, strategy: str = "ddp") -> str:
+    def refused(*more: str, strategy: str = "single") -> str:
         words = ("--output_dir", str(tmp_path / "new"), "--max_steps", "8", *more)
         done = launch(*SHORT, *words, config=f"accel_configs/{strategy}.yaml")
         assert done.code != 0
@@ -116,8 +116,8 @@ def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
     assert "step_4 has all 4 steps done" in refused("--resume_from_checkpoint", str(run), "--max_steps", "4")
     other = refused("--resume_from_checkpoint", str(run), "--seed", "1", "--numerics", "fp32")
     assert "step_4 is of another run: numerics 'aligned' in the checkpoint, 'fp32' now; seed 0 in" in other
-    fewer = refused("--resume_from_checkpoint", str(run), strategy="single")
-    assert "a step had 8 sequences, and has 4 now" in fewer
+    more = refused("--resume_from_checkpoint", str(run), strategy="ddp")
+    assert "a step had 4 sequences, and has 8 now" in more
     assert "no checkpoint under" in refused("--resume_from_checkpoint", "latest")
 
     # auto starts where there is no checkpoint, not where there is one of another run

@@ -113,7 +113,7 @@ def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_pa
     assert all(first[name].equal(last[name]) for name in weights)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ds_zero1"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ds_zero1"])
 def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
     """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""
     flags = ("--per_device_train_batch_size", "8", "--find_batch_size", "true", "--max_steps", "4")

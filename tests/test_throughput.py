@@ -10,12 +10,12 @@ SMALL = ("--models", "slm-1m", "--seq_len", "64", "--batch_size", "2", "--steps"
 
 
 def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
-    arms = ("--arms", "trainer", "bare", "ours", "--rounds", "2", "--numerics", "fp32")
+    arms = ("--arms", "trainer", "ours", "--rounds", "2", "--numerics", "fp32")
     out = tmp_path / "rows.json"
     done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms, "--out", str(out))
     assert done.code == 0, done.out + done.err
     (found,) = json.loads(out.read_text())
-    assert [row["arm"] for row in found["rows"]] == ["trainer", "bare", "ours"]
+    assert [row["arm"] for row in found["rows"]] == ["trainer", "ours"]
     for row in found["rows"]:
         assert row["against"]["trainer"]["loss_difference"] < 1e-4
         low, high = row["against"]["trainer"]["speed"][1:]
