@@ -1,21 +1,15 @@
 """Accelerate YAMLs, DeepSpeed JSONs and TrainingArguments turned into one another, key by key."""
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from conftest import DEEPSPEED, FSDP2, ROOT, slm
+from conftest import DEEPSPEED, FSDP2
+from conversions import converted, meaning, row, strategy_of, write
 
-from slm_toolkit.conversion.settings import FATES, Row, flat
-from slm_toolkit.conversion.tables import tables
-from slm_toolkit.conversion.written import Written
-from slm_toolkit.convert import convert
-from slm_toolkit.groups import fit_groups
-from slm_toolkit.strategy import Strategy, find_strategy, read_strategy, shipped_strategies
+from slm_toolkit.conversion.settings import FATES, flat
+from slm_toolkit.strategy import Strategy, find_strategy, shipped_strategies
 
 OWN_FORM = {"fsdp2": "accelerate_fsdp", "deepspeed": "accelerate_deepspeed"}
 FORMS = ("accelerate_fsdp", "accelerate_deepspeed", "accelerate_ddp", "deepspeed_json", "training_arguments")
@@ -25,45 +19,6 @@ SAME_SHARDING = {  # ours, and ours of the other engine that shards alike
     "fsdp_full_shard_offload": "ds_zero3_offload",
     "fsdp_hybrid_shard": "ds_zeropp",
 }
-
-
-def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Written:
-    """A conversion; with `folder` its files are written there."""
-    asked = {"num_processes": None, "gpus_per_node": None, **ranks}
-    written = convert(list(source), to, folder=folder, **asked)
-    if folder is not None:
-        folder.mkdir(exist_ok=True)
-        for name, text in written.files.items():
-            (folder / name).write_text(text)
-    return written
-
-
-def strategy_of(written: Written, folder: Path) -> Strategy:
-    (name,) = [name for name in written.files if name.endswith(".yaml")]
-    return read_strategy(folder / name)
-
-
-def meaning(strategy: Strategy) -> Strategy:
-    """The strategy without names of files, and without what only its launcher reads on one machine."""
-    of_launcher = ("gpu_ids", "rdzv_backend", "same_network")
-    config = {k: v for k, v in strategy.accelerate_config.items() if k not in of_launcher}
-    if "deepspeed_config" in config:
-        section = {k: v for k, v in config["deepspeed_config"].items() if k != "deepspeed_config_file"}
-        config["deepspeed_config"] = section
-    fitted = fit_groups(strategy, num_ranks=strategy.num_processes, ranks_per_node=2)
-    return dataclasses.replace(
-        strategy, name="", path=None, accelerate_config=config, deepspeed_config=fitted.deepspeed_config
-    )
-
-
-def row(written: Written, key: str) -> Row:
-    (found,) = [row for row in written.rows if row.key == key]
-    return found
-
-
-def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
-    (folder / name).write_text(text)
-    return str(folder / name)
 
 
 def there_and_back(name: str, there: str, tmp_path: Path) -> Strategy:
@@ -136,123 +91,6 @@ def test_every_key_of_a_shipped_strategy_is_accounted_for(name: str) -> None:
         assert all(row.why for row in written.rows if row.fate in ("no counterpart", "nearest"))
     shards = strategy.engine not in ("single", "ddp")
     assert forms == [form for form in FORMS if form != ("accelerate_ddp" if shards else "accelerate_fsdp")]
-
-
-FSDP_CASES = [  # lines under fsdp_config; the key asked about; what becomes of it; where
-    (
-        "fsdp_offload_params: true",
-        "fsdp_offload_params",
-        "carried",
-        "zero_optimization.offload_param.device: cpu",
-    ),
-    (
-        "fsdp_offload_params: 'True'\n  fsdp_reshard_after_forward: false",
-        *("fsdp_offload_params", "nearest", "zero_optimization.offload_optimizer.device: cpu"),
-    ),
-    (
-        "fsdp_reshard_after_forward: false",
-        "fsdp_reshard_after_forward",
-        "nearest",
-        "zero_optimization.stage: 2",
-    ),
-    ("fsdp_activation_checkpointing: true", "fsdp_activation_checkpointing", "no counterpart", ""),
-    (
-        "fsdp_cpu_ram_efficient_loading: true",
-        "fsdp_cpu_ram_efficient_loading",
-        "nearest",
-        "zero3_init_flag: true",
-    ),
-    (
-        "fsdp_cpu_ram_efficient_loading: true\n  fsdp_reshard_after_forward: false",
-        *("fsdp_cpu_ram_efficient_loading", "no counterpart", ""),
-    ),
-    ("fsdp_state_dict_type: FULL_STATE_DICT", "fsdp_state_dict_type", "nearest", "on_model_save: true"),
-    ("fsdp_min_num_params: 1000", "fsdp_min_num_params", "no counterpart", ""),
-    ("fsdp_ignored_modules: lm_head", "fsdp_ignored_modules", "no counterpart", ""),
-    ("fsdp_use_orig_params: true", "fsdp_use_orig_params", "ignored", ""),
-    ("fsdp_offload: true", "fsdp_offload", "ignored", ""),  # misspelt: accelerate reads no such key
-]
-
-
-@pytest.mark.parametrize(("lines", "key", "fate", "to"), FSDP_CASES)
-def test_fsdp_to_zero(lines: str, key: str, fate: str, to: str, tmp_path: Path) -> None:
-    source = write(tmp_path, f"{FSDP2}  {lines}\nnum_processes: 2\n")
-    found = row(converted(source, to="accelerate_deepspeed"), f"fsdp_config.{key}")
-    assert found.fate == fate
-    assert to in ", ".join(found.to)
-    assert bool(found.to) == bool(to)
-
-
-ZERO_CASES = [  # a JSON; the key asked about; what becomes of it; where
-    ({"stage": 1}, "stage", "nearest", "fsdp_reshard_after_forward: false"),
-    ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights", "no counterpart", ""),
-    ({"stage": 3, "zero_quantized_weights": False}, "zero_quantized_weights", "default", ""),
-    ({"stage": 3, "overlap_comm": True}, "overlap_comm", "default", ""),
-    ({"stage": 3, "overlap_comm": False}, "overlap_comm", "no counterpart", ""),
-    ({"stage": 3, "stage3_max_reuse_distance": 10**9}, "stage3_max_reuse_distance", "no counterpart", ""),
-    ({"stage": 3, "zero_hpz_partition_size": 1}, "zero_hpz_partition_size", "default", ""),
-    ({"stage": 3, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size", "default", ""),
-    (
-        {"stage": 3, "zero_hpz_partition_size": 4},
-        "zero_hpz_partition_size",
-        "nearest",
-        "dp_replicate_size: 2",
-    ),
-    (
-        {"stage": 3, "offload_param": {"device": "cpu"}},
-        "offload_param.device",
-        "nearest",
-        "fsdp_offload_params: true",
-    ),
-    ({"stage": 2, "offload_optimizer": {"device": "none"}}, "offload_optimizer.device", "default", ""),
-    (
-        {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/d"}},
-        *("offload_optimizer.nvme_path", "no counterpart", ""),
-    ),
-    (
-        {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        *("stage3_gather_16bit_weights_on_model_save", "carried", "fsdp_state_dict_type: SHARDED_STATE_DICT"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("zero", "key", "fate", "to"), ZERO_CASES)
-def test_zero_to_fsdp(zero: dict[str, Any], key: str, fate: str, to: str, tmp_path: Path) -> None:
-    source = write(tmp_path, json.dumps({"zero_optimization": zero}), "mine.json")
-    found = row(converted(source, to="accelerate_fsdp", num_processes=8), f"zero_optimization.{key}")
-    assert found.fate == fate
-    assert to in ", ".join(found.to)
-    assert bool(found.to) == bool(to)
-
-
-def test_numbers_of_a_json_that_the_script_decides_are_named(tmp_path: Path) -> None:
-    config = {
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
-    }
-    source = write(tmp_path, json.dumps(config), "mine.json")
-    fsdp = converted(source, to="accelerate_fsdp", num_processes=2)
-    assert yaml.safe_load(fsdp.files["mine_as_fsdp.yaml"])["mixed_precision"] == "bf16"
-    fates = {
-        key: row(fsdp, key).fate
-        for key in ("gradient_clipping", "optimizer.params.lr", "gradient_accumulation_steps")
-    }
-    assert list(fates.values()) == ["no counterpart", "no counterpart", "default"]
-    # with the JSON alone transformers refuses arguments that say otherwise: they are written out
-    trainer = converted(source, to="training_arguments")
-    said = json.loads(trainer.files["mine_as_training_arguments.json"])
-    assert said == {
-        "deepspeed": str(tmp_path / "mine.json"),
-        "bf16": True,
-        "max_grad_norm": 0.5,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-4,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
-    }
 
 
 FSDP1_CASES = [  # strategy, machines of 8 ranks in all: reshard, copies x shard
@@ -412,92 +250,3 @@ def test_a_pasted_command_keeps_the_scripts_own_words(tmp_path: Path) -> None:
         "-m pkg.run --model-name x --bf16 True --lr 1e-4"
     )
     assert row(written, "--max_restarts").fate == "no counterpart"
-
-
-BAD = [
-    (("ddp", "accelerate_fsdp"), "ddp shards nothing, and FSDP2 always shards"),
-    (("ds_zero2", "accelerate_ddp"), "ds_zero2 shards, and DDP never does"),
-    (("nowhere.json", "accelerate_fsdp"), "no such file or strategy: nowhere.json"),
-    (("fsdp_hybrid_shard", "accelerate_fsdp", "--num_processes", "6"), "make 4 ranks, num_processes is 6"),
-    (("ds_zeropp", "accelerate_fsdp", "--gpus_per_node", "3"), "4 ranks are no whole number of groups of 3"),
-    (("--fsdp hybrid_shard", "accelerate_fsdp"), "refuses --fsdp hybrid_shard without fsdp_config.version 1"),
-    (("--fsdp true", "accelerate_fsdp"), "transformers refuses --fsdp true"),
-    (("--fsdp --deepspeed x.json", "accelerate_fsdp"), "fsdp and deepspeed are both asked for"),
-    (("torchrun --nnodes 1:4 t.py --fsdp", "accelerate_fsdp"), "takes one number of machines"),
-    (("accelerate launch t.py", "accelerate_fsdp"), "accelerate launch has its settings in a YAML"),
-]
-
-
-@pytest.mark.parametrize(("words", "says"), BAD)
-def test_what_cannot_be_converted_is_an_error_with_a_hint(words: tuple[str, ...], says: str) -> None:
-    source, form, *ranks = words
-    numbers = {
-        name.removeprefix("--"): int(number) for name, number in zip(ranks[::2], ranks[1::2], strict=True)
-    }
-    with pytest.raises(ValueError, match=says) as error:
-        converted(source, to=form, **numbers)
-    assert "hint:" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("a.json", "{", "is not JSON"),
-        ("a.json", "[1]", "holds no settings"),
-        ("a.json", '{"model": 1}', "in no form that is known: it has model"),
-        ("a.json", '{"zero_optimization": {"stage": 7}}', "stage is 7"),
-        ("a.yaml", "distributed_type: FSDP\nfsdp_confg:\n  fsdp_version: 2\n", "refuses the key fsdp_confg"),
-        ("a.yaml", f"{FSDP2}  fsdp_offload_params: maybe\n", "fsdp_offload_params is 'maybe'"),
-        ("a.yaml", "fsdp: true\nbf16: true\nfp16: true\n", "bf16 and fp16 are both true"),
-        ("a.json", '{"fsdp": true, "fsdp_config": "gone.json"}', "fsdp_config: no such file: gone.json"),
-    ],
-)
-def test_a_file_that_makes_no_sense_is_an_error_with_a_hint(
-    name: str, text: str, says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=says) as error:
-        converted(write(tmp_path, text, name), to="accelerate_deepspeed", num_processes=2)
-    assert "hint:" in str(error.value)
-
-
-def test_the_verb_prints_a_single_file_as_it_is_and_says_by_its_exit_code_what_is_lost() -> None:
-    done = slm("convert", "fsdp_full_shard", "--to", "training_arguments")
-    assert done.code == 0, done.err
-    assert "==> fsdp_full_shard_as_fsdp_config.json <==" in done.out
-    assert "launch: torchrun --nproc_per_node 2 train.py --fsdp --fsdp_config" in done.err
-    done = slm("convert", "ds_zero2", "--to", "accelerate_fsdp")
-    assert done.code == 1
-    assert yaml.safe_load(done.out)["distributed_type"] == "FSDP"
-    assert "no counterpart:\n  zero_optimization.reduce_bucket_size: 13107200\n" in done.err
-    done = slm(
-        "convert", "--to", "accelerate_ddp", "--json", "--", "python", "my-script.py", "--some-flag", "a-b"
-    )
-    assert json.loads(done.out)["command"][-3:] == ["my-script.py", "--some-flag", "a-b"]
-    assert slm("convert", "ddp", "--to", "accelerate_fsdp").code == 2
-
-
-def test_output_writes_into_a_folder_and_never_over_a_file(tmp_path: Path) -> None:
-    words = ("convert", "ds_zero3", "--to", "accelerate_deepspeed", "--output", "new", "--json")
-    done = slm(*words, cwd=tmp_path)
-    assert done.code == 0, done.err
-    written = json.loads(done.out)
-    assert written["written"] == ["new/ds_zero3_as_deepspeed.yaml"]
-    assert (tmp_path / "new" / "ds_zero3_as_deepspeed.yaml").read_text() in written["files"].values()
-    again = slm(*words, cwd=tmp_path)
-    assert again.code == 2
-    assert "new/ds_zero3_as_deepspeed.yaml exists: nothing was written" in again.err
-
-
-def test_the_tables_in_the_docs_are_those_that_convert() -> None:
-    text = (ROOT / "docs" / "fsdp_and_zero.md").read_text()
-    for heading, table in tables().items():
-        assert table in text, f"{heading}: python -m slm_toolkit.conversion.tables"
-
-
-def test_the_conversion_in_the_readme_is_what_its_command_prints(tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("\n## Convert\n")[2]
-    command = next(line for line in section.splitlines() if line.startswith("slm convert"))
-    shown = section.partition("```text\n")[2].partition("```")[0]
-    done = slm(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
-    assert shown == done.out + done.err
-    assert done.code == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import FSDP2, ROOT, launch, record_under, run
-from test_convert import converted
+from conversions import converted
 
 from slm_toolkit.conversion.trainer_keys import ACCELERATE_KEYS, FSDP_KEYS
 from slm_toolkit.strategy import find_strategy, shipped_strategies

@@ -1,0 +1,49 @@
+"""What tests of `slm convert` ask: a conversion, its files as a strategy, what became of a key."""
+
+import dataclasses
+from pathlib import Path
+
+from slm_toolkit.conversion.settings import Row
+from slm_toolkit.conversion.written import Written
+from slm_toolkit.convert import convert
+from slm_toolkit.groups import fit_groups
+from slm_toolkit.strategy import Strategy, read_strategy
+
+
+def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Written:
+    """A conversion; with `folder` its files are written there."""
+    asked = {"num_processes": None, "gpus_per_node": None, **ranks}
+    written = convert(list(source), to, folder=folder, **asked)
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        for name, text in written.files.items():
+            (folder / name).write_text(text)
+    return written
+
+
+def strategy_of(written: Written, folder: Path) -> Strategy:
+    (name,) = [name for name in written.files if name.endswith(".yaml")]
+    return read_strategy(folder / name)
+
+
+def meaning(strategy: Strategy) -> Strategy:
+    """The strategy without names of files, and without what only its launcher reads on one machine."""
+    of_launcher = ("gpu_ids", "rdzv_backend", "same_network")
+    config = {k: v for k, v in strategy.accelerate_config.items() if k not in of_launcher}
+    if "deepspeed_config" in config:
+        section = {k: v for k, v in config["deepspeed_config"].items() if k != "deepspeed_config_file"}
+        config["deepspeed_config"] = section
+    fitted = fit_groups(strategy, num_ranks=strategy.num_processes, ranks_per_node=2)
+    return dataclasses.replace(
+        strategy, name="", path=None, accelerate_config=config, deepspeed_config=fitted.deepspeed_config
+    )
+
+
+def row(written: Written, key: str) -> Row:
+    (found,) = [row for row in written.rows if row.key == key]
+    return found
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
