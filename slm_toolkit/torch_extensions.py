@@ -13,6 +13,8 @@ QUIET_SECONDS = 300.0
 """of a folder with a lock that no process of this machine holds: another machine or container may share the
 folder, and its compiler writes a file every minute or two"""
 _LOOK_SECONDS = 1.0
+_LONG_SECONDS = 3.0
+"of a lock: what has been compiled before is locked for an instant, too"
 
 
 def extensions_folder() -> Path:
@@ -34,7 +36,7 @@ def wait_for_compilers(
     """
     root = folder or extensions_folder()
     said: set[Path] = set()
-    while locks := [lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth)]:
+    while locks := _locks(root):
         holders = _holders(locks)
         waiting = False
         for lock in locks:
@@ -50,6 +52,26 @@ def wait_for_compilers(
         if not waiting:
             return
         time.sleep(_LOOK_SECONDS)
+
+
+class CompilerNews:
+    """Tells on stderr, once for each extension, that it is being compiled, which takes minutes."""
+
+    def __init__(self) -> None:
+        self._said: set[Path] = set()
+
+    def look(self, folder: Path | None = None) -> None:
+        """folder: in place of `extensions_folder()`."""
+        for lock in _locks(folder or extensions_folder()):
+            with suppress(OSError):  # done meanwhile
+                if lock not in self._said and time.time() - lock.stat().st_mtime > _LONG_SECONDS:
+                    self._said.add(lock)
+                    name = lock.parent.name
+                    _say(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+
+
+def _locks(root: Path) -> list[Path]:
+    return [lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth)]
 
 
 def _holders(locks: list[Path]) -> dict[Path, psutil.Process]:

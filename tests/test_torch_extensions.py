@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ENV, launch, record_under
 
-from slm_toolkit.torch_extensions import QUIET_SECONDS, extensions_folder, wait_for_compilers
+from slm_toolkit.torch_extensions import QUIET_SECONDS, CompilerNews, extensions_folder, wait_for_compilers
 
 LONG_AGO = 2 * QUIET_SECONDS
 HOLDS = """
@@ -84,6 +84,17 @@ def test_a_compiler_that_lives_is_waited_for_however_quiet(
     err = capsys.readouterr().err
     assert "compiles a; this run waits for it" in err
     assert "removed" not in err
+
+
+def test_a_compile_that_takes_long_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    locked(tmp_path / "a", age_seconds=10)
+    locked(tmp_path / "b", age_seconds=0)
+    news = CompilerNews()
+    news.look(tmp_path)
+    news.look(tmp_path)
+    assert capsys.readouterr().err.splitlines() == [
+        "note: a is compiled for DeepSpeed, once on this machine: up to some minutes"
+    ]
 
 
 def test_a_rank_beside_this_one_is_left_to_torch(tmp_path: Path) -> None:

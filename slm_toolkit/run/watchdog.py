@@ -25,6 +25,7 @@ from slm_toolkit.run.known_errors import one_line
 from slm_toolkit.run.machines import UNREACHED
 from slm_toolkit.run.siblings import Siblings
 from slm_toolkit.run.stalled import Stall, explain, stall_of
+from slm_toolkit.torch_extensions import CompilerNews
 
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
@@ -60,6 +61,9 @@ class Watchdog:
         self._board = open_board()
         self._siblings = Siblings(self._board)
         self._launcher = os.getppid() if self._board is not None else None
+        by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
         self._run: _Followed | None = None
         self._where = "before its first step"
         self._num_beats = 0
@@ -137,6 +141,8 @@ class Watchdog:
         while not self._ended.wait(_LOOK_SECONDS):
             if (lost := self._lost()) is not None:
                 self._give_up(lost)
+            if self._run is None and self._compilers is not None:
+                self._compilers.look()
             limit = self._seconds_over(fraction=1.0)
             alarmed = self._seconds_over(fraction=0.5) and self._board and self._board.read("alarm")
             if limit or alarmed:
