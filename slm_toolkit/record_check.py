@@ -69,9 +69,22 @@ def _wrong_in_files(text: bytes) -> list[str]:
         found.append("accelerate_config")
     try:
         check_shape(deepspeed or {}, path)
+        has_stage = ((deepspeed or {}).get("zero_optimization") or {}).get("stage", 0) in (0, 1, 2, 3)
     except ValueError:
+        has_stage = False
+    if not has_stage:
         found.append("deepspeed_config")
     return found
+
+
+def may_be_deep(content: Any) -> Any:
+    """The part of a record whose types say nothing of what lies in it; the rest is seen by `wrong_fields`."""
+    return {name: content[name] for name in _free() & content.keys()} if type(content) is dict else content
+
+
+@cache
+def _free() -> frozenset[str]:
+    return frozenset(name for name, hint in _of(RunRecord).items() if "Any" in str(hint))
 
 
 def is_deep(value: Any) -> bool:
@@ -174,10 +187,10 @@ def _of(kind: type) -> dict[str, Any]:
 
 @cache
 def _of_record() -> dict[str, Fits]:
-    least = {"losses", "losses_by_dataset", "eval_losses", "eval_losses_by_set"}
-    hints = _of(RunRecord)
-    names = [f.name for f in dataclasses.fields(RunRecord)]
-    return {name: fits_of(hints[name], -LARGEST if name in least else 0.0) for name in names}
+    losses = ("losses", "losses_by_dataset", "eval_losses", "eval_losses_by_set")
+    divisors = ("world_size", "num_machines", "num_cores", "tokens_per_step")
+    least = dict.fromkeys(losses, -LARGEST) | dict.fromkeys(divisors, 1.0)
+    return {name: fits_of(hint, least.get(name, 0.0)) for name, hint in _of(RunRecord).items()}
 
 
 @cache
@@ -191,7 +204,7 @@ def _of_config() -> dict[str, Fits]:
     found = {name: fits_of(hint) for name, hint in _of(RunConfig).items()}
     checkpointing = ("none", "full", "selective_op", "selective_layer", *CHECKPOINTING_SYNONYMS)
     found["gradient_checkpointing"] = lambda value: str(value).lower() in checkpointing
-    found["numerics"] = lambda value: value in LOSS_TOLERANCE
+    found["numerics"] = lambda value: value in tuple(LOSS_TOLERANCE)
     found["fp8"] = lambda value: value in ("none", "tensorwise", "rowwise")
     for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"):
         found[name] = _number(_INT, 1)

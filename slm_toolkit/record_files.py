@@ -13,7 +13,7 @@ import orjson
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
-from slm_toolkit.record_check import is_deep, wrong_fields
+from slm_toolkit.record_check import is_deep, may_be_deep, wrong_fields
 from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
 
 LIMIT_BYTES = 2**28
@@ -38,9 +38,12 @@ def read_record(path: Path) -> RunRecord:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
-    if data.count(b"{") + data.count(b"[") > MOST_LEVELS and is_deep(content):
+    controls = _may_control(data)  # are spelt out in all of it
+    if data.count(b"{") + data.count(b"[") > MOST_LEVELS and is_deep(
+        content if controls else may_be_deep(content)
+    ):
         raise ValueError(f"{path} has objects inside one another that no record has\nhint: {_HINT}")
-    if _may_control(data):
+    if controls:
         content = _without_controls(content)
     content = _in_this_version(content, path)
     if not content.keys() >= _REQUIRED:

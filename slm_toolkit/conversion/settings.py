@@ -161,6 +161,8 @@ def hybrid_settings(
     """Hybrid shard in groups of `shard` ranks; nothing where that is all of them."""
     if ranks.num is None:
         raise ValueError(f"{source} {said}: of how many ranks?\nhint: --num_processes N")
+    if type(shard) is not int or shard < 1:
+        raise ValueError(f"{source} {said} is no number of ranks\nhint: a whole number of at least 1")
     copies, left = divmod(ranks.num, shard)
     if left or not copies:
         raise ValueError(

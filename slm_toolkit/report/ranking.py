@@ -48,7 +48,7 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
 
 def _competes(row: Row, *, strict: bool) -> bool:
     fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    timed = row.tokens_per_second is not None and not row.is_rehearsed
+    timed = row.tokens_per_second is not None and row.world_size is not None and not row.is_rehearsed
     return row.status == "ok" and row.parity_holds is not False and timed and fair
 
 

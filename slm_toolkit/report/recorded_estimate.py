@@ -17,6 +17,7 @@ from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.host_memory import Placement, memory_of_rank, placement_of
 from slm_toolkit.predict.memory import MemoryEstimate
 from slm_toolkit.record import RunRecord, config_of, spec_of
+from slm_toolkit.record_check import LARGEST
 from slm_toolkit.strategy import Strategy
 
 _NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps", "timing_warmup_steps")
@@ -85,7 +86,7 @@ def _estimate_on(ran: _Ran, gpu: str | None) -> Estimate | None:
     if ran.strategy.offloads and gpu is None:
         return None
     try:
-        return estimate(
+        found = estimate(
             ran.spec,
             ran.strategy,
             ran.placement,
@@ -99,6 +100,7 @@ def _estimate_on(ran: _Ran, gpu: str | None) -> Estimate | None:
         )
     except ValueError:  # what is sent has no closed form
         return None
+    return found if found.peak_reserved_high_bytes <= LARGEST else None  # of a model that nobody trained
 
 
 def offloads(record: RunRecord) -> bool:

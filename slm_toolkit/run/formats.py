@@ -184,7 +184,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -
 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(
             f"the chat template refuses a conversation: {error}\nhint: its first turns: {str(messages)[:80]}"
         ) from None
