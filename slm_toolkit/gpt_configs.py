@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slm_toolkit.models import ModelSpec, check_kinds
+from slm_toolkit.models import ModelSpec, check_kinds, check_layers, is_size
 
 GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
 
@@ -13,7 +13,7 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
     model_type = config["model_type"]
     layers, hidden, heads, positions = _KEYS[model_type]
     required = (layers, hidden, heads, "vocab_size")
-    bad = [key for key in required if not _is_count(config.get(key))]
+    bad = [key for key in required if not is_size(config.get(key))]
     if not bad and config[hidden] % config[heads]:
         bad = [hidden, heads]
     if bad:
@@ -23,14 +23,17 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         )
     kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
     check_kinds(config, path, **kinds, **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool})
+    check_layers(config[layers], path)
     width = config[hidden]
     alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
     learned = model_type == "gpt2" or (model_type == "mpt" and not alibi)
     ffn_size = {
         "gpt2": config.get("n_inner") or 4 * width,
         "gpt_neox": config.get("intermediate_size") or 4 * width,
-        "mpt": int(width * (config.get("expansion_ratio") or 4)),
+        "mpt": int(min(width * (config.get("expansion_ratio") or 4), 1e18)),
     }[model_type]
+    if not is_size(ffn_size):
+        raise ValueError(f"{path}: expansion_ratio makes an FFN {ffn_size:,} wide\nhint: usual is 4")
     return ModelSpec(
         name,
         config[layers],
@@ -70,7 +73,3 @@ _KEYS = {  # layers, hidden size, heads, positions
 
 def _told(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return default if config.get(key) is None else config[key]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

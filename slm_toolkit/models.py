@@ -164,6 +164,7 @@ PRESETS: dict[str, ModelSpec] = {
     )
 }
 
+_LARGEST_SIZE, _MOST_LAYERS = 10**9, 10**5
 SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
 
 
@@ -249,15 +250,16 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
             "hint: Llama-like models are: llama, qwen2, mistral; gpt2, gpt_neox and mpt can be estimated"
         )
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    bad = [key for key in required if not _is_positive_int(config.get(key))]
+    bad = [key for key in required if not is_size(config.get(key))]
     if bad:
         raise ValueError(
             f"{path}: {', '.join(bad)} must be positive whole numbers\nhint: is it a language model?"
         )
+    check_layers(config["num_hidden_layers"], path)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    if not (_is_positive_int(kv_heads) and _is_positive_int(head_dim)) or heads % kv_heads:
+    if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
         raise ValueError(
             f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
         )
@@ -296,7 +298,7 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
 _KIND = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     dict: ("an object", lambda value: isinstance(value, dict)),
-    int: ("a whole number above 0", lambda value: _is_positive_int(value)),
+    int: ("a whole number above 0", lambda value: is_size(value)),
     float: (
         "a number above 0",
         lambda value: isinstance(value, float | int) and value is not True and value > 0,
@@ -312,5 +314,12 @@ def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
             raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {said}")
 
 
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def check_layers(num_layers: int, path: str) -> None:
+    """Raises ValueError for more than can be counted one by one."""
+    if num_layers > _MOST_LAYERS:
+        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {_MOST_LAYERS:,}")
+
+
+def is_size(value: object) -> bool:
+    """Whether it may be a dimension of a model, or how many there are of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_SIZE

@@ -49,7 +49,8 @@ def wrong_fields(content: dict[str, Any]) -> list[str]:
 def _wrong_in_config(text: bytes) -> list[str]:
     """Found once for all launches of a run."""
     config = orjson.loads(text)
-    return [*_misfits(_of_config(), config), *(_ALWAYS_ASKED - config.keys())]
+    nested = [name for name, value in config.items() if isinstance(value, dict | list)]  # no flag is
+    return [*_misfits(_of_config(), config), *(_ALWAYS_ASKED - config.keys()), *nested]
 
 
 @cache
