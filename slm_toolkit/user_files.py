@@ -17,7 +17,7 @@ MOST_VALUES = 10_000
 MOST_LEVELS = 40
 "of mappings and lists inside one another; DeepSpeed's JSON has four"
 _LARGEST_BITS = 1023  # of a whole number that a float can hold
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where it is there
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where it is there
 
 
 def typed_path(text: str) -> Path:
@@ -109,7 +109,7 @@ def yaml_of(text: str, path: object, *, hint: str) -> Any:
     Raises ValueError for all else: tags, dates, aliases that never end or stand for too much.
     """
     node = yaml_node(text, path, hint=hint)
-    loader = _LOADER("")
+    loader = YAML_LOADER("")
     try:
         value = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -131,7 +131,7 @@ def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
     """
     try:
         _check_events(text, path, hint)
-        node = yaml.compose(text, Loader=_LOADER)
+        node = yaml.compose(text, Loader=YAML_LOADER)
     except yaml.YAMLError as error:
         raise _not_yaml(_by_python(text) or error, path, hint) from None
     for _ in _each_value(node, _parts_of_node, path, hint):
@@ -163,7 +163,7 @@ def _each_value(
 
 def _check_events(text: str, path: object, hint: str) -> None:
     level = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=YAML_LOADER):
         if getattr(event, "tag", None) is not None:
             line = event.start_mark.line + 1
             raise ValueError(f"{path} has the tag {event.tag} at line {line}\nhint: leave it out; {hint}")

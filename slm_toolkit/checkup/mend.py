@@ -10,6 +10,7 @@ import yaml
 from slm_toolkit.checkup.case import Case, Files, with_json
 from slm_toolkit.checkup.splice import with_edits
 from slm_toolkit.finding import Edit, Finding
+from slm_toolkit.user_files import YAML_LOADER
 
 
 def edits_of(found: list[Finding]) -> list[Edit]:
@@ -42,7 +43,7 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
     if of["yaml"] and files.yaml_text:
         is_json = files.yaml_path.suffix == ".json"  # accelerate reads such, too
         text = with_edits(files.yaml_text, of["yaml"], is_json=is_json)
-        config = yaml.safe_load(text)
+        config = yaml.load(text, YAML_LOADER)
         files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
         if files.json_path is None:  # perhaps it is named, or read, only now
             files = with_json(dataclasses.replace(files, json_problem=None))

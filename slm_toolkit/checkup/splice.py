@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from slm_toolkit.finding import KEEP_LAST, REMOVE, Edit
+from slm_toolkit.user_files import YAML_LOADER
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
@@ -29,7 +30,7 @@ class _NotInPlace(Exception):
 
 
 def _parsed(text: str, is_json: bool) -> Any:
-    return json.loads(text) if is_json else yaml.safe_load(text)
+    return json.loads(text) if is_json else yaml.load(text, YAML_LOADER)
 
 
 def _written(value: Any, is_json: bool) -> str:
