@@ -99,12 +99,17 @@ def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
 
 def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
     """The first of `rows`, which follow `first` others, that is not what its format wants; counted from 1."""
-    for number, row in enumerate(rows, start=first + 1):
+    number, rows = first, iter(rows)
+    while True:
+        number += 1
         try:
+            with unreadable_text():
+                row = next(rows, None)
+            if row is None:
+                return None
             pack.documents(_by_column([row]))
         except ValueError as error:
             return BadData(f"{path}, row {number:,}: {error}")
-    return None
 
 
 def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
