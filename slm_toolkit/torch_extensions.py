@@ -64,7 +64,10 @@ class CompilerNews:
         """folder: in place of `extensions_folder()`."""
         for lock in _locks(folder or extensions_folder()):
             with suppress(OSError):  # done meanwhile
-                if lock not in self._said and time.time() - lock.stat().st_mtime > _LONG_SECONDS:
+                if lock in self._said or time.time() - lock.stat().st_mtime <= _LONG_SECONDS:
+                    continue
+                holder = _holders([lock]).get(lock)
+                if holder is not None and _is_of_this_run(holder):  # of others `wait_for_compilers` tells
                     self._said.add(lock)
                     name = lock.parent.name
                     _say(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")

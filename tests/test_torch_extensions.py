@@ -86,11 +86,12 @@ def test_a_compiler_that_lives_is_waited_for_however_quiet(
 
 
 def test_a_compile_that_takes_long_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    locked(tmp_path / "a", age_seconds=10)
-    locked(tmp_path / "b", age_seconds=0)
+    long, short = locked(tmp_path / "a", age_seconds=10), locked(tmp_path / "b", age_seconds=0)
+    locked(tmp_path / "c", age_seconds=10)  # of a compiler that was killed
     news = CompilerNews()
-    news.look(tmp_path)
-    news.look(tmp_path)
+    with open(long), open(short):
+        news.look(tmp_path)
+        news.look(tmp_path)
     assert capsys.readouterr().err.splitlines() == [
         "note: a is compiled for DeepSpeed, once on this machine: up to some minutes"
     ]
