@@ -253,7 +253,8 @@ def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     bad = [key for key in required if not is_size(config.get(key))]
     if bad:
         raise ValueError(
-            f"{path}: {', '.join(bad)} must be positive whole numbers\nhint: is it a language model?"
+            f"{path}: {', '.join(bad)} must be positive whole numbers, at most {_LARGEST_SIZE:,}\n"
+            "hint: is it a language model?"
         )
     check_layers(config["num_hidden_layers"], path)
     heads = config["num_attention_heads"]
