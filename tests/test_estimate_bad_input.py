@@ -34,7 +34,8 @@ SHAPE = {
 MODELS = {
     "heads": {**dict(SHAPE), "num_attention_heads": 7},
     "kv": {**dict(SHAPE), "num_key_value_heads": 2},
-    "huge": {**dict(SHAPE), "hidden_size": 9 * 10**200},
+    "huge": {**dict(SHAPE), "hidden_size": 9 * 10**8, "vocab_size": 10**9},
+    "beyond": {**dict(SHAPE), "hidden_size": 9 * 10**200},
 }
 
 
@@ -74,6 +75,7 @@ MODELS = {
         (["--model", "heads"], "7 heads don't divide hidden_size 576"),
         (["--model", "kv"], "9 heads can't share 2 key-value heads"),
         (["--model", "huge"], "more than 1,000,000,000,000,000 parameters"),
+        (["--model", "beyond"], "hidden_size must be positive whole numbers, at most 1,000,000,000"),
         (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
         (["--per_device_train_batch_size", "1.5"], "invalid int value: '1.5'"),
