@@ -40,7 +40,6 @@ from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import MODEL_DIR, save_model
@@ -119,7 +118,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     progress = None
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        progress = TrainingProgress(run_dir, record.first_step, num_steps, record.tokens_per_step)
+        progress = TrainingProgress(run_dir, record.first_step, num_steps)
         progress.say(job.batch_described)
         if job.checkpoint is not None:
             conversion = record.resumed_from["conversion"]
@@ -159,10 +158,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
 
         done = step + 1
         if progress is not None and progress.due(done):
-            progress.show(done, step_loss.item())
+            progress.show(done, step_loss.item(), watch.num_tokens() * accelerator.num_processes)
         if config.report_to != "none":
             loss = accelerator.reduce(step_loss, reduction="mean").item()
-            rate = record.tokens_per_step / max(gather_to_all(watch.clock.last_seconds))
+            rate = watch.last_tokens_per_second()
             logged = {"loss": loss, "learning_rate": lr, "tokens_per_second": rate}
             if watch.dataset_losses is not None:
                 of_last = watch.dataset_losses.of_last_step(accelerator)
@@ -185,7 +184,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     watchdog.beat("after the last step")
     mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
     if progress is not None:
-        progress.show(num_steps, mean_losses[-1])
+        progress.show(num_steps, mean_losses[-1], watch.num_tokens() * accelerator.num_processes)
         progress.close()
 
     observed = watch.observed()  # before the model is gathered to be saved

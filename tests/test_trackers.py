@@ -1,6 +1,8 @@
 """--report_to: what trackers really wrote."""
 
 import json
+import operator
+import re
 import sqlite3
 from pathlib import Path
 
@@ -10,10 +12,14 @@ from conftest import launch, record_under
 QUICK = ("--model", "slm-1m", "--max_steps", "4", "--eval_steps", "2", "--run_name", "tracked")
 
 
-def test_tensorboard_has_every_steps_loss(tmp_path: Path) -> None:
+def test_tensorboard_has_every_steps_loss_and_rate(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "word " * (5 + i % 40)}) + "\n" for i in range(400)))
     done = launch(
-        *QUICK, "--report_to", "tensorboard", "--output_dir", str(tmp_path), config="accel_configs/ddp.yaml"
+        *(*QUICK, "--dataset", str(text), "--packing", "none", "--seq_len", "128"),
+        *("--report_to", "tensorboard", "--output_dir", str(tmp_path)),
+        config="accel_configs/ddp.yaml",
     )
     assert done.code == 0, done.err
     log = events.EventAccumulator(str(tmp_path / "tracked" / "slm_toolkit"))
@@ -24,6 +30,13 @@ def test_tensorboard_has_every_steps_loss(tmp_path: Path) -> None:
     assert [event.value for event in log.Scalars("eval_loss")] == pytest.approx(
         [found["loss"] for found in record["eval_losses"]]
     )
+    tokens = record["tokens_counted"]["drawn"] - record["num_padding_tokens"]
+    assert 0 < tokens < 0.8 * record["tokens_counted"]["drawn"]
+    slowest = map(max, *record["step_seconds"])
+    rates = [event.value for event in log.Scalars("tokens_per_second")]
+    assert sum(map(operator.mul, rates, slowest)) == pytest.approx(tokens)
+    (shown,) = re.findall(r"step 4/4 .* ([\d,]+) tokens/s", done.err)
+    assert int(shown.replace(",", "")) < max(rates)  # of the steps and what lies between them
 
 
 def test_trackio_has_every_steps_loss(tmp_path: Path) -> None:

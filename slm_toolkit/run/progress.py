@@ -21,9 +21,9 @@ from slm_toolkit.record import PROGRESS_FILE
 class TrainingProgress:
     """Rank 0's voice; at most twice a second, so that reading the loss does not slow the steps down."""
 
-    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
         self.path = run_dir / PROGRESS_FILE
-        self.first_step, self.num_steps, self.tokens_per_step = first_step, num_steps, tokens_per_step
+        self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
         self.bar: Progress | None = None
         if sys.stderr.isatty():
@@ -43,9 +43,10 @@ class TrainingProgress:
         """Whether it is time to say something after `step` steps; the last step's mean loss comes later."""
         return time.monotonic() - self.last_shown >= 0.5 and step < self.num_steps
 
-    def show(self, step: int, loss: float) -> None:
+    def show(self, step: int, loss: float, num_tokens: int) -> None:
+        """num_tokens: of all ranks, without padding, since this run began."""
         self.last_shown = time.monotonic()
-        tokens_per_second = (step - self.first_step) * self.tokens_per_step / (self.last_shown - self.started)
+        tokens_per_second = num_tokens / (self.last_shown - self.started)
         if self.bar is not None:
             says = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             self.bar.update(self.task, completed=step, says=says)

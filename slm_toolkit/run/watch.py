@@ -69,6 +69,8 @@ class RunWatch:
         self._probe_next = True
         self.num_tokens_drawn = 0
         self.num_padding: torch.Tensor | int = 0
+        self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
+        "num_tokens_drawn and num_padding"
         several = len(dataset_names) > 1
         self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
@@ -82,6 +84,7 @@ class RunWatch:
         probing = self._probe_next
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
+        self._before_step = self.num_tokens_drawn, self.num_padding
         with probe, self.clock.step():
             yield
         compiled = num_compiled_graphs() - graphs
@@ -102,6 +105,16 @@ class RunWatch:
         self.num_tokens_drawn += batch["input_ids"].numel()
         if "padding" in batch:
             self.num_padding = self.num_padding + batch["padding"].sum()
+
+    def num_tokens(self) -> int:
+        """What this rank drew so far, without padding; waits for the device where there is some."""
+        return self.num_tokens_drawn - int(self.num_padding)
+
+    def last_tokens_per_second(self) -> float:
+        """Of the last step, over all ranks, without padding; every rank must call it."""
+        drawn, padding = self._before_step
+        ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
+        return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
 
     def computed(self, batch: dict[str, torch.Tensor]) -> None:
         """Note what the loss of a batch's forward was, for each of several datasets."""
