@@ -44,7 +44,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "
 COMPILING_SECONDS = 1200
 "for DeepSpeed's cpu_adam and async_io on two cores that do other work, too"
 
-NEEDS_LIBAIO = pytest.mark.skipif(
+_NEEDS_LIBAIO = pytest.mark.skipif(
     not Path("/usr/include/libaio.h").exists(), reason="apt-get install libaio-dev"
 )
 
@@ -54,9 +54,12 @@ _SHARED = {"aligned", "fp32", "stock"}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, tests of a file stay together, and so do files that share launches or one Slurm."""
+    """With `-n`, tests of a file stay together, and so do files that share launches or one Slurm. NVMe is slow."""
     sharing = {item.path.stem for item in items if _SHARED & set(getattr(item, "fixturenames", ()))}
     for item in items:
+        if item.get_closest_marker("nvme"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(_NEEDS_LIBAIO)
         stem = item.path.stem
         group = "launches" if stem in sharing else "slurm" if stem.startswith("test_slurm") else stem
         item.add_marker(pytest.mark.xdist_group(group))

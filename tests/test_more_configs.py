@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMPILING_SECONDS, NEEDS_LIBAIO, ROOT, launch, own_strategy, record_under, slm
+from conftest import COMPILING_SECONDS, ROOT, launch, own_strategy, record_under, slm
 
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -48,8 +48,7 @@ def test_no_shipped_yaml_is_left_out() -> None:
     assert set(shipped_strategies()) == compared | here
 
 
-@NEEDS_LIBAIO
-@pytest.mark.slow
+@pytest.mark.nvme
 def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
     """The first use compiles async_io, some minutes."""
     names = ("--strategy", "ddp", "ds_zero3_nvme")

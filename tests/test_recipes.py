@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import COMPILING_SECONDS, ENV, NEEDS_LIBAIO, ROOT, Finished, run, slm
+from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.compare.local import free_port
@@ -194,7 +194,7 @@ def _row(config: RunConfig, strategy: str, num_gpus: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow, NEEDS_LIBAIO] if name == "nvme_offload" else [])
+        pytest.param(name, marks=[pytest.mark.nvme] if name == "nvme_offload" else [])
         for name in RECIPES
     ],
 )

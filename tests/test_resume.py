@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import NEEDS_LIBAIO, launch, record_under
+from conftest import launch, record_under
 
 from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
 
@@ -22,7 +22,7 @@ def train(folder: Path, *more: str, strategy: str = "single") -> dict:
     [
         ("fsdp_full_shard", ("--peft", "lora", "--lora_dropout", "0.3")),
         ("ds_zero2_offload", ("--async_save", "true")),
-        pytest.param("ds_zero3_nvme", (), marks=[pytest.mark.slow, NEEDS_LIBAIO]),
+        pytest.param("ds_zero3_nvme", (), marks=pytest.mark.nvme),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
