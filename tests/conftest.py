@@ -54,7 +54,7 @@ _SHARED = {"aligned", "fp32", "stock"}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, tests of a file stay together, and so do files that share launches or one Slurm. NVMe is slow."""
+    """A file's tests stay together with `-n`, as files do that share launches or one Slurm; nvme is slow."""
     sharing = {item.path.stem for item in items if _SHARED & set(getattr(item, "fixturenames", ()))}
     for item in items:
         if item.get_closest_marker("nvme"):
@@ -111,6 +111,7 @@ def launch(
     launcher: tuple[str, ...] = (),
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
+    timeout: float = 300,
 ) -> Finished:
     """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGS`, or a script in its place."""
     accelerate = str(Path(sys.executable).with_name("accelerate"))
@@ -120,6 +121,7 @@ def launch(
         *(*target, *arguments),
         cwd=cwd,
         env=env,
+        timeout=timeout,
     )
 
 

@@ -193,10 +193,7 @@ def _row(config: RunConfig, strategy: str, num_gpus: int) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nvme] if name == "nvme_offload" else [])
-        for name in RECIPES
-    ],
+    [pytest.param(name, marks=[pytest.mark.nvme] if name == "nvme_offload" else []) for name in RECIPES],
 )
 def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> None:
     if missing := [

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import launch, record_under
+from conftest import COMPILING_SECONDS, launch, record_under
 
 from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
 
@@ -12,7 +12,8 @@ SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run")
 
 
 def train(folder: Path, *more: str, strategy: str = "single") -> dict:
-    done = launch(*SHORT, "--output_dir", str(folder), *more, config=f"accel_configs/{strategy}.yaml")
+    words = (*SHORT, "--output_dir", str(folder), *more)
+    done = launch(*words, config=f"accel_configs/{strategy}.yaml", timeout=COMPILING_SECONDS)
     assert done.code == 0, done.err
     return {**record_under(folder), "said": done.err}
 
