@@ -79,7 +79,7 @@ def _use_model(name: str) -> None:
 
     found = estimates({"model": name}, [find_strategy("ds_zero3")], gpus=["h100-80gb"], num_gpus=[8])
     json.dumps([vars(row) for row in found], allow_nan=False)
-    from slm_toolkit.models import find_model
+    from slm_toolkit.model_names import find_model
 
     spec = find_model(name)
     json.dumps(model_facts(spec), allow_nan=False)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
 from slm_toolkit.strategy import find_strategy
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.gpu_memory import allocator_slack, context_bytes
 from slm_toolkit.predict.memory import estimate_memory
 from slm_toolkit.strategy import find_strategy

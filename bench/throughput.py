@@ -67,7 +67,7 @@ def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any
     import numpy as np
 
     from slm_toolkit.config import RunConfig
-    from slm_toolkit.models import find_model
+    from slm_toolkit.model_names import find_model
     from slm_toolkit.run.model import build_model
     from slm_toolkit.run.synthetic import MarkovTokens
 

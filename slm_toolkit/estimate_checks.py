@@ -6,7 +6,8 @@ from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.groups import fit_groups
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.strategy import Strategy
 

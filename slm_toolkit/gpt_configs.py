@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slm_toolkit.models import ModelSpec, check_kinds, check_layers, is_size
+from slm_toolkit.model_checks import check_kinds, check_layers, is_size
+from slm_toolkit.models import ModelSpec
 
 GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
 

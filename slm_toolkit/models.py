@@ -4,14 +4,7 @@ The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale
 (PMLR v262, arXiv 2410.19456); its appendix B gives the family and the fit behind it.
 """
 
-import dataclasses
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from slm_toolkit.user_files import check_name, is_dir, is_file, json_of, read_text, typed_path
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,6 @@ PRESETS: dict[str, ModelSpec] = {
     )
 }
 
-_LARGEST_SIZE, _MOST_LAYERS = 10**9, 10**5
 SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
 
 
@@ -189,138 +181,3 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
 def small_models() -> list[str]:
     """Names of the byte-level models that a CPU trains in seconds."""
     return [spec.name for spec in PRESETS.values() if spec.vocab_size == 384]
-
-
-def find_model(name: str) -> ModelSpec:
-    """The model a user means: a preset, `slm-<size>`, a local folder or config.json, or a hub id.
-
-    A hub id's shape is asked of the hub (`load_hub_config` in transformers), all else needs no network.
-    Raises ValueError with a hint where nothing of the kind exists.
-    """
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
-    if size := re.fullmatch(r"slm-(\d+(?:\.\d+)?)([mb])", name.lower()):
-        return spec_from_size(float(size[1]) / (1000 if size[2] == "m" else 1), name.lower())
-    path = typed_path(name)
-    if is_dir(path):
-        return dataclasses.replace(spec_from_config_file(path / "config.json"), path=str(path))
-    if path.suffix == ".json" or is_file(path):
-        return spec_from_config_file(path)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
-        return _spec_from_hub(name)
-    raise ValueError(
-        f"unknown model {name!r}\nhint: one of {', '.join(PRESETS)}; any size as slm-700m; "
-        "a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
-    )
-
-
-def spec_from_config_file(path: Path) -> ModelSpec:
-    """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
-    text = read_text(path, what="the model configuration", hint="give a folder with config.json")
-    config = json_of(text, path, hint="give a Hugging Face config.json")
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    return _spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
-
-
-def _spec_from_hub(hub_id: str) -> ModelSpec:
-    from transformers import AutoConfig  # 3 s: only where a hub id asks for it
-
-    try:
-        config = AutoConfig.from_pretrained(hub_id, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"can't get model {hub_id!r} from the hub: {str(error).splitlines()[0]}\n"
-            f"hint: check the name and the network, or use a preset: {', '.join(PRESETS)}"
-        ) from None
-    return _spec_from_config(config.to_dict(), name=hub_id.split("/")[-1].lower(), path=hub_id)
-
-
-def _spec_from_config(config: object, name: str, path: str) -> ModelSpec:
-    """ModelSpec from a Hugging Face configuration's keys; all that is missing is reported at once."""
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
-    model_type = config.get("model_type", "llama")
-    if model_type in ("gpt2", "gpt_neox", "mpt"):
-        from slm_toolkit.gpt_configs import gpt_spec
-
-        return gpt_spec(config, name=name, path=path)
-    if model_type not in ("llama", "qwen2", "mistral"):
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported\n"
-            "hint: Llama-like models are: llama, qwen2, mistral; gpt2, gpt_neox and mpt can be estimated"
-        )
-    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    bad = [key for key in required if not is_size(config.get(key))]
-    if bad:
-        raise ValueError(
-            f"{path}: {', '.join(bad)} must be positive whole numbers, at most {_LARGEST_SIZE:,}\n"
-            "hint: is it a language model?"
-        )
-    check_layers(config["num_hidden_layers"], path)
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
-        raise ValueError(
-            f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
-        )
-    if config["hidden_size"] % heads:
-        raise ValueError(
-            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
-            "hint: transformers refuses such a model"
-        )
-    rope = config.get("rope_parameters")
-    check_kinds(
-        {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
-        path,
-        **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
-        **{"rope_theta": float, "rope_parameters.rope_theta": float},
-    )
-    rope = rope or {}
-    return ModelSpec(
-        name,
-        config["num_hidden_layers"],
-        config["hidden_size"],
-        heads,
-        kv_heads,
-        head_dim,
-        config["intermediate_size"],
-        config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2",
-        model_type=model_type,
-        max_position_embeddings=config.get("max_position_embeddings") or 2048,
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
-        source=path,
-        path=path,
-    )
-
-
-_KIND = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    dict: ("an object", lambda value: isinstance(value, dict)),
-    int: ("a whole number above 0", lambda value: is_size(value)),
-    float: (
-        "a number above 0",
-        lambda value: isinstance(value, float | int) and value is not True and value > 0,
-    ),
-}
-
-
-def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
-    """Raises ValueError with the first key that is there and is not of its kind."""
-    for key, kind in kinds.items():
-        said, is_kind = _KIND[kind]
-        if config.get(key) is not None and not is_kind(config[key]):
-            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {said}")
-
-
-def check_layers(num_layers: int, path: str) -> None:
-    """Raises ValueError for more than can be counted one by one."""
-    if num_layers > _MOST_LAYERS:
-        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {_MOST_LAYERS:,}")
-
-
-def is_size(value: object) -> bool:
-    """Whether it may be a dimension of a model, or how many there are of something."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_SIZE

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from slm_toolkit.anatomy import read_trace
 from slm_toolkit.config import RunConfig
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.run.attention import transformers_name
 from slm_toolkit.run.model import build_model
 

@@ -26,7 +26,7 @@ from slm_toolkit.checkup.mend import mended, write_mended
 from slm_toolkit.config import RunConfig
 from slm_toolkit.finding import REMOVE, Edit, Finding
 from slm_toolkit.hardware import Gpu
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.predict.bandwidth import cluster_of
 from slm_toolkit.predict.site import Site
 from slm_toolkit.strategy import config_dir, find_strategy

@@ -9,7 +9,7 @@ from conftest import ROOT, launch, record_under, run
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source, sources_of
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.run.batches import make_loader, num_labels
 from slm_toolkit.run.data import load_data
 from slm_toolkit.run.evaluate import mean_loss

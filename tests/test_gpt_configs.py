@@ -7,7 +7,8 @@ import torch
 from conftest import slm
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, MptConfig, PretrainedConfig
 
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 
 CONFIGS = {
     "gpt2": GPT2Config(),  # 124,439,808 parameters as published

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.run.kernels import use_kernels
 from slm_toolkit.run.layer_kernels import FusedMLP, FusedRMSNorm
 from slm_toolkit.run.loss import RecordedLoss

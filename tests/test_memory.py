@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.models import PRESETS, ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import PRESETS, ModelSpec
 from slm_toolkit.predict import loss_memory, optimizer_bytes
 from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slm_toolkit.models import PRESETS, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import PRESETS
 from slm_toolkit.run.model import hf_config
 
 # Paper, appendix B, table 2.

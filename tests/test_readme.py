@@ -12,7 +12,7 @@ from conftest import ROOT, Comparison, launch, record_under, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.flags import add_flags
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.parser import Parser, with_underscores
 
 README = (ROOT / "README.md").read_text()

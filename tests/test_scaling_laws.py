@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.predict.scaling_laws import (
     LAWS,
     Law,

@@ -17,7 +17,8 @@ from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
 from slm_toolkit.config import RunConfig
 from slm_toolkit.convert import convert
 from slm_toolkit.launch_files import write_launch
-from slm_toolkit.models import PRESETS, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import PRESETS
 from slm_toolkit.record import run_name_of
 from slm_toolkit.record_files import find_records
 from slm_toolkit.report.trackers import TRACKERS, TrackedRun

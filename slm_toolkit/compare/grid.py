@@ -10,7 +10,8 @@ from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import fit_groups, is_hybrid
 from slm_toolkit.hardware import Machine
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
     PARITY_REFERENCE,
     everything_asked,

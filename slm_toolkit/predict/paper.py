@@ -20,7 +20,8 @@ from pathlib import Path
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.bandwidth import cluster_of
 from slm_toolkit.predict.cost import PAPER_PRICES, paper_token_per_dollar
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs

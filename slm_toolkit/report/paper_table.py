@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.models import find_model
+from slm_toolkit.model_names import find_model
 from slm_toolkit.predict.bottleneck import misaligned_widths
 from slm_toolkit.predict.paper import SEQ_LEN
 from slm_toolkit.report.cells import DASH, dollars, rate

@@ -20,7 +20,8 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.launch_words import said_alike
-from slm_toolkit.models import ModelSpec, find_model
+from slm_toolkit.model_names import find_model
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
     RunRecord,
     everything_asked,
