@@ -8,6 +8,9 @@ Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs
 train, record.
 """
 
+from slm_toolkit.quick_imports import imports_done  # before all that it is for
+
+# isort: split
 import dataclasses
 import functools
 import gc
@@ -49,6 +52,8 @@ from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 from slm_toolkit.run.watchdog import Watchdog
+
+imports_done()
 
 
 def main(argv: list[str] | None = None) -> None:

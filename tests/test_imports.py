@@ -108,3 +108,15 @@ def test_arrows_between_rooms_point_one_way(module: str) -> None:
     assert f"slm_toolkit.{module}" in imported
     rooms = tuple(f"slm_toolkit.{room}" for room in FORBIDDEN[module].split())
     assert [name for name in imported if name.startswith(rooms)] == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_only_while_the_script_is_imported(enabled: bool) -> None:
+    program = (
+        f"import gc; gc.{'enable' if enabled else 'disable'}(); "
+        "import slm_toolkit.train; print(gc.isenabled(), gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    is_enabled, num_frozen = done.stdout.split()
+    assert is_enabled == str(enabled)
+    assert int(num_frozen) > 100_000  # torch and transformers
