@@ -43,6 +43,7 @@ from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
+from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import MODEL_DIR, save_model
@@ -187,7 +188,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         guard.after(step, step_loss, norm)
     guard.end()
     watchdog.beat("after the last step")
-    mean_losses = accelerator.reduce(torch.stack(losses), reduction="mean").tolist()
+    ranks = gather_to_all(torch.stack(losses).tolist())  # an all-reduce adds in an order of its own
+    mean_losses = [sum(of_step) / len(ranks) for of_step in zip(*ranks, strict=True)]
     if progress is not None:
         progress.show(num_steps, mean_losses[-1], watch.num_tokens() * accelerator.num_processes)
         progress.close()

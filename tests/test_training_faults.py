@@ -134,7 +134,6 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert (faulty.code, faulty.messages) == (0, []), faulty.err
 
 
-@pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property: Report) -> None:
     def kill_launcher() -> None:
         (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
@@ -143,7 +142,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property
     faulty = launch_with_fault(tmp_path, "--max_steps", "100000", at_line=("a step is", kill_launcher))
     (message,) = faulty.messages
     assert "the launcher (pid " in message
-    assert "was killed or crashed at step " in message
+    assert re.search(r"was killed or crashed (at step \d+ of 100000|before its first step)$", message)
     note(faulty, "SIGKILL to the launcher", record_property)
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:

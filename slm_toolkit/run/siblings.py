@@ -42,7 +42,8 @@ class Siblings:
         return dict(self._ended)
 
     def living(self) -> list[int]:
-        return sorted(self._processes)
+        """Their ranks, with those that were not looked for yet."""
+        return sorted({*self._processes, *self._unknown})
 
     def how_is(self, rank: int) -> str:
         """What a rank that does not answer is, as far as can be seen from here."""

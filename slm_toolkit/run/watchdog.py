@@ -216,10 +216,12 @@ class Watchdog:
             os._exit(1)
         machine = os.environ.get("GROUP_RANK", "0")
         first = self._board.is_first(f"speaks {machine}", self.rank) if self._board is not None else True
-        if first is None:  # the launcher is gone, and with it what is written
+        alone = first is None  # the launcher is gone, and with it what is written
+        if alone:
             first = self.rank < min(self._siblings.living(), default=self.rank + 1)
         if first:
             self._say(found, hint)
+            time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
             self._siblings.kill(silent or [])
             if self._board is not None:
                 self._board.write(f"spoken {machine}", True)
