@@ -97,6 +97,8 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append(f"--validation_split_percentage is {config.validation_split_percentage}: 1 to 50")
     if config.max_loss is not None and not config.max_loss > 0:
         found.append(f"--max_loss is {config.max_loss}: above 0")
+    if config.resume_from_checkpoint == "":
+        found.append("--resume_from_checkpoint is empty: an unset variable? auto starts where there is none")
     if config.async_save and config.save_steps is None:
         found.append("--async_save without --save_steps")
     if config.max_steps is not None and config.num_train_epochs is not None:

@@ -151,9 +151,23 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     guard = Guard(job, prepared, progress.say if progress is not None else lambda line: None)
     if job.checkpoint is not None:
         in_epoch = place_in_data(prepared.loader, record.first_step, prepared.num_micro_steps)[1]
-        if in_epoch:  # its order was drawn from the same numbers before, at its beginning
+        # an epoch's order was drawn from the same numbers before, at its beginning
+        if in_epoch and record.first_step < num_steps:
             batches = chain([next(batches)], batches)
         load_random_states(job.checkpoint, accelerator)
+
+    def evaluate_after(step: int) -> None:
+        watchdog.beat(f"in the evaluation after step {step}")
+        of_sets = evaluate(accelerator, prepared.model, recorder, prepared.eval_loaders, config)
+        eval_losses.append({"step": step, "loss": finite(mean_loss(of_sets))})
+        for name, (loss, _) in of_sets.items():
+            eval_losses_by_set[name].append(finite(loss))
+        if progress is not None:
+            progress.say(f"step {step}: eval loss {described(of_sets)}")
+        if config.report_to != "none":
+            of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
+            accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=step)
+
     for step in range(record.first_step, num_steps):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
@@ -174,24 +188,22 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
                 logged |= {f"loss/{name}": loss for name, loss in of_last.items()}
             accelerator.log(logged, step=done)
         if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
-            watchdog.beat(f"in the evaluation after step {done}")
-            of_sets = evaluate(accelerator, prepared.model, recorder, prepared.eval_loaders, config)
-            eval_losses.append({"step": done, "loss": finite(mean_loss(of_sets))})
-            for name, (loss, _) in of_sets.items():
-                eval_losses_by_set[name].append(finite(loss))
-            if progress is not None:
-                progress.say(f"step {done}: eval loss {described(of_sets)}")
-            if config.report_to != "none":
-                of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
-                accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=done)
+            evaluate_after(done)
         watchdog.beat(f"after step {done} of {num_steps}")
         guard.after(step, step_loss, norm)
     guard.end()
+    job.search.end()
     watchdog.beat("after the last step")
-    ranks = gather_to_all(torch.stack(losses).tolist())  # an all-reduce adds in an order of its own
+    if not losses and prepared.eval_loaders:  # killed after its last checkpoint, before its record
+        evaluate_after(num_steps)
+    of_this_rank = torch.stack(losses).tolist() if losses else []
+    ranks = gather_to_all(of_this_rank)  # an all-reduce would add in an order of its own
     mean_losses = [sum(of_step) / len(ranks) for of_step in zip(*ranks, strict=True)]
     if progress is not None:
-        progress.show(num_steps, mean_losses[-1], watch.num_tokens() * accelerator.num_processes)
+        if mean_losses:
+            progress.show(num_steps, mean_losses[-1], watch.num_tokens() * accelerator.num_processes)
+        else:
+            progress.say(f"all {num_steps} steps were done before")
         progress.close()
 
     observed = watch.observed()  # before the model is gathered to be saved

@@ -43,7 +43,10 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: flo
     losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
     if seen.is_loss_bad(max_loss):
         return f"the loss is {losses}", path
-    return f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}", path
+    told = f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}"
+    if job.config.on_bad_step == "skip":  # then it is the norm that tells
+        told += f"; or the loss of a micro-step is above {max_loss:.4g} (--max_loss)"
+    return told, path
 
 
 def _sequence_numbers(loader: Any, step: int, num_micro_steps: int, accelerator: Any) -> Iterator[int]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.errors import RunEnded
 from slm_toolkit.run.checkpoint_files import (
     Manifest,
@@ -39,6 +41,8 @@ from slm_toolkit.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
 "what dropout draws from, on each rank"
+DATA = "data"
+"what a checkpoint's manifest says of the data, in its run's description"
 _FINGERPRINT_ELEMENTS = 1024
 _LIKE_BEFORE = (
     *("model", "numerics", "optim", "seq_len"),
@@ -52,13 +56,17 @@ _LIKE_BEFORE = (
 def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
     """What a run that goes on from a checkpoint must have in common with the one that wrote it.
 
-    Not the strategy, the number of processes and how a step's sequences fall on them.
+    Not the strategy, the number of processes and how a step's sequences fall on them. A checkpoint says
+    beside it what the data was, see `Data.contents`.
     """
-    of_data: dict[str, Any] = {"evaluates": config.eval_steps is not None}  # then some is held out
-    if config.streaming:
-        of_data["held_out_sequences"] = config.eval_batches * config.per_device_train_batch_size
     flags = {flag: getattr(config, flag) for flag in _LIKE_BEFORE}
-    return {**flags, **of_data, "sequences_per_step": sequences_per_step}
+    evaluates = config.eval_steps is not None  # then some is held out
+    return {**flags, "evaluates": evaluates, "sequences_per_step": sequences_per_step}
+
+
+def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
+    """Whether a checkpoint was written by a run of this description, whatever its data was."""
+    return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
 
 
 def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
@@ -68,6 +76,7 @@ def launch_description(config: RunConfig, strategy: Strategy, num_processes: int
         "num_processes": num_processes,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "base_batch_size": config.base_batch_size or config.per_device_train_batch_size,
     }
 
 
@@ -110,7 +119,7 @@ class CheckpointWriter:
                 unfinished(self.folder, step, token).mkdir()
                 order = 1 + max((m.order for m in readable_manifests(self.folder).values()), default=0)
             except OSError as error:
-                problem = str(error)
+                problem = _problem(error, self.folder)
         self._raise(problem)
         self._unfinished = unfinished(self.folder, step, gather_to_all(token)[0])
         mine = {RANDOM_CPU: (0, torch.get_rng_state())}
@@ -155,7 +164,7 @@ class CheckpointWriter:
         try:
             file = self._writing.result()
         except OSError as error:
-            problem = f"{error.strerror or error}: {error.filename or self._unfinished}"
+            problem = _problem(error, self._unfinished)
         writing, self._writing = self._manifest, None
         try:
             self._raise(problem)
@@ -165,7 +174,7 @@ class CheckpointWriter:
                     finish(self._unfinished, dataclasses.replace(writing, files=files))
                     self._rotate()
                 except OSError as error:
-                    problem = str(error)
+                    problem = _problem(error, self._unfinished)
             self._raise(problem)
         except RunEnded:
             if self.accelerator.is_main_process:
@@ -178,38 +187,53 @@ class CheckpointWriter:
         return stretches(self.model, self.optimizer, rank=rank, world_size=world_size)
 
     def _rotate(self) -> None:
-        of_run = [
-            (m.order, path) for path, m in readable_manifests(self.folder).items() if m.run == plain(self.run)
-        ]
+        manifests = readable_manifests(self.folder).items()
+        of_run = [(m.order, path) for path, m in manifests if is_of(m, self.run)]
         for _, old in sorted(of_run)[: -self.keep]:
             remove(old)
 
-    def _raise(self, problem: str | None) -> None:
-        """On all ranks, where there is one on any."""
-        problems = gather_to_all(problem)
-        told = [f"rank {rank}: {found}" for rank, found in enumerate(problems) if found]
-        if told:
-            free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
-            why = f"{'; '.join(told)} ({free_bytes / 2**20:,.1f} MiB free)"
+    def _raise(self, problem: tuple[int | None, str] | None) -> None:
+        """On all ranks, where there is one on any: its number, and what it says."""
+        problems = {rank: found for rank, found in enumerate(gather_to_all(problem)) if found}
+        if problems:
+            told = "; ".join(f"rank {rank}: {says}" for rank, (_, says) in problems.items())
+            help = f"look at {self.folder}"
+            if any(number in DISK_FULL for number, _ in problems.values()):
+                free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
+                told += f" ({free_bytes / 2**20:,.1f} MiB free)"
+                help = f"make room in {self.folder}"
             raise RunEnded(
-                f"the checkpoint could not be written: {why}\n"
-                f"hint: make room in {self.folder}; --resume_from_checkpoint latest goes on from the last one"
+                f"the checkpoint could not be written: {told}\n"
+                f"hint: {help}; --resume_from_checkpoint latest goes on from the last one"
             )
+
+
+def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
+    return error.errno, f"{error.strerror or error}: {error.filename or place}"
 
 
 def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
     """Tells other frozen weights from these by the first elements of each; None where there are none.
 
-    Also None where zero3_init_flag made the model in pieces: a rank has no first elements of its own then.
+    Every rank must call it: where zero3_init_flag made the model in pieces, each tensor is gathered.
     """
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-    if not frozen or any(hasattr(param, "ds_tensor") for _, param in frozen):
+    if not frozen:
         return None
     digest = hashlib.sha256()
     for name, param in frozen:
-        start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu()
-        digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
+        with _whole(param):
+            start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu()
+            digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _whole(param: torch.Tensor) -> AbstractContextManager[Any]:
+    if not hasattr(param, "ds_tensor"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([param])
 
 
 def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
@@ -223,6 +247,12 @@ def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manife
                 said = str(error).splitlines()[0]
                 print(f"warning: {path} is damaged and skipped: {said}", file=sys.stderr)
     return found
+
+
+def by_order(folder: Path) -> list[Path]:
+    """The readable checkpoints of a folder, the newest last."""
+    manifests = readable_manifests(folder)
+    return sorted(manifests, key=lambda path: manifests[path].order)
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:

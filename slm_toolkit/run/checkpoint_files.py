@@ -30,6 +30,9 @@ FORMAT = 2
 MANIFEST_FILE = "checkpoint.json"
 _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
+_MOST_STEPS = 10**12
+WRITTEN_BY = {"strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"}
+"what is said of the launch that wrote a checkpoint, and more"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
 _FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
 
@@ -59,7 +62,7 @@ class Manifest:
     run: dict[str, Any]
     "what a run that goes on from it must have in common with the one that wrote it"
     written_by: dict[str, Any]
-    "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps"
+    "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps, base_batch_size"
     frozen: str | None
     "fingerprint of the weights that an adapter is for"
     scaler: dict[str, Any] | None
@@ -162,15 +165,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = Manifest(**content, files=tuple(files))
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError):
         raise ValueError(f"{path} is no checkpoint's of this version\nhint: {_HINT}") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version!r}, {FORMAT} is read here\nhint: {_HINT}")
     has_types = _has_types(manifest) and all(map(_has_types, files))
-    if (
-        version != FORMAT
-        or not has_types
-        or not is_as_written
-        or not all(_OF_RANK.fullmatch(file.name) for file in files)
-    ):
+    if not (has_types and is_as_written and _makes_sense(manifest)):
         raise ValueError(f"{path} has changed since it was written\nhint: {_HINT}")
     return manifest
+
+
+def _makes_sense(manifest: Manifest) -> bool:
+    """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
+    return (
+        0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
+        and manifest.written_by.keys() >= WRITTEN_BY
+        and all(_OF_RANK.fullmatch(file.name) for file in manifest.files)
+        and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
+    )
 
 
 def _has_types(value: Manifest | RankFile) -> bool:

@@ -1,7 +1,9 @@
 """What a run trains and evaluates on: the sequences of every dataset, held-out ones apart, mixed as asked."""
 
+import hashlib
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -35,6 +37,8 @@ class Data:
     "of the datasets that are mixed"
     facts: list[dict[str, Any]]
     "of each of them: name, weight, packing, format, and numbers of what fills its sequences"
+    contents: list[dict[str, Any]]
+    "of each of them what tells it from other data of its name, and how many sequences were held out of it"
 
     documents_apart: bool
     "whether some sequences hold documents that must not see each other"
@@ -45,8 +49,12 @@ class Data:
         return any(fact["packing"] != "concat" or fact["format"] == "tokens" for fact in self.facts)
 
 
-def load_data(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> Data:
+def load_data(
+    config: RunConfig, spec: ModelSpec, *, num_sequences: int, num_held_out: int | None = None
+) -> Data:
     """All that the run needs. `num_sequences` is how many it can use, for data that never ends.
+
+    `num_held_out`: how many sequences an earlier run has held out of each stream; as many are now.
 
     Raises ValueError, with a hint, for data that isn't there, holds no text or is too short.
     """
@@ -55,14 +63,17 @@ def load_data(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> Data
         common = {"vocab_size": spec.vocab_size, "seq_len": config.seq_len, "seed": config.seed}
         train = MarkovTokens(num_sequences=num_sequences, **common)
         held_out = {SYNTHETIC: MarkovTokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
-        return Data(train, held_out, None, (SYNTHETIC,), [], documents_apart=False)
+        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=False)
     tokenizer = load_tokenizer(config, spec)
     sources = config.sources
     split_here = evaluate and not config.eval_sources
-    parts = [_load_part(source, tokenizer, config, spec, hold_out=split_here) for source in sources]
+    if num_held_out is None:
+        num_held_out = _most_held_out(config)
+    load_part = partial(_load_part, tokenizer=tokenizer, config=config, spec=spec)
+    parts = [load_part(source, num_held_out=num_held_out if split_here else None) for source in sources]
     held_out = {source.name: part.held_out for source, part in zip(sources, parts, strict=True) if split_here}
     facts = [part.facts for part in parts]
-    of_eval = [_load_part(source, tokenizer, config, spec, hold_out=False) for source in config.eval_sources]
+    of_eval = [load_part(source, num_held_out=None) for source in config.eval_sources]
     for source, part in zip(config.eval_sources, of_eval, strict=True):
         is_stream = isinstance(part.train, IterableDataset)
         held_out[source.name] = list(islice(part.train, _most_held_out(config))) if is_stream else part.train
@@ -72,7 +83,8 @@ def load_data(config: RunConfig, spec: ModelSpec, *, num_sequences: int) -> Data
     names = tuple(source.name for source in sources)
     train = _mixed([part.train for part in parts], sources, config)
     apart = any(part.facts["packing"] in APART for part in (*parts, *of_eval))
-    return Data(train, held_out, tokenizer, names, facts, documents_apart=apart)
+    contents = [part.content for part in parts]
+    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=apart)
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,14 @@ class _Part:
     train: Any
     held_out: Any
     facts: dict[str, Any]
+    content: dict[str, Any]
 
 
 def _load_part(
-    source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, hold_out: bool
+    source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, num_held_out: int | None
 ) -> _Part:
-    """One dataset's sequences, and with `hold_out` the last of them apart."""
+    """One dataset's sequences, and some of them apart, if asked: of a stream the first `num_held_out`, of
+    others a share at the end."""
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
     if kind in CHATS and tokenizer.chat_template is None:
@@ -100,7 +114,7 @@ def _load_part(
     )
     facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
     if streaming:
-        return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, hold_out)
+        return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, num_held_out)
     rows = rows.with_format(None)
     try:
         packed = rows.map(
@@ -116,8 +130,10 @@ def _load_part(
         raise ValueError(_too_short(source, kind, config))
     facts |= _facts_of(packed, len(rows), config.seq_len)
     packed = packed.with_format("torch")
-    if not hold_out:
-        return _Part(packed, None, facts)
+    some = [packed[number] for number in (0, len(packed) // 2, len(packed) - 1)]
+    content = {"num_sequences": len(packed), "digest": _digest(some)}
+    if num_held_out is None:
+        return _Part(packed, None, facts, content)
     num_held_out = max(1, len(packed) * config.validation_split_percentage // 100)
     if num_held_out == len(packed):
         raise ValueError(
@@ -125,24 +141,34 @@ def _load_part(
         )
     num_train = len(packed) - num_held_out
     held_out = packed.select(range(num_train, len(packed)))
-    return _Part(packed.select(range(num_train)), held_out, facts)
+    return _Part(packed.select(range(num_train)), held_out, facts, content)
 
 
 def _split_stream(
-    source: Source, stream: PackedStream, facts: dict[str, Any], config: RunConfig, hold_out: bool
+    source: Source, stream: PackedStream, facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _Part:
-    """Of a stream the first sequences, as many as `eval_batches` hold, are held out in memory."""
+    """Of a stream the first sequences are held out in memory."""
     if config.dataloader_num_workers > 1:  # each would read it whole, or in another order
         raise ValueError(
             f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
             "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
         )
-    num_held_out = _most_held_out(config) if hold_out else 0
-    held_out = list(islice(iter(stream), num_held_out))
-    train = PackedStream(stream.rows, stream.pack, stream.path, skip=num_held_out)
-    if next(iter(train), None) is None:
-        raise ValueError(_too_short(source, stream.pack.kind, config, num_held_out))
-    return _Part(train, held_out if hold_out else None, facts)
+    num_skipped = num_held_out or 0
+    held_out = list(islice(iter(stream), num_skipped))
+    train = PackedStream(stream.rows, stream.pack, stream.path, skip=num_skipped)
+    first = next(iter(train), None)
+    if first is None:
+        raise ValueError(_too_short(source, stream.pack.kind, config, num_skipped))
+    content = {"num_held_out": num_skipped, "digest": _digest([first])}
+    return _Part(train, None if num_held_out is None else held_out, facts, content)
+
+
+def _digest(sequences: Iterable[dict[str, Any]]) -> str:
+    """Of their tokens."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(sequence["input_ids"].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _most_held_out(config: RunConfig) -> int:

@@ -113,9 +113,10 @@ class Guard:
             if self.skipped[-MOST_SKIPPED:] != in_a_row:
                 return
             told = f"{MOST_SKIPPED} steps in a row were bad: {told}"
+        helps = "" if self.config.on_bad_step == "skip" else "; --on_bad_step skip leaves such steps out"
         self._end(
             f"step {seen.step + 1}: {told}; its sequences: {path}",
-            "a lower --learning_rate, other data; --on_bad_step skip leaves such steps out",
+            f"a lower --learning_rate, other data{helps}",
         )
 
     def _stop(self, number: int, step: int) -> None:
@@ -127,5 +128,8 @@ class Guard:
 
     def _end(self, message: str, *hints: str, exit_code: int = 1) -> NoReturn:
         if self._last_saved is not None:
-            hints = (f"--resume_from_checkpoint latest goes on from {self._last_saved}", *hints)
+            saved = self._last_saved
+            is_here = saved.is_relative_to(self.run_dir)
+            helps = f"latest goes on from {saved}" if is_here else f"{saved} goes on from there"
+            hints = (f"--resume_from_checkpoint {helps}", *hints)
         raise RunEnded("\n".join([message, f"hint: {'; '.join(hints)}"]), exit_code=exit_code)

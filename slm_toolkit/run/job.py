@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shlex
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from slm_toolkit.record import (
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
-from slm_toolkit.run.checkpoint import fingerprint_of_frozen, launch_description, run_description
+from slm_toolkit.run.checkpoint import DATA, fingerprint_of_frozen, launch_description, run_description
 from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
 from slm_toolkit.run.engine import (
@@ -63,11 +64,14 @@ from slm_toolkit.run.ranks import rank_0_first
 from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.resume import (
     Checkpoint,
+    check_data,
+    check_place,
     choose,
     described,
     find_checkpoints,
     load_state,
     load_weights,
+    num_held_out,
 )
 from slm_toolkit.run.saved_model import MODEL_DIR, check_apart
 from slm_toolkit.run.smaller_batch import (
@@ -171,23 +175,36 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     asked_config, config = config, smaller_batch(config)
     per_step = sequences_per_step(config, launch)
     description = run_description(config, per_step)
+    if config.save_steps:
+        check_place(run_dir, description)
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = (
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
 
+    if os.environ.get("RANK", "0") == "0":
+        check_writable(run_dir)
     name_groups_anew()
     with machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group = control_group(accelerator)
     checkpoint = choose(candidates, accelerator)
+    if checkpoint is not None and config.base_batch_size is None:
+        base = checkpoint.manifest.written_by.get("base_batch_size")
+        config = dataclasses.replace(config, base_batch_size=base)
     batch_described = describe_batch(config, per_step, launch)
     here = launch_description(config, launch.strategy, launch.num_processes)
     config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
     num_sequences = (config.steps_asked or 0) * per_step
     data = None
     if not is_fake(config):
-        data = rank_0_first(lambda: load_data(config, spec, num_sequences=num_sequences))
+        held_out = num_held_out(checkpoint)
+        data = rank_0_first(
+            lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
+        )
+        if checkpoint is not None:
+            check_data(checkpoint, data.contents)
+        description = {**description, DATA: data.contents}
     with tensors_of(config):
         model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
     if is_fake(config):
@@ -251,7 +268,8 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         prefetch_as_asked(model, config.fsdp_prefetch)
         num_micro_steps = accelerator.gradient_accumulation_steps
         num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
-        if record.first_step >= num_steps:
+        is_done = record.first_step >= num_steps
+        if is_done and not (config.resume_from_checkpoint == "auto" and record.first_step == num_steps):
             raise ValueError(
                 f"{job.checkpoint.path} has all {num_steps} steps done\n"
                 f"hint: to go on, --max_steps above {record.first_step} "
@@ -279,6 +297,18 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raises ValueError where a run's folder, or a file in it, can't be made; leaves nothing behind."""
+    there = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"can't write into {run_dir}: {error.strerror}\nhint: --output_dir and --run_name say where"
+        ) from None
 
 
 def local_world_size() -> int:

@@ -10,13 +10,15 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from slm_toolkit.run.checkpoint import (
+    DATA,
     RANDOM_CPU,
     RANDOM_CUDA,
     fingerprint_of_frozen,
+    is_of,
     plain,
     readable_manifests,
 )
-from slm_toolkit.run.checkpoint_files import Manifest, Reader, damage, read_manifest
+from slm_toolkit.run.checkpoint_files import Manifest, Reader, damage, finished, read_manifest
 from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.training_state import (
     WEIGHTS,
@@ -54,8 +56,9 @@ def find_checkpoints(
         # of a run killed after its last checkpoint, before its record: that step again
         unended = [one for one in found if num_steps is None or one.manifest.step < num_steps]
         return unended or found
-    if (folder / "checkpoints").is_dir():
-        return _newest(folder, run, can_be_none=False)
+    of_run = folder.parent if folder.name == "checkpoints" else folder
+    if (of_run / "checkpoints").is_dir():
+        return _newest(of_run, run, can_be_none=False)
     if not folder.is_dir():
         raise ValueError(
             f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
@@ -68,18 +71,52 @@ def find_checkpoints(
 def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
     folder = run_dir / "checkpoints"
     manifests = readable_manifests(folder, warn=True)
-    of_run = [(m.order, path) for path, m in manifests.items() if m.run == plain(run)]
+    of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
     if of_run:
         return [Checkpoint(path, manifests[path]) for _, path in sorted(of_run, reverse=True)]
     if manifests:
         newest = max(manifests, key=lambda path: manifests[path].order)
         _check_alike(newest, manifests[newest], run)
+    elif there := finished(folder):
+        raise ValueError(
+            f"of {len(there)} checkpoints under {folder} none can be read\nhint: see above; what wrote them "
+            "reads them, or start again with another --run_name"
+        )
     if can_be_none:
         return []
     raise ValueError(
         f"no checkpoint under {folder}\nhint: --save_steps writes them, --run_name names the folder; auto "
         "starts anew where there is none"
     )
+
+
+def check_place(run_dir: Path, run: dict[str, Any]) -> None:
+    """Raises ValueError where another run's checkpoints lie where this one's would take their place."""
+    for path, manifest in readable_manifests(run_dir / "checkpoints").items():
+        if not is_of(manifest, run):
+            told = _differences(manifest, run) or "a step has other numbers of sequences"
+            raise ValueError(
+                f"{path} is of another run, and this one's checkpoints would take its place: {told}\n"
+                "hint: another --run_name or --output_dir; or the flags that it was written with"
+            )
+
+
+def num_held_out(checkpoint: Checkpoint | None) -> int | None:
+    """How many sequences the run before held out of each stream; None where it had none."""
+    of_data = (checkpoint.manifest.run.get(DATA) or []) if checkpoint else []
+    return max((content["num_held_out"] for content in of_data if "num_held_out" in content), default=None)
+
+
+def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
+    """Raises ValueError where the data has changed since a checkpoint was written."""
+    before = checkpoint.manifest.run.get(DATA)
+    if before is not None and before != plain({DATA: contents})[DATA]:
+        sizes = [[content.get("num_sequences") for content in of_run] for of_run in (before, contents)]
+        counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
+        raise ValueError(
+            f"the data has changed since {checkpoint.path} was written{counts}\n"
+            "hint: a run goes on with the data that it began with; for other data start from its saved model"
+        )
 
 
 def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
@@ -121,7 +158,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} is of another model: {', '.join(unlike[:3])}"
             f"{f' and {len(unlike) - 3} more' if len(unlike) > 3 else ''}\nhint: give the --model it was of"
         )
-    if fingerprint_of_frozen(model) not in (None, checkpoint.manifest.frozen):
+    if fingerprint_of_frozen(model) != checkpoint.manifest.frozen:
         raise ValueError(
             f"{checkpoint.path} is of an adapter of other frozen weights\nhint: give the --model it was of"
         )
@@ -193,20 +230,24 @@ def _read(reader: Reader, part: Stretch) -> torch.Tensor:
 
 def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint was written by a run that another would not continue."""
-    before = manifest.run
-    differences = [
-        f"{name} {before.get(name)!r} in the checkpoint, {value!r} now"
-        for name, value in plain(run).items()
-        if before.get(name) != value and name != "sequences_per_step"
-    ]
-    if differences:
+    if told := _differences(manifest, run):
         raise ValueError(
-            f"{checkpoint} is of another run: {'; '.join(differences)}\n"
+            f"{checkpoint} is of another run: {told}\n"
             "hint: give the flags it was written with; strategy, processes, length, learning rate may change"
         )
+    before = manifest.run
     if before.get("sequences_per_step") != run["sequences_per_step"]:
         raise ValueError(
             f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, and has "
             f"{run['sequences_per_step']} now\nhint: --per_device_train_batch_size x "
             "--gradient_accumulation_steps x processes is to stay as it was"
         )
+
+
+def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
+    """Between the run that wrote a checkpoint and another, but for how many sequences a step has."""
+    return "; ".join(
+        f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in plain(run).items()
+        if manifest.run.get(name) != value and name != "sequences_per_step"
+    )

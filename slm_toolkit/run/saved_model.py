@@ -1,6 +1,8 @@
 """The final model of a run, as a folder that Hugging Face's libraries load."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,29 @@ def save_model(
     """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of that name: not what this one saved
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
-        hf_model.save_pretrained(folder, state_dict=state_dict)
-        written = [folder, save_merged(hf_model, state_dict, folder)] if merge else [folder]
-        for place in written if tokenizer is not None else []:
-            tokenizer.save_pretrained(place)
+        with _in_place_of(folder) as beside:
+            hf_model.save_pretrained(beside, state_dict=state_dict)
+            written = [beside, save_merged(hf_model, state_dict, beside)] if merge else [beside]
+            for place in written if tokenizer is not None else []:
+                tokenizer.save_pretrained(place)
     accelerator.wait_for_everyone()
     return folder
+
+
+@contextmanager
+def _in_place_of(folder: Path) -> Iterator[Path]:
+    """A folder to write into; when all is written it takes the place of an earlier run's."""
+    beside, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("unfinished", "replaced"))
+    try:
+        for leftover in (beside, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield beside
+        if folder.exists():
+            folder.rename(replaced)
+        beside.rename(folder)
+    finally:
+        for leftover in (beside, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -105,6 +105,11 @@ class BatchSizeSearch:
                 self._start_again(say=False)
             time.sleep(0.1)
 
+    def end(self) -> None:
+        """The steps are done: what needs too much memory after them, a smaller batch does not help."""
+        self._is_on = False
+        self._ended.set()
+
     def _look(self) -> None:
         """In a thread: the one that trains may wait in a collective for the rank without memory."""
         while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):

@@ -168,7 +168,8 @@ class RunWatch:
             "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
             "other_busy_cores": ranks[0]["host"],
             "num_cores": num_cores(),
-            "state_bytes": [rank["state"] for rank in ranks],
+            # without a step there were no gradients to count
+            "state_bytes": [rank["state"] for rank in ranks if rank["seconds"]],
             "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
             "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
             "peak_rss_bytes": [rank["peaks"]["rss"] for rank in ranks],

@@ -19,7 +19,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record import RunRecord
 from slm_toolkit.run.board import open_board
-from slm_toolkit.run.checkpoint_files import finished
+from slm_toolkit.run.checkpoint import by_order
 from slm_toolkit.run.failure import write_failure
 from slm_toolkit.run.known_errors import one_line
 from slm_toolkit.run.machines import UNREACHED
@@ -232,7 +232,7 @@ class Watchdog:
         os._exit(1)  # the thread that trains may wait for ever
 
     def _say(self, found: str, hint: str) -> None:
-        saved = finished(self._run.run_dir / "checkpoints") if self._run is not None else []
+        saved = by_order(self._run.run_dir / "checkpoints") if self._run is not None else []
         hints = [hint] if hint else []
         if saved:
             hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")

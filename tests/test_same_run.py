@@ -1,0 +1,221 @@
+"""What tells one run's checkpoints from another's: nobody's are replaced, and the data is that of before."""
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Finished, record_under, run
+from transformers import LlamaForCausalLM
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS
+from slm_toolkit.run.checkpoint_files import Manifest, digest_of, read_manifest
+from slm_toolkit.run.data import load_data
+from slm_toolkit.run.saved_model import save_model
+from slm_toolkit.run.smaller_batch import BatchSizeSearch
+
+SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
+STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
+
+
+def train(folder: Path, *words: str, batch: tuple[int, int] = (2, 1)) -> Finished:
+    size, micro_steps = map(str, batch)
+    shape = ("--per_device_train_batch_size", size, "--gradient_accumulation_steps", micro_steps)
+    flags = (*SHORT, *shape, "--output_dir", str(folder), *words)
+    return run(sys.executable, "-m", "slm_toolkit.train", *flags)
+
+
+def texts(file: Path, seed: int, num_rows: int = 400) -> str:
+    draw = random.Random(seed)
+    rows = [" ".join(str(draw.randrange(10**6)) for _ in range(12)) for _ in range(num_rows)]
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return str(file)
+
+
+def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "2")
+    assert train(tmp_path, *words).code == 0
+    before = read_manifest(tmp_path / "run" / "checkpoints" / "step_2")
+    for other in (("--seed", "7"), ("--gradient_accumulation_steps", "2")):
+        done = train(tmp_path, *words, *other)
+        assert done.code == 2
+        assert "step_2 is of another run, and this one's checkpoints would take its place: " in done.err
+        assert "hint: another --run_name" in done.err
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
+    assert train(tmp_path, *words).code == 0  # the same again may replace its own
+
+
+def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> None:
+    words = (
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "1",
+        "--eval_steps",
+        "2",
+        "--save_final_model",
+        "true",
+    )
+    words += ("--dataset", texts(tmp_path / "a.jsonl", 0), "--num_train_epochs", "0.01")
+    assert train(tmp_path / "runs", *words).code == 0
+    whole = record_under(tmp_path / "runs")
+    (tmp_path / "runs" / "run" / "record.json").unlink()
+    again = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "auto")
+    assert again.code == 0, again.err
+    record = record_under(tmp_path / "runs")
+    assert (record["status"], record["first_step"], record["losses"]) == ("ok", len(whole["losses"]), [])
+    assert record["eval_losses"] == whole["eval_losses"][-1:]
+    assert record["model_dir"] == whole["model_dir"]
+    latest = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "latest")
+    assert latest.code == 2
+    assert f"has all {len(whole['losses'])} steps done" in latest.err
+
+
+def test_a_stream_moves_to_other_batches_with_what_was_held_out_of_it(tmp_path: Path) -> None:
+    data = ("--dataset", texts(tmp_path / "a.jsonl", 0), *STREAM, "--save_steps", "2", "--max_steps", "4")
+    assert train(tmp_path / "a", *data, batch=(4, 1)).code == 0
+    checkpoint = tmp_path / "a" / "run" / "checkpoints" / "step_2"
+    words = (*data, "--resume_from_checkpoint", str(checkpoint))
+    moved = train(tmp_path / "b", *words, batch=(2, 2))
+    assert moved.code == 0, moved.err
+    staying, after = record_under(tmp_path / "a")["losses"][2:], record_under(tmp_path / "b")["losses"]
+    assert after == pytest.approx(staying, abs=1e-5)
+    # with what a fresh run of that batch holds out, 6 for 12, the losses would be of other sequences
+    other = train(tmp_path / "c", *data[:-4], "--max_steps", "4", batch=(2, 2))
+    assert other.code == 0, other.err
+    assert record_under(tmp_path / "c")["losses"][2:] != pytest.approx(staying, abs=1e-3)
+
+
+def test_data_that_changed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = ("--dataset", texts(file, 0), "--save_steps", "2")
+    assert train(tmp_path / "runs", *words, "--max_steps", "2").code == 0
+    resume = (*words, "--max_steps", "4", "--resume_from_checkpoint", "latest")
+    texts(file, 1)
+    done = train(tmp_path / "runs", *resume)
+    assert done.code == 2
+    assert "error: the data has changed since " in done.err
+    texts(file, 0, num_rows=100)
+    assert "step_2 was written: " in train(tmp_path / "runs", *resume).err
+    texts(file, 0)
+    assert train(tmp_path / "runs", *resume).code == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_stream_is_told_apart_by_its_first_sequence(streaming: bool, tmp_path: Path) -> None:
+    contents = []
+    for seed in (0, 0, 1):
+        config = RunConfig(
+            model="slm-1m", seq_len=32, streaming=streaming, dataset=texts(tmp_path / f"{seed}.jsonl", seed)
+        )
+        contents.append(load_data(config, PRESETS["slm-1m"], num_sequences=8).contents)
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_the_learning_rate_is_scaled_from_the_first_batch_on(tmp_path: Path) -> None:
+    words = ("--scale_lr", "sqrt", "--learning_rate", "0.01", "--max_steps", "2", "--save_steps", "2")
+    first = train(tmp_path, *words, batch=(4, 2))
+    assert "learning rate 0.0141: 0.01 for 4 sequences" in first.err  # a step of 8: sqrt(2) times
+    resume = ("--max_steps", "4", "--resume_from_checkpoint", "latest")
+    for batch in ((2, 4), (1, 8)):  # the second from the first one's checkpoint
+        moved = train(tmp_path, *words, *resume, batch=batch)
+        assert "learning rate 0.0141: 0.01 for 4 sequences" in moved.err
+        resume = ("--max_steps", "6", "--resume_from_checkpoint", "latest")
+
+
+@pytest.mark.parametrize("taken", ["runs", "runs/run"])
+def test_a_place_that_takes_no_run_is_a_line(taken: str, tmp_path: Path) -> None:
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("a file")
+    done = train(tmp_path / "runs", "--max_steps", "2")
+    assert done.code == 2
+    assert f"error: can't write into {tmp_path}/runs/run: " in done.err
+    assert "Traceback" not in done.err.partition("hint: ")[0]
+
+
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "2")
+    assert train(tmp_path, *words).code == 0
+    manifest = tmp_path / "run" / "checkpoints" / "step_2" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "format": 3}))
+    done = train(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "auto")
+    assert done.code == 2
+    assert "has format 3, 2 is read here" in done.err
+    assert "of 1 checkpoints under " in done.err
+    manifest.write_text(json.dumps(content))
+    there = ("--resume_from_checkpoint", str(manifest.parent.parent))  # the folder of all is the run's
+    assert train(tmp_path, "--max_steps", "4", *there).code == 0
+
+
+def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
+    with pytest.raises(ValueError, match="--resume_from_checkpoint is empty"):
+        RunConfig(resume_from_checkpoint="").check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer_steps": 3},
+        {"step": 10**17, "optimizer_steps": 10**17},
+        {"written_by": {"num_processes": 1}},
+        {"files": [{"starts": {"a": 0}, "sizes": {}}]},
+        {"files": [{"name": "../rank_0.safetensors"}]},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: Path) -> None:
+    shape = {"strategy": "ddp", "num_processes": 1}
+    shape |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    file = {
+        "name": "rank_0.safetensors",
+        "num_bytes": 4,
+        "sha256": "0",
+        "starts": {"a": 0},
+        "sizes": {"a": 1},
+    }
+    manifest = Manifest(2, 2, 1, {}, shape, None, None, {"a": 1}, ())
+    good = {**dataclasses.asdict(manifest), "files": [file]}
+    for content, is_good in ((good, True), ({**good, **changes}, False)):
+        content["files"] = [{**file, **changed} for changed in content["files"]]
+        written = {"format": 2, "sha256": digest_of(content), **content}
+        (tmp_path / "checkpoint.json").write_text(json.dumps(written))
+        if is_good:
+            assert read_manifest(tmp_path).step == 2
+        else:
+            with pytest.raises(ValueError, match="has changed since it was written"):
+                read_manifest(tmp_path)
+
+
+def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 384}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    accelerator, folder = Accelerator(cpu=True), tmp_path / "model"
+    save_model(accelerator, model, None, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    whole = model.save_pretrained
+
+    def break_off(place: Path, **options: object) -> None:
+        whole(place, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", break_off)
+    with pytest.raises(OSError, match="No space"):
+        save_model(accelerator, model, None, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.undo()
+    save_model(accelerator, model, None, folder)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:
+    search = BatchSizeSearch(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
+    search.end()
+    with pytest.raises(RuntimeError, match="out of memory"), search:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
