@@ -175,13 +175,13 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     asked_config, config = config, smaller_batch(config)
     per_step = sequences_per_step(config, launch)
     description = run_description(config, per_step)
-    if config.save_steps:
-        check_place(run_dir, description)
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = (
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
 
+    if config.save_steps:
+        check_place(run_dir, description)
     if os.environ.get("RANK", "0") == "0":
         check_writable(run_dir)
     name_groups_anew()
