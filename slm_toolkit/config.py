@@ -238,7 +238,8 @@ class RunConfig(DataConfig, SavingConfig):
     )
     max_loss: float | None = flag(
         None,
-        "a loss above it has exploded (default: twice that of guessing each token, ln of the vocabulary)",
+        "a step's loss above it has exploded, with --on_bad_step skip that of any micro-step on any rank "
+        "(default: twice that of guessing each token, ln of the vocabulary)",
         group="optimizer",
     )
     seed: int = flag(0, "of weights and data", group="optimizer", grid=True)
