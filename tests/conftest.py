@@ -170,7 +170,8 @@ def made_record(**changes: object) -> RunRecord:
 
 
 def compare(*arguments: str, folder: Path) -> Comparison:
-    finished = slm("compare", "--json", "--model", "slm-1m", "--output_dir", str(folder), *arguments)
+    words = ("compare", "--json", "--model", "slm-1m", "--output_dir", str(folder), *arguments)
+    finished = slm(*words, timeout=COMPILING_SECONDS)
     assert finished.out, finished.err
     return Comparison(finished, {row["strategy"]: row for row in json.loads(finished.out)}, folder)
 
