@@ -1,7 +1,7 @@
 """Imported first, it lets the garbage collector rest until `imports_done`: what is imported is no garbage.
 
-Of the CPU time that a rank takes to its first step, collections over torch's and transformers' objects were
-nearly half.
+Of the CPU time that a rank takes to its first step, collections over torch's and transformers' objects were a
+third (4.6 s and 3.0 s, one process of slm-1m, 2026-11-22).
 """
 
 import gc
