@@ -120,13 +120,17 @@ def record_input(data: bytes, folder: Path) -> None:
 def checkpoint_input(data: bytes, folder: Path) -> None:
     """A manifest; with its checksum put right, or next to none would be looked at further."""
     from slm_toolkit.run.checkpoint_files import MANIFEST_FILE, damage, digest_of, read_manifest
+    from slm_toolkit.run.resume import Checkpoint, check_data, num_held_out
 
     with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
         content = json.loads(data)
         rest = {name: value for name, value in content.items() if name not in ("format", "sha256")}
         data = json.dumps({**content, "sha256": digest_of(rest)}).encode()
     _written(folder, MANIFEST_FILE, data)
-    damage(folder, read_manifest(folder).files)
+    checkpoint = Checkpoint(folder, read_manifest(folder))
+    damage(folder, checkpoint.manifest.files)
+    num_held_out(checkpoint)
+    check_data(checkpoint, [{"num_held_out": 12, "digest": "0"}])
 
 
 def timeline_input(data: bytes, folder: Path) -> None:

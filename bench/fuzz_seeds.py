@@ -153,8 +153,14 @@ CHECKPOINT = {
         "frozen": None,
         "scaler": None,
     },
-    "run": {"model": "slm-1m", "seed": 0, "sequences_per_step": 8},
-    "written_by": {"strategy": "ddp", "num_processes": 2},
+    "run": {
+        **{"model": "slm-1m", "seed": 0, "sequences_per_step": 8},
+        "data": [{"num_held_out": 12, "digest": "0"}],
+    },
+    "written_by": {
+        **{"strategy": "ddp", "num_processes": 2, "per_device_train_batch_size": 4},
+        **{"gradient_accumulation_steps": 1, "base_batch_size": 4},
+    },
     "num_elements": {"lm_head.weight": 100},
     "files": [
         {

@@ -19,6 +19,10 @@ from slm_toolkit.run.saved_model import save_model
 from slm_toolkit.run.smaller_batch import BatchSizeSearch
 
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
+WRITTEN_BY = {
+    **{"strategy": "ddp", "num_processes": 1},
+    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+}
 STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
 
 
@@ -163,13 +167,14 @@ def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
         {"optimizer_steps": 3},
         {"step": 10**17, "optimizer_steps": 10**17},
         {"written_by": {"num_processes": 1}},
+        {"run": {"data": 3}},
+        {"run": {"data": [{"num_held_out": "all"}]}},
+        {"written_by": {**WRITTEN_BY, "base_batch_size": 0}},
         {"files": [{"starts": {"a": 0}, "sizes": {}}]},
         {"files": [{"name": "../rank_0.safetensors"}]},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: Path) -> None:
-    shape = {"strategy": "ddp", "num_processes": 1}
-    shape |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     file = {
         "name": "rank_0.safetensors",
         "num_bytes": 4,
@@ -177,7 +182,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: 
         "starts": {"a": 0},
         "sizes": {"a": 1},
     }
-    manifest = Manifest(2, 2, 1, {}, shape, None, None, {"a": 1}, ())
+    manifest = Manifest(2, 2, 1, {}, WRITTEN_BY, None, None, {"a": 1}, ())
     good = {**dataclasses.asdict(manifest), "files": [file]}
     for content, is_good in ((good, True), ({**good, **changes}, False)):
         content["files"] = [{**file, **changed} for changed in content["files"]]

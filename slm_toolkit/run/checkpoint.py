@@ -19,6 +19,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.errors import RunEnded
 from slm_toolkit.run.checkpoint_files import (
+    DATA,
     Manifest,
     RankFile,
     finish,
@@ -41,8 +42,6 @@ from slm_toolkit.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
 "what dropout draws from, on each rank"
-DATA = "data"
-"what a checkpoint's manifest says of the data, in its run's description"
 _FINGERPRINT_ELEMENTS = 1024
 _LIKE_BEFORE = (
     *("model", "numerics", "optim", "seq_len"),
@@ -197,14 +196,14 @@ class CheckpointWriter:
         problems = {rank: found for rank, found in enumerate(gather_to_all(problem)) if found}
         if problems:
             told = "; ".join(f"rank {rank}: {says}" for rank, (_, says) in problems.items())
-            help = f"look at {self.folder}"
+            helps = f"look at {self.folder}"
             if any(number in DISK_FULL for number, _ in problems.values()):
                 free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
                 told += f" ({free_bytes / 2**20:,.1f} MiB free)"
-                help = f"make room in {self.folder}"
+                helps = f"make room in {self.folder}"
             raise RunEnded(
                 f"the checkpoint could not be written: {told}\n"
-                f"hint: {help}; --resume_from_checkpoint latest goes on from the last one"
+                f"hint: {helps}; --resume_from_checkpoint latest goes on from the last one"
             )
 
 

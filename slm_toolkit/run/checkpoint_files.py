@@ -33,6 +33,8 @@ _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
 WRITTEN_BY = {"strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"}
 "what is said of the launch that wrote a checkpoint, and more"
+DATA, NUM_HELD_OUT = "data", "num_held_out"
+"what is said in a run's description of its data, a list, and of how much of a stream was held out"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
 _FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
 
@@ -175,12 +177,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _makes_sense(manifest: Manifest) -> bool:
     """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
+    of_data, base = manifest.run.get(DATA, []), manifest.written_by.get("base_batch_size", 1)
     return (
         0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
         and manifest.written_by.keys() >= WRITTEN_BY
         and all(_OF_RANK.fullmatch(file.name) for file in manifest.files)
         and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
+        and isinstance(of_data, list)
+        and all(isinstance(content, dict) for content in of_data)
+        and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in of_data)
+        and _is_count(base)
+        and base > 0
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS
 
 
 def _has_types(value: Manifest | RankFile) -> bool:

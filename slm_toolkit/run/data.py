@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.config_data import Source
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.checkpoint_files import NUM_HELD_OUT
 from slm_toolkit.run.formats import CHATS
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStream, added_columns, bad_row
@@ -159,7 +160,7 @@ def _split_stream(
     first = next(iter(train), None)
     if first is None:
         raise ValueError(_too_short(source, stream.pack.kind, config, num_skipped))
-    content = {"num_held_out": num_skipped, "digest": _digest([first])}
+    content = {NUM_HELD_OUT: num_skipped, "digest": _digest([first])}
     return _Part(train, None if num_held_out is None else held_out, facts, content)
 
 

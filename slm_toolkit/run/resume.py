@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from slm_toolkit.run.checkpoint import (
-    DATA,
     RANDOM_CPU,
     RANDOM_CUDA,
     fingerprint_of_frozen,
@@ -18,7 +17,15 @@ from slm_toolkit.run.checkpoint import (
     plain,
     readable_manifests,
 )
-from slm_toolkit.run.checkpoint_files import Manifest, Reader, damage, finished, read_manifest
+from slm_toolkit.run.checkpoint_files import (
+    DATA,
+    NUM_HELD_OUT,
+    Manifest,
+    Reader,
+    damage,
+    finished,
+    read_manifest,
+)
 from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.training_state import (
     WEIGHTS,
@@ -103,8 +110,8 @@ def check_place(run_dir: Path, run: dict[str, Any]) -> None:
 
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:
     """How many sequences the run before held out of each stream; None where it had none."""
-    of_data = (checkpoint.manifest.run.get(DATA) or []) if checkpoint else []
-    return max((content["num_held_out"] for content in of_data if "num_held_out" in content), default=None)
+    of_data = checkpoint.manifest.run.get(DATA, []) if checkpoint else []
+    return max((content[NUM_HELD_OUT] for content in of_data if NUM_HELD_OUT in content), default=None)
 
 
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
