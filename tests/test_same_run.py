@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finished, record_under, run
+from conftest import Finished, launch, record_under, run
 from transformers import LlamaForCausalLM
 
 from slm_toolkit.config import RunConfig
@@ -77,6 +77,26 @@ def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> No
     latest = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "latest")
     assert latest.code == 2
     assert f"has all {len(whole['losses'])} steps done" in latest.err
+
+
+def test_auto_ends_a_run_under_an_engine_of_two_ranks(tmp_path: Path) -> None:
+    flags = (
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "2",
+        "--save_total_limit",
+        "1",
+    )
+    for more in ((), ("--resume_from_checkpoint", "auto", "--save_final_model", "true")):
+        done = launch(*SHORT, *flags, *more, config="accel_configs/ds_zero3.yaml")
+        assert done.code == 0, done.err
+        record = record_under(tmp_path)
+        (tmp_path / "run" / "record.json").unlink()
+    assert (record["status"], record["first_step"], record["losses"]) == ("ok", 2, [])
+    assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
 def test_a_stream_moves_to_other_batches_with_what_was_held_out_of_it(tmp_path: Path) -> None:

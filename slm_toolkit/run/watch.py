@@ -128,7 +128,7 @@ class RunWatch:
         phases = self.clock.phase_seconds()  # waits for the device
         self.gpu.sample_last_again()
         if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
-            phases = {"data": phases["data"]}
+            phases = {name: seconds for name, seconds in phases.items() if name == "data"}
         mine = {
             "peaks": peak_memory(device),
             "seconds": self.clock.seconds,
