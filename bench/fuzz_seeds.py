@@ -145,7 +145,7 @@ NETWORK = {
 
 CHECKPOINT = {
     **{
-        "format": 2,
+        "format": 3,
         "sha256": "",
         "step": 6,
         "optimizer_steps": 6,

@@ -88,7 +88,8 @@ class RunRecord:
     "above 0 where the run resumed"
     resumed_from: dict[str, Any] | None = None
     """the checkpoint before that step: path, step, strategy, num_processes, per_device_train_batch_size,
-    gradient_accumulation_steps, and the conversion, as a sentence, where this run has others"""
+    gradient_accumulation_steps, base_batch_size, and the conversion, as a sentence, where this run has
+    others"""
     skipped_steps: list[int] = field(default_factory=list)
     "that changed nothing, as their loss or gradient was no number or too large; counted from 1"
     batch_size_search: dict[str, Any] | None = None

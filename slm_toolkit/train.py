@@ -192,10 +192,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         watchdog.beat(f"after step {done} of {num_steps}")
         guard.after(step, step_loss, norm)
     guard.end()
-    job.search.end()
     watchdog.beat("after the last step")
     if not losses and prepared.eval_loaders:  # killed after its last checkpoint, before its record
         evaluate_after(num_steps)
+    job.search.end()
     of_this_rank = torch.stack(losses).tolist() if losses else []
     ranks = gather_to_all(of_this_rank)  # an all-reduce would add in an order of its own
     mean_losses = [sum(of_step) / len(ranks) for of_step in zip(*ranks, strict=True)]
@@ -215,7 +215,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
             merge=config.merge_adapter,
         )
     anatomy = None
-    if config.profile:
+    if config.profile and losses:
         watchdog.beat("while profiling")  # these steps train on, after all that is recorded and saved
         if progress is not None:
             progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")

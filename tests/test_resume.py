@@ -139,6 +139,7 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
         assert damage(checkpoint, read_manifest(checkpoint).files) is None
     assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
     # killed after its last checkpoint, before its record, a run does its last steps again
+    (tmp_path / "run" / "record.json").unlink()
     words = ("--max_steps", "4", "--save_steps", "1", "--resume_from_checkpoint", "auto")
     again = train(tmp_path, *words)
     assert (again["first_step"], again["losses"]) == (3, resumed["losses"][1:])

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
-from slm_toolkit.run.checkpoint_files import Manifest, digest_of, read_manifest
+from slm_toolkit.run.checkpoint_files import FORMAT, Manifest, digest_of, read_manifest
 from slm_toolkit.run.data import load_data
 from slm_toolkit.run.saved_model import save_model
 from slm_toolkit.run.smaller_batch import BatchSizeSearch
@@ -21,7 +21,7 @@ from slm_toolkit.run.smaller_batch import BatchSizeSearch
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
 WRITTEN_BY = {
     **{"strategy": "ddp", "num_processes": 1},
-    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "base_batch_size": 1},
 }
 STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
 
@@ -74,6 +74,9 @@ def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> No
     assert (record["status"], record["first_step"], record["losses"]) == ("ok", len(whole["losses"]), [])
     assert record["eval_losses"] == whole["eval_losses"][-1:]
     assert record["model_dir"] == whole["model_dir"]
+    ended = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "auto")
+    assert (ended.code, ended.err.count("note: this run has ended: ")) == (0, 1)
+    assert record_under(tmp_path / "runs") == record
     latest = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "latest")
     assert latest.code == 2
     assert f"has all {len(whole['losses'])} steps done" in latest.err
@@ -166,10 +169,10 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: P
     assert train(tmp_path, *words).code == 0
     manifest = tmp_path / "run" / "checkpoints" / "step_2" / "checkpoint.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "format": 3}))
+    manifest.write_text(json.dumps({**content, "format": FORMAT + 1}))
     done = train(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "auto")
     assert done.code == 2
-    assert "has format 3, 2 is read here" in done.err
+    assert f"has format {FORMAT + 1}, {FORMAT} is read here" in done.err
     assert "of 1 checkpoints under " in done.err
     manifest.write_text(json.dumps(content))
     there = ("--resume_from_checkpoint", str(manifest.parent.parent))  # the folder of all is the run's
@@ -187,6 +190,7 @@ def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
         {"optimizer_steps": 3},
         {"step": 10**17, "optimizer_steps": 10**17},
         {"written_by": {"num_processes": 1}},
+        {"run": {}},
         {"run": {"data": 3}},
         {"run": {"data": [{"num_held_out": "all"}]}},
         {"written_by": {**WRITTEN_BY, "base_batch_size": 0}},
@@ -202,11 +206,11 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: 
         "starts": {"a": 0},
         "sizes": {"a": 1},
     }
-    manifest = Manifest(2, 2, 1, {}, WRITTEN_BY, None, None, {"a": 1}, ())
+    manifest = Manifest(2, 2, 1, {"data": []}, WRITTEN_BY, None, None, {"a": 1}, ())
     good = {**dataclasses.asdict(manifest), "files": [file]}
     for content, is_good in ((good, True), ({**good, **changes}, False)):
         content["files"] = [{**file, **changed} for changed in content["files"]]
-        written = {"format": 2, "sha256": digest_of(content), **content}
+        written = {"format": FORMAT, "sha256": digest_of(content), **content}
         (tmp_path / "checkpoint.json").write_text(json.dumps(written))
         if is_good:
             assert read_manifest(tmp_path).step == 2
@@ -235,8 +239,15 @@ def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pyt
         save_model(accelerator, model, None, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     monkeypatch.undo()
+    folder.rename(tmp_path / ".model.replaced")  # as a kill between two renames leaves it
+    (tmp_path / "elsewhere").mkdir()
     save_model(accelerator, model, None, folder)
-    assert os.listdir(tmp_path) == ["model"]
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "model"]
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    save_model(accelerator, model, None, link)
+    assert link.is_symlink()
+    assert (tmp_path / "elsewhere" / "config.json").exists()
 
 
 def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:

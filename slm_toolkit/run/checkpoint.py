@@ -222,7 +222,8 @@ def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
     digest = hashlib.sha256()
     for name, param in frozen:
         with _whole(param):
-            start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu()
+            # as bf16, which pieces may have been made in
+            start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)
             digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

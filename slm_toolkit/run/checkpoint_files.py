@@ -25,14 +25,17 @@ from safetensors.torch import save_file
 from slm_toolkit.record_check import fits_of
 from slm_toolkit.user_files import read_bytes
 
-FORMAT = 2
-"1 was accelerate's own, a format for each engine"
+FORMAT = 3
+"1 was accelerate's own, a format for each engine; 2 did not know its data"
 MANIFEST_FILE = "checkpoint.json"
 _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
-WRITTEN_BY = {"strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"}
-"what is said of the launch that wrote a checkpoint, and more"
+WRITTEN_BY = {
+    *("strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "base_batch_size",
+}
+"what is said of the launch that wrote a checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
 "what is said in a run's description of its data, a list, and of how much of a stream was held out"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
@@ -177,7 +180,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _makes_sense(manifest: Manifest) -> bool:
     """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
-    of_data, base = manifest.run.get(DATA, []), manifest.written_by.get("base_batch_size", 1)
+    of_data, base = manifest.run.get(DATA), manifest.written_by.get("base_batch_size")
     return (
         0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
         and manifest.written_by.keys() >= WRITTEN_BY

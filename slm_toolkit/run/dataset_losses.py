@@ -38,6 +38,8 @@ class DatasetLosses:
         return self._means(accelerator, self.steps)
 
     def _means(self, accelerator: Accelerator, steps: list[torch.Tensor]) -> dict[str, list[float | None]]:
+        if not steps:
+            return {name: [] for name in self.names}
         sums = accelerator.reduce(torch.stack(steps), reduction="sum").tolist()
         return {
             name: [finite(loss[index] / count[index]) if count[index] else None for loss, count in sums]

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shlex
+import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from slm_toolkit.launch_words import said_alike
 from slm_toolkit.model_names import find_model
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
+    RECORD_FILE,
     RunRecord,
     everything_asked,
     identity_of,
@@ -31,6 +33,7 @@ from slm_toolkit.record import (
     model_facts,
     run_name_of,
 )
+from slm_toolkit.record_files import read_record
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
@@ -168,6 +171,10 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     identity = identity_of(asked, versions, gpu)
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
+    if config.resume_from_checkpoint == "auto" and has_ended(run_dir, identity):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: this run has ended: {run_dir / RECORD_FILE}", file=sys.stderr)
+        raise SystemExit(0)
     if config.save_final_model and spec.path is not None:
         check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
     if config.save_steps or config.resume_from_checkpoint:
@@ -190,8 +197,8 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group = control_group(accelerator)
     checkpoint = choose(candidates, accelerator)
-    if checkpoint is not None and config.base_batch_size is None:
-        base = checkpoint.manifest.written_by.get("base_batch_size")
+    if checkpoint is not None and asked_config.base_batch_size is None:
+        base = checkpoint.manifest.written_by["base_batch_size"]
         config = dataclasses.replace(config, base_batch_size=base)
     batch_described = describe_batch(config, per_step, launch)
     here = launch_description(config, launch.strategy, launch.num_processes)
@@ -298,6 +305,15 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
+
+
+def has_ended(run_dir: Path, identity: str) -> bool:
+    """Whether the record of the same run lies there, and is of one that did all its steps."""
+    try:
+        record = read_record(run_dir / RECORD_FILE)
+    except ValueError:  # there is none, or of another version
+        return False
+    return record.status == "ok" and record.identity == identity
 
 
 def check_writable(run_dir: Path) -> None:

@@ -110,14 +110,14 @@ def check_place(run_dir: Path, run: dict[str, Any]) -> None:
 
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:
     """How many sequences the run before held out of each stream; None where it had none."""
-    of_data = checkpoint.manifest.run.get(DATA, []) if checkpoint else []
+    of_data = checkpoint.manifest.run[DATA] if checkpoint else []
     return max((content[NUM_HELD_OUT] for content in of_data if NUM_HELD_OUT in content), default=None)
 
 
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
     """Raises ValueError where the data has changed since a checkpoint was written."""
-    before = checkpoint.manifest.run.get(DATA)
-    if before is not None and before != plain({DATA: contents})[DATA]:
+    before = checkpoint.manifest.run[DATA]
+    if before != plain({DATA: contents})[DATA]:
         sizes = [[content.get("num_sequences") for content in of_run] for of_run in (before, contents)]
         counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
         raise ValueError(

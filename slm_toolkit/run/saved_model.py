@@ -48,14 +48,18 @@ def save_model(
 @contextmanager
 def _in_place_of(folder: Path) -> Iterator[Path]:
     """A folder to write into; when all is written it takes the place of an earlier run's."""
+    folder = folder.resolve()  # a link stays one
     beside, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("unfinished", "replaced"))
+    if replaced.exists() and not folder.exists():  # a kill between the two renames below
+        replaced.rename(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     try:
-        for leftover in (beside, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
         yield beside
-        if folder.exists():
-            folder.rename(replaced)
-        beside.rename(folder)
-    finally:
-        for leftover in (beside, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
