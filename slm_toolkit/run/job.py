@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,7 +32,6 @@ from slm_toolkit.record import (
     model_facts,
     run_name_of,
 )
-from slm_toolkit.record_files import read_record
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
@@ -64,6 +62,7 @@ from slm_toolkit.run.machines import Machines, num_machines
 from slm_toolkit.run.measure import num_trainable
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
+from slm_toolkit.run.place import check_writable, has_ended
 from slm_toolkit.run.ranks import rank_0_first
 from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.resume import (
@@ -305,27 +304,6 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
     )
     return prepared, record
-
-
-def has_ended(run_dir: Path, identity: str) -> bool:
-    """Whether the record of the same run lies there, and is of one that did all its steps."""
-    try:
-        record = read_record(run_dir / RECORD_FILE)
-    except ValueError:  # there is none, or of another version
-        return False
-    return record.status == "ok" and record.identity == identity
-
-
-def check_writable(run_dir: Path) -> None:
-    """Raises ValueError where a run's folder, or a file in it, can't be made; leaves nothing behind."""
-    there = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"can't write into {run_dir}: {error.strerror}\nhint: --output_dir and --run_name say where"
-        ) from None
 
 
 def local_world_size() -> int:
