@@ -1,122 +1,148 @@
-"""Where torch keeps what it compiles for DeepSpeed, and the locks that a killed compiler leaves there."""
+"""The folder in which torch compiles DeepSpeed's operators, and the lock files of compilers in it."""
 
 import fcntl
+import hashlib
+import math
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
-QUIET_SECONDS = 300.0
-"""of a folder with a lock that no process of this machine holds: another machine or container may share the
-folder, and its compiler writes a file every minute or two"""
 _LOOK_SECONDS = 1.0
 _LONG_SECONDS = 3.0
-"of a lock: what has been compiled before is locked for an instant, too"
+"of a compile; an operator that was compiled before is locked for an instant, too"
 
 
 def extensions_folder() -> Path:
-    """Holds a folder for each extension; by default below one more level, for the version of Python."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    """This environment's own folder on this machine, below TORCH_EXTENSIONS_DIR or torch's default.
 
-
-def wait_for_compilers(
-    *, speaks: bool, folder: Path | None = None, quiet_seconds: float = QUIET_SECONDS
-) -> None:
-    """Return once no other run compiles an extension; remove the locks of compilers that were killed.
-
-    torch locks an extension's folder by a file while it compiles, and waits for as long as that is there. A
-    process that is killed leaves it, and every later run would wait without end and without a word.
-
-    speaks: whether this process writes to stderr what it waits for; what it removes it does say.
-    folder: in place of `extensions_folder()`.
-    quiet_seconds: how long nothing in an extension's folder has changed before an unheld lock is removed.
+    Environments that share a folder rebuild each other's operators, and a lock in a folder that several
+    machines share can't be told from one that a killed compiler left.
     """
-    root = folder or extensions_folder()
-    said: set[Path] = set()
-    while locks := _locks(root):
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    of_environment = hashlib.sha256(f"{sys.prefix} {os.getuid()}".encode()).hexdigest()[:8]
+    name = f"{socket.gethostname()}-{of_environment}"
+    return root if root.name == name else root / name  # a process that a run starts inherits the folder
+
+
+def use_extensions_folder() -> None:
+    """Let torch compile in `extensions_folder()`, in this process and those that it starts."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
+
+
+def wait_for_compilers(*, prints: bool) -> None:
+    """Return once no other run compiles an operator in `extensions_folder()`; remove locks that nobody holds.
+
+    Below 2.15 torch takes the existence of the file `lock` for a compile that goes on, and waits for ever on
+    one that a killed compiler left. From 2.15 on the file stays, and the kernel releases its lock.
+
+    prints: whether this process writes to stderr what it waits for; it always writes what it removes.
+    """
+    named: set[Path] = set()
+    while locks := _locks():
         holders = _holders(locks)
-        waiting = False
+        is_waiting = False
         for lock in locks:
             holder = holders.get(lock)
-            if holder is None and _remove(lock, quiet_seconds):
-                name = lock.parent.name
-                _say(f"removed {lock}: a compile of {name} was interrupted, and left it locked")
-            elif holder is None or not _is_of_this_run(holder):
-                waiting = True
-                if speaks and lock not in said:
-                    said.add(lock)
-                    _say(_waits_for(lock, holder, quiet_seconds))
-        if not waiting:
+            if holder is not None and not _is_of_this_run(holder):
+                is_waiting = True
+                if prints and lock not in named:
+                    named.add(lock)
+                    _note(f"pid {holder.pid} compiles {lock.parent.name}; this run waits for it")
+            elif holder is None and locks_by_existence():
+                _remove(lock)
+                is_waiting |= lock.exists()  # another rank is removing it
+        if not is_waiting:
             return
         time.sleep(_LOOK_SECONDS)
 
 
 class CompilerNews:
-    """Tells on stderr, once for each extension, that it is being compiled, which takes minutes."""
+    """Writes to stderr, once for each operator, that this run compiles it, which takes minutes."""
 
     def __init__(self) -> None:
-        self._said: set[Path] = set()
+        self._first_seen: dict[Path, float] = {}
 
-    def look(self, folder: Path | None = None) -> None:
-        """folder: in place of `extensions_folder()`."""
-        for lock in _locks(folder or extensions_folder()):
-            with suppress(OSError):  # done meanwhile
-                if lock in self._said or time.time() - lock.stat().st_mtime <= _LONG_SECONDS:
-                    continue
-                holder = _holders([lock]).get(lock)
-                if holder is not None and _is_of_this_run(holder):  # of others `wait_for_compilers` tells
-                    self._said.add(lock)
+    def look(self) -> None:
+        """To be called every second. Also removes the lock of a compiler that was killed meanwhile."""
+        locks = _locks()
+        holders = _holders(locks)
+        for lock in locks:
+            holder = holders.get(lock)
+            if holder is None:
+                self._first_seen.pop(lock, None)
+                if locks_by_existence():
+                    _remove(lock)
+            elif _is_of_this_run(holder):
+                first_seen = self._first_seen.setdefault(lock, time.monotonic())
+                if time.monotonic() - first_seen > _LONG_SECONDS:
+                    self._first_seen[lock] = math.inf  # is written once
                     name = lock.parent.name
-                    _say(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+                    _note(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
 
 
-def _locks(root: Path) -> list[Path]:
-    return [lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth)]
+def locks_by_existence() -> bool:
+    """Whether torch is older than 2.15, the first whose lock ends with the process that holds it."""
+    return tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 15)
+
+
+def _locks() -> list[Path]:
+    """Of operators that are being compiled, and those that killed compilers left."""
+    # torch puts one more level above the operators' folders, for the version of Python
+    found = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
+    return found if locks_by_existence() else [lock for lock in found if _is_locked(lock)]
+
+
+def _is_locked(lock: Path) -> bool:
+    with suppress(OSError), _opened(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _holders(locks: list[Path]) -> dict[Path, psutil.Process]:
-    """The processes of this machine and user that have a lock open, as torch does while it compiles."""
-    wanted = {os.path.realpath(lock): lock for lock in locks}
+    """The processes of this user that have a lock open, as torch does while it compiles.
+
+    A process that has it open to append is one of ours that looks at it, see `_remove` and `_is_locked`.
+    """
+    by_path = {os.path.realpath(lock): lock for lock in locks}
     found = {}
-    for process in psutil.process_iter():
+    for process in psutil.process_iter() if locks else ():
         with suppress(psutil.Error, OSError):
             for file in process.open_files():
-                if file.path in wanted:
-                    found[wanted[file.path]] = process
+                if file.path in by_path and not file.flags & os.O_APPEND:
+                    found[by_path[file.path]] = process
     return found
 
 
+def _opened(lock: Path) -> TextIO:
+    """Open to append, see `_holders`, and never made anew where it is gone."""
+    return open(lock, "a", opener=lambda path, flags: os.open(path, flags & ~os.O_CREAT))
+
+
 def _is_of_this_run(holder: psutil.Process) -> bool:
-    """A rank beside this one, which torch waits for; were it killed, the run would end."""
+    """Whether it is a rank of the same launch. If that were killed, the run would end."""
     with suppress(psutil.Error):
         return holder.ppid() == os.getppid()
     return False
 
 
-def _remove(lock: Path, quiet_seconds: float) -> bool:
-    """Whether this process has removed a lock in whose folder nothing has changed for so long."""
-    with suppress(OSError), open(lock) as file:  # gone meanwhile
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another rank is at it
-        is_it_still = os.fstat(file.fileno()).st_ino == lock.stat().st_ino
-        changed = max(path.lstat().st_mtime for path in lock.parent.iterdir())
-        if is_it_still and time.time() - changed > quiet_seconds:
+def _remove(lock: Path) -> None:
+    """Remove a lock unless a process holds it, or has made it anew."""
+    with suppress(OSError), _opened(lock) as file:  # its inode is not used again while it is open
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or else another rank is removing it
+        if not _holders([lock]) and os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
             lock.unlink()
-            return True
-    return False
+            _note(f"removed {lock}: a compile of {lock.parent.name} was interrupted, and left it locked")
 
 
-def _waits_for(lock: Path, holder: psutil.Process | None, quiet_seconds: float) -> str:
-    name = lock.parent.name
-    if holder is not None:
-        return f"pid {holder.pid} compiles {name}; this run waits for it"
-    return (
-        f"{lock} says that {name} is being compiled, by no process of this machine; if by none at all, remove"
-        f" it. Otherwise this run waits until nothing has changed there for {quiet_seconds / 60:.3g} minutes"
-    )
-
-
-def _say(what: str) -> None:
-    print(f"note: {what}", file=sys.stderr, flush=True)
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

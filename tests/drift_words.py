@@ -109,7 +109,6 @@ def _stacks() -> None:
     for path in (*torch_files, comm):
         assert path.is_file(), f"no {path}"
         assert _WAITING.search(str(path)), f"{path} is not known as a place to wait in"
-    assert (folder / "utils" / "file_baton.py").is_file(), "torch's lock for compiling lies elsewhere"
     assert hasattr(signal, "SIGUSR1")
 
 
@@ -211,7 +210,7 @@ WORDS = (
         "Python, torch, deepspeed: where a rank that waits is, and how a stack is written",
         ("_WAITING", "_HEADING"),
         "name the rank that hangs, in compare/stacks.py and run/stalled.py",
-        "lost_ranks.py: _WAITING; compare/stacks.py: _HEADING, file_baton.py in `explain`",
+        "lost_ranks.py: _WAITING; compare/stacks.py: _HEADING",
         _stacks,
     ),
     Leaning(

@@ -225,8 +225,6 @@ def test_who_hung_is_who_does_not_wait_and_does_not_move() -> None:
     assert explain([waiting, slow]) == f"last seen rank 0 in {place}, rank 1 in me/loss.py:7 in forward"
     both = [waiting, RankStack(1, waits, has_moved=False)]  # or a step that takes long on the GPU
     assert explain(both) == f"last seen ranks 0, 1 in {place}"
-    compiling = RankStack(0, ("/x/torch/utils/file_baton.py:50 in wait",), has_moved=False)
-    assert "a killed run left a file `lock`" in explain([compiling])
     stopped = RankStack(1, (), has_moved=False)
     assert explain([waiting, stopped]).startswith("rank 1 hung in a call that does not answer signals")
     assert explain([]) is None

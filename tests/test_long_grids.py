@@ -138,23 +138,6 @@ def test_runs_side_by_side_overlap_and_tell_time_and_cost(tmp_path: Path) -> Non
     assert 4 < float(last.partition("($")[2].partition(" ")[0]) < 600
 
 
-def test_a_killed_run_takes_the_lock_of_its_compilation_along(tmp_path: Path) -> None:
-    lock, others = tmp_path / "lock", tmp_path / "others" / "lock"
-    others.parent.mkdir()
-    others.touch()
-    program = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(99)"
-    env = {**ENV, RUN_DIR_VARIABLE: str(tmp_path / "runs" / "a")}
-    process = subprocess.Popen([sys.executable, "-c", program], env=env)
-    deadline = time.monotonic() + 10
-    while not lock.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    with locked(tmp_path / "runs") as num_left_over:
-        assert num_left_over == 1
-    assert process.poll() is not None
-    assert (lock.exists(), others.exists()) == (False, True)
-
-
 def test_slots_are_disjoint_and_no_job_starts_without_one() -> None:
     slots = [Slot(2, ("0", "1")), Slot(2, ("2", "3"))]
     at_work: set[tuple[str, ...]] = set()

@@ -1,129 +1,170 @@
-"""The locks of compilers that were killed: torch would wait for them without end."""
+"""DeepSpeed compiles in a folder of this environment, and a lock file that nobody holds stops no run."""
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from conftest import ENV, launch, record_under
 
-from slm_toolkit.torch_extensions import QUIET_SECONDS, CompilerNews, extensions_folder, wait_for_compilers
+from slm_toolkit import torch_extensions
+from slm_toolkit.torch_extensions import CompilerNews, extensions_folder, wait_for_compilers
 
-LONG_AGO = 2 * QUIET_SECONDS
+# as torch.utils.cpp_extension compiles, under the torch that is installed; it has the lock when it prints
 HOLDS = """
 import sys, time
-from torch.utils.file_baton import FileBaton
-baton = FileBaton(sys.argv[1])
-assert baton.try_acquire()
-print("held", flush=True)
-time.sleep(float(sys.argv[2]))
-baton.release()
+from torch.utils import cpp_extension
+path, seconds = sys.argv[1], float(sys.argv[2])
+if hasattr(cpp_extension, "FileLock"):
+    with cpp_extension.FileLock(path):
+        print("held", flush=True)
+        time.sleep(seconds)
+else:
+    baton = cpp_extension.FileBaton(path)
+    assert baton.try_acquire()
+    print("held", flush=True)
+    time.sleep(seconds)
+    baton.release()
 """
+needs_locks_by_existence = pytest.mark.skipif(
+    not torch_extensions.locks_by_existence(), reason="from torch 2.15 on a lock ends with its process"
+)
 
 
-def locked(folder: Path, *, age_seconds: float) -> Path:
-    """An extension's folder as a compiler leaves it that was killed so long ago."""
-    folder.mkdir(parents=True)
-    lock = folder / "lock"
-    for path in (folder / "build.ninja", lock):
-        path.touch()
-        os.utime(path, 2 * (time.time() - age_seconds,))
-    return lock
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This environment's, where it compiles in these tests."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    extensions_folder().mkdir(parents=True)
+    return extensions_folder()
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def left_lock(of: Path) -> Path:
+    """The lock that a compiler leaves which was killed just now."""
+    of.mkdir(parents=True)
+    (of / "build.ninja").touch()
+    (of / "lock").touch()
+    return of / "lock"
 
 
-def test_the_lock_of_a_killed_compiler_is_removed_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@contextmanager
+def compiler(lock: Path, *, seconds: float, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen]:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    words = (*launcher, sys.executable, "-c", HOLDS, str(lock), str(seconds))
+    with subprocess.Popen(words, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+@needs_locks_by_existence
+def test_a_lock_that_nobody_holds_is_removed_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, versioned = (
-        locked(tmp_path / "a", age_seconds=LONG_AGO),
-        locked(tmp_path / "py311_cpu" / "b", age_seconds=LONG_AGO),
-    )
-    wait_for_compilers(speaks=True, folder=tmp_path)
+    plain, versioned = left_lock(folder / "a"), left_lock(folder / "py311_cpu" / "b")
+    started = time.monotonic()
+    wait_for_compilers(prints=True)
+    assert time.monotonic() - started < 10
     assert not plain.exists()
     assert not versioned.exists()
     err = capsys.readouterr().err
-    assert f"note: removed {plain}: a compile of a was interrupted" in err
+    assert f"note: removed {plain}: a compile of a was interrupted, and left it locked" in err
     assert f"note: removed {versioned}: a compile of b was interrupted" in err
 
 
-def test_a_folder_where_something_changes_is_waited_for_until_it_is_quiet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock = locked(tmp_path / "a", age_seconds=LONG_AGO)
-    (tmp_path / "a" / "new.o").touch()
-    begun = time.time()
-    wait_for_compilers(speaks=True, folder=tmp_path, quiet_seconds=2)
+@needs_locks_by_existence
+def test_several_ranks_remove_a_lock_once_and_all_go_on(folder: Path) -> None:
+    lock = left_lock(folder / "a")
+    script = "from slm_toolkit.torch_extensions import wait_for_compilers; wait_for_compilers(prints=True)"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, errors
     assert not lock.exists()
-    assert time.time() - begun > 1.5
-    err = capsys.readouterr().err
-    assert err.count("says that a is being compiled, by no process of this machine") == 1
+    assert "".join(errors).count("note: removed") == 1
 
 
-def test_a_compiler_that_lives_is_waited_for_however_quiet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a").mkdir()
-    lock = tmp_path / "a" / "lock"
-    command = ["setsid", "--fork", sys.executable, "-c", HOLDS, str(lock), "4"]  # of another parent
-    subprocess.run(command, env=ENV, stdout=subprocess.DEVNULL, check=True)
-    wait_for(lock)
-    for path in (lock, tmp_path / "a"):
-        os.utime(path, 2 * (time.time() - LONG_AGO,))
-    wait_for_compilers(speaks=True, folder=tmp_path)
-    assert not lock.exists()
+def test_a_run_never_waits_for_a_lock_file_that_a_finished_compile_left(folder: Path) -> None:
+    lock = folder / "a" / "lock"
+    with compiler(lock, seconds=0) as done:
+        done.wait(timeout=60)
+    started = time.monotonic()
+    wait_for_compilers(prints=True)
+    assert time.monotonic() - started < 10  # five minutes before, under torch 2.15, which leaves the file
+
+
+def test_a_compiler_of_another_run_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = folder / "a" / "lock"
+    with compiler(lock, seconds=4, launcher=("setsid", "--fork")):  # so that it has another parent
+        long_ago = time.time() - 1000
+        for path in (lock, lock.parent):
+            os.utime(path, (long_ago, long_ago))
+        started = time.monotonic()
+        wait_for_compilers(prints=True)
+        assert time.monotonic() - started > 1.5
     err = capsys.readouterr().err
-    assert "compiles a; this run waits for it" in err
+    assert err.count("compiles a; this run waits for it") == 1
     assert "removed" not in err
 
 
-def test_a_compile_that_takes_long_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    long, short = locked(tmp_path / "a", age_seconds=10), locked(tmp_path / "b", age_seconds=0)
-    locked(tmp_path / "c", age_seconds=10)  # of a compiler that was killed
+def test_a_rank_beside_this_one_is_left_to_torch(folder: Path) -> None:
+    lock = folder / "a" / "lock"
+    script = "from slm_toolkit.torch_extensions import wait_for_compilers; wait_for_compilers(prints=True)"
+    with compiler(lock, seconds=60):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=30
+        )
+        assert (done.returncode, done.stderr, lock.exists()) == (0, "", True)
+
+
+def test_a_compile_that_takes_long_is_named_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_extensions, "_LONG_SECONDS", 0.5)
+    monkeypatch.setattr(os, "getppid", os.getpid)  # the compiler's parent is this process, as a launcher is
     news = CompilerNews()
-    with open(long), open(short):
-        news.look(tmp_path)
-        news.look(tmp_path)
+    with compiler(folder / "a" / "lock", seconds=60):
+        for _ in range(4):
+            news.look()
+            time.sleep(0.4)
     assert capsys.readouterr().err.splitlines() == [
         "note: a is compiled for DeepSpeed, once on this machine: up to some minutes"
     ]
 
 
-def test_a_rank_beside_this_one_is_left_to_torch(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    lock = tmp_path / "a" / "lock"
-    script = (
-        "from pathlib import Path; from slm_toolkit.torch_extensions import wait_for_compilers;"
-        f" wait_for_compilers(speaks=True, folder=Path({str(tmp_path)!r}))"
-    )
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(lock), "60"], env=ENV) as holder:
-        wait_for(lock)
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=ENV, capture_output=True, text=True, timeout=30
-        )
-        assert (done.returncode, done.stderr, lock.exists()) == (0, "", True)
-        holder.kill()
+@needs_locks_by_existence
+def test_the_lock_of_a_compiler_that_is_killed_while_a_run_waits_is_removed(folder: Path) -> None:
+    with compiler(folder / "a" / "lock", seconds=60) as killed:
+        killed.kill()
+    CompilerNews().look()
+    assert not (folder / "a" / "lock").exists()
 
 
-def test_a_run_goes_on_past_the_lock_of_an_interrupted_compile(tmp_path: Path) -> None:
+def test_each_environment_has_a_folder_of_its_own_below_the_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", "/another/environment")
+    assert extensions_folder() != folder
+    torch_extensions.use_extensions_folder()
+    assert extensions_folder() == Path(os.environ["TORCH_EXTENSIONS_DIR"])  # a child's is no deeper
+
+
+def test_a_run_goes_on_past_the_lock_of_a_killed_compiler(folder: Path, tmp_path: Path) -> None:
     name = "deepspeed_shm_comm"  # which every DeepSpeed run on CPU processes loads
-    for built in list(extensions_folder().glob(f"**/{name}/{name}.so"))[:1]:  # spares the compile
-        (tmp_path / name).symlink_to(built.parent)
-    lock = locked(tmp_path / "cpu_adam", age_seconds=LONG_AGO)
-    env = {**ENV, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    usual = Path(ENV.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+    for built in list(usual.glob(f"{folder.name}/**/{name}.so"))[:1]:
+        (folder / name).symlink_to(built.parent)  # spares the compile
+    lock = left_lock(folder / "cpu_adam")
     done = launch(
         *("--model", "slm-1m", "--max_steps", "2", "--output_dir", str(tmp_path / "runs")),
         config="accel_configs/ds_zero1.yaml",
-        env=env,
+        env={"TORCH_EXTENSIONS_DIR": str(folder)},
     )
     assert done.code == 0, done.err
-    assert done.err.count(f"note: removed {lock}") == 1
+    assert done.err.count(f"note: removed {lock}") == torch_extensions.locks_by_existence()
     assert record_under(tmp_path / "runs")["status"] == "ok"

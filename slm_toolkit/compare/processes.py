@@ -27,14 +27,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Process]:
-    """End them, by force where five seconds of asking were not enough; returns those that can't be ended.
-
-    Locks of torch's compilations that they held go with them: all later DeepSpeed runs would wait for those.
-    """
+    """End them, by force where five seconds of asking were not enough; returns those that can't be ended."""
     started = time.monotonic()
-    locks: set[Path] = set()
     while (left := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
-        locks |= {lock for process in left for lock in _locks_held_by(process)}
         for process in left:
             try:
                 process.terminate() if gently else process.kill()
@@ -42,14 +37,4 @@ def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Proces
                 continue
         psutil.wait_procs(left, timeout=_GENTLE_SECONDS)
         gently = False  # and look again: one may have started another meanwhile
-    for lock in locks:
-        lock.unlink(missing_ok=True)
     return left
-
-
-def _locks_held_by(process: psutil.Process) -> list[Path]:
-    """Files that torch.utils.file_baton holds open while an extension is built or loaded."""
-    try:
-        return [Path(file.path) for file in process.open_files() if Path(file.path).name == "lock"]
-    except (psutil.Error, OSError):
-        return []

@@ -12,7 +12,6 @@ from slm_toolkit.lost_ranks import place_of, waits_for_others
 from slm_toolkit.record import STACK_FILES
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-_STALE_LOCK = "; if nobody compiles, a killed run left a file `lock` in ~/.cache/torch_extensions: remove it"
 _HEADING = "Stack (most recent call first):"
 
 
@@ -65,10 +64,7 @@ def explain(stacks: list[RankStack]) -> str | None:
     if stuck and waiting and not any(stack.has_moved for stack in stacks):
         hung = " and ".join(f"rank {stack.rank} hung in {stack.place}" for stack in stuck)
         return f"{hung}, while {_places(waiting)} waited"
-    if not stacks:
-        return None
-    held = any("torch/utils/file_baton.py" in frame for stack in stacks for frame in stack.frames[:1])
-    return f"last seen {_places(stacks)}" + (_STALE_LOCK if held else "")
+    return f"last seen {_places(stacks)}" if stacks else None
 
 
 def _places(stacks: list[RankStack]) -> str:

@@ -24,7 +24,7 @@ from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.machines import process_group_timeout
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
-from slm_toolkit.torch_extensions import wait_for_compilers
+from slm_toolkit.torch_extensions import use_extensions_folder, wait_for_compilers
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     engine = launch.strategy.engine
     check_tracker(config.report_to)
     if engine == "deepspeed":
-        wait_for_compilers(speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+        use_extensions_folder()
+        wait_for_compilers(prints=os.environ.get("LOCAL_RANK", "0") == "0")
     options = {
         "mixed_precision": _mixed_precision(launch, config),
         # Without this, the last batch of an epoch would end a step early and shift all that follow.
