@@ -8,7 +8,11 @@ Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs
 train, record.
 """
 
+from slm_toolkit.interrupts import end_at_once
 from slm_toolkit.quick_imports import imports_done  # before all that it is for
+
+if __name__ == "__main__":
+    end_at_once()  # torch is imported for seconds, then the model is built
 
 # isort: split
 import dataclasses
@@ -154,7 +158,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     watch = RunWatch(
         *(accelerator, prepared.model, prepared.optimizer, recorder, job.gpu_before, job.data.names)
     )
-    guard = Guard(job, prepared, progress.say if progress is not None else lambda line: None)
+    guard = Guard(job, prepared, progress)
     if job.checkpoint is not None:
         in_epoch = place_in_data(prepared.loader, record.first_step, prepared.num_micro_steps)[1]
         # an epoch's order was drawn from the same numbers before, at its beginning
