@@ -44,7 +44,15 @@ one training run:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point, `slm`. Exit codes: 0 all ok, oom or skipped, 1 one failed or lost parity, 2 bad input."""
+    """Entry point, `slm`. Exit codes: 0 all ok, oom or skipped, 1 one failed or lost parity, 2 bad input, 130
+    Ctrl-C."""
+    try:
+        _run(argv)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _run(argv: list[str] | None) -> None:
     if sys.stdout is None:  # `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
     args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))

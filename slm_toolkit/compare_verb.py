@@ -113,6 +113,8 @@ def _plan(
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+    if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
+        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
     strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
     for note in left_out:
         print(note, file=sys.stderr)
@@ -175,6 +177,10 @@ def _run(
     from slm_toolkit.compare.predicted import skipped_record
     from slm_toolkit.compare.slots import run_in_slots
 
+    if jobs is None and not args.force and not args.largest_batch:
+        with user_errors():
+            for run in runs:
+                local.check_place(run)
     stop = threading.Event()
     launcher: Any = local if jobs is None else jobs
 

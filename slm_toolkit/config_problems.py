@@ -90,6 +90,7 @@ def problems_of(config: RunConfig) -> list[str]:
             "save_steps",
             "save_final_model",
             "resume_from_checkpoint",
+            "overwrite_output_dir",
             "find_batch_size",
         )
         found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
@@ -99,6 +100,11 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append(f"--max_loss is {config.max_loss}: above 0")
     if config.resume_from_checkpoint == "":
         found.append("--resume_from_checkpoint is empty: an unset variable? auto starts where there is none")
+    if config.overwrite_output_dir and config.resume_from_checkpoint:
+        found.append(
+            "--overwrite_output_dir with --resume_from_checkpoint: the first starts from the beginning, "
+            "the second goes on; give one"
+        )
     if config.async_save and config.save_steps is None:
         found.append("--async_save without --save_steps")
     if config.max_steps is not None and config.num_train_epochs is not None:

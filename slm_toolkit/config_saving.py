@@ -33,6 +33,13 @@ class SavingConfig:
         group="saving",
         identity=False,
     )
+    overwrite_output_dir: bool = flag(
+        False,
+        "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
+        "are deleted before the first step",
+        group="saving",
+        identity=False,
+    )
     lm_eval_tasks: str | None = flag(
         None,
         "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "

@@ -24,7 +24,7 @@ NOT_OF_AN_ESTIMATE = (
     ),
     *("resume_from_checkpoint", "report_to", "output_dir", "run_name", "merge_adapter", "lm_eval_tasks"),
     *("eval_dataset", "dataset_format", "loss_on", "scale_lr", "base_batch_size"),
-    *("async_save", "on_bad_step", "max_loss", "find_batch_size"),
+    *("overwrite_output_dir", "async_save", "on_bad_step", "max_loss", "find_batch_size"),
 )
 CHANGES_NOTHING = ("seed", "lora_alpha")
 "grid flags of which an estimate takes one value: all give the same row"

@@ -4,11 +4,21 @@ accelerate and torch show a traceback of their own for every end but a good one,
 scheduler then can't tell a run that was stopped and saved (143) from one that failed.
 """
 
+from slm_toolkit.interrupts import SAME_SECONDS, end_at_once
+
+if __name__ == "__main__":
+    end_at_once()  # accelerate is imported for seconds
+
+# isort: split
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -23,10 +33,19 @@ from slm_toolkit.errors import EXIT_CODE_VARIABLE
 def launch(words: list[str]) -> int:
     """Run `accelerate launch` with these words; returns the exit code: that of the rank that ended first.
 
-    Of a launcher that got a signal: what its ranks ended with, 143 where they saved, 1 where they could not;
-    128 + the signal where they were gone before they could say.
+    Of a launcher that got SIGTERM or SIGINT (Ctrl-C): what its ranks ended with, 143 or 130 where they saved,
+    1 where they could not; 128 + the signal where they ended before they could say.
     """
-    signal.signal(signal.SIGTERM, _pass_on)  # torch's launcher has its own handler instead
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _pass_on)  # torch's launcher has its own handler instead
+    _kill_at_second_interrupt()
+    for name in (
+        "agent.server",
+        "multiprocessing",
+    ):  # the ranks report how they end, not the signals on the way
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
+        logger.addFilter(lambda record: " signal" not in record.getMessage())
     with tempfile.NamedTemporaryFile() as said:
         os.environ[EXIT_CODE_VARIABLE] = said.name
         try:
@@ -51,8 +70,40 @@ def _told(who: str, exit_code: int) -> int:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    for child in psutil.Process().children():
+    children = psutil.Process().children()
+    if not children:  # nothing was started yet
+        raise SystemExit(128 + number)
+    for child in children:
         child.send_signal(number)
+
+
+def _kill_at_second_interrupt() -> None:
+    """Start a thread that kills all ranks at a second Ctrl-C; torch's launcher would wait 30 s for them.
+
+    Python's C handler writes the number of each signal to a file of our choice: so the thread knows of it
+    whatever handler torch's launcher sets, and while that handler waits.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        first = None
+        while True:
+            if os.read(reads, 1)[0] != signal.SIGINT:
+                continue
+            first = first or time.monotonic()
+            if time.monotonic() > first + SAME_SECONDS:
+                break
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        print(
+            "error: ended at the second Ctrl-C; the steps since the last checkpoint are lost", file=sys.stderr
+        )
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

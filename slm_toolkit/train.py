@@ -8,7 +8,11 @@ Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs
 train, record.
 """
 
+from slm_toolkit.interrupts import end_at_once
 from slm_toolkit.quick_imports import imports_done  # before all that it is for
+
+if __name__ == "__main__":
+    end_at_once()  # torch is imported for seconds, then the model is built
 
 # isort: split
 import dataclasses
@@ -41,18 +45,20 @@ from slm_toolkit.run.guard import Guard
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
+from slm_toolkit.run.place import remove_earlier_run
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.resume import load_random_states
-from slm_toolkit.run.saved_model import MODEL_DIR, save_model
+from slm_toolkit.run.saved_model import save_model
 from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.since_start import seconds_since_start
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 from slm_toolkit.run.watchdog import Watchdog
+from slm_toolkit.run_folder import MODEL_DIR
 
 imports_done()
 
@@ -84,6 +90,10 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
     try:
         with tensors_of(job.config):
             prepared, record = prepare(job, record)
+            if job.config.overwrite_output_dir and job.checkpoint is None:
+                with user_errors():
+                    remove_earlier_run(job.run_dir, job.accelerator)
+                mark = None
             watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
             fake = is_fake(job.config)
             with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
@@ -148,7 +158,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     watch = RunWatch(
         *(accelerator, prepared.model, prepared.optimizer, recorder, job.gpu_before, job.data.names)
     )
-    guard = Guard(job, prepared, progress.say if progress is not None else lambda line: None)
+    guard = Guard(job, prepared, progress)
     if job.checkpoint is not None:
         in_epoch = place_in_data(prepared.loader, record.first_step, prepared.num_micro_steps)[1]
         # an epoch's order was drawn from the same numbers before, at its beginning

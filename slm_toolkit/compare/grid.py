@@ -182,6 +182,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
         save_steps=None,
+        resume_from_checkpoint=None,
         save_final_model=False,
         merge_adapter=False,
         lm_eval_tasks=None,

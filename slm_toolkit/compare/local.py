@@ -27,6 +27,7 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
+from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
 from slm_toolkit.strategy import write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
@@ -41,12 +42,7 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 
     None too where this run is to leave something that the earlier one did not: a model, a tracker's log.
     """
-    path = run.folder / RECORD_FILE
-    if not path.is_file():
-        return None
-    try:
-        record = read_record(path)
-    except ValueError:  # of another version, or damaged: run again
+    if (record := _earlier_record(run)) is None:
         return None
     lacks_model = run.config.save_final_model and (
         record.model_dir is None or not Path(record.model_dir).is_dir()
@@ -55,6 +51,32 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     if record.status == "ok" and (lacks_model or lacks_log):
         return None
     return record if record.identity == run.identity and record.status in ("ok", "oom") else None
+
+
+def check_place(run: PlannedRun) -> None:
+    """Raises ValueError where a run that is to be done would replace an earlier one's checkpoints or model.
+
+    With --save_steps a run that did not come to its end goes on from its newest checkpoint instead.
+    """
+    if run.config.overwrite_output_dir or kept_record(run) is not None:
+        return
+    record = _earlier_record(run)
+    goes_on = run.config.save_steps is not None and (record is None or record.status != "ok")
+    left = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
+    if left and not goes_on:
+        raise ValueError(
+            f"{left[-1]} is of an earlier run, which this comparison would replace\n"
+            "hint: --overwrite_output_dir does such runs again from the beginning, --force all runs; another "
+            "--output_dir keeps them"
+        )
+
+
+def _earlier_record(run: PlannedRun) -> RunRecord | None:
+    """None too for one of another version, or damaged: the run is done again."""
+    try:
+        return read_record(run.folder / RECORD_FILE)
+    except ValueError:
+        return None
 
 
 def execute(

@@ -30,14 +30,15 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
         drop_last=train,
         num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
     )
 
 
-def _ignore_sigterm(worker: int) -> None:
-    """Schedulers send it to every process; a rank still wants batches, for the step that it then saves."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _ignore_stop_signals(worker: int) -> None:
+    """Schedulers, and Ctrl-C, send them to every process; a rank still wants batches for its last step."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _FilledUp(Dataset):

@@ -38,8 +38,11 @@ class Board:
             return None
 
 
-def open_board() -> Board | None:
-    """None for a process that is alone, and under launchers other than torch's, which have no store."""
+def open_board(*, of_launch: bool = False) -> Board | None:
+    """None for a process that is alone, and under launchers other than torch's, which have no store.
+
+    of_launch: one board for all attempts of a launch (--max_restarts, --find_batch_size), not one for each.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -47,5 +50,5 @@ def open_board() -> Board | None:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_SECONDS))
     except RuntimeError:  # who makes the process group is about to say that nobody is there
         return None
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    again = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Board(dist.PrefixStore(f"slm_toolkit/{again}/board", store))

@@ -23,7 +23,6 @@ from slm_toolkit.run.checkpoint_files import (
     Manifest,
     RankFile,
     finish,
-    finished,
     read_manifest,
     remove,
     step_name,
@@ -38,6 +37,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
+from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished
 from slm_toolkit.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
@@ -96,7 +96,7 @@ class CheckpointWriter:
     ) -> None:
         """`run`, `written_by`: the descriptions above, `frozen`: the fingerprint; the newest `keep` stay."""
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.folder, self.keep = run_dir / "checkpoints", keep
+        self.folder, self.keep = run_dir / CHECKPOINTS_DIR, keep
         self.run, self.written_by, self.frozen = run, written_by, frozen
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[RankFile] | None = None

@@ -39,7 +39,6 @@ WRITTEN_BY = {
 DATA, NUM_HELD_OUT = "data", "num_held_out"
 "what is said in a run's description of its data, a list, and of how much of a stream was held out"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
-_FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,6 @@ def sweep(folder: Path) -> None:
     ]
     for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def finished(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or since damaged, by step."""
-    found = {path: match for path in folder.glob("*step_*") if (match := _FINISHED.fullmatch(path.name))}
-    present = {path for path in found if not (folder / path.name.removesuffix(".replaced")[1:]).exists()}
-    return sorted(present, key=lambda path: int(found[path][1] or found[path][2]))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

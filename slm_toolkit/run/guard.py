@@ -2,7 +2,6 @@
 
 import math
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ from slm_toolkit.run.bad_steps import describe_bad_step
 from slm_toolkit.run.checkpoint import CheckpointWriter
 from slm_toolkit.run.job import Job, Prepared
 from slm_toolkit.run.lookout import Lookout, Seen, StopSignal
+from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.smaller_batch import note_checkpoint
 
 MOST_SKIPPED = 10
@@ -25,19 +25,28 @@ def max_loss(config: RunConfig, vocab_size: int) -> float:
     return config.max_loss if config.max_loss is not None else 2 * math.log(vocab_size)
 
 
+def _signals_obeyed(config: RunConfig) -> list[int]:
+    """Signals after which a run ends between two steps. Others end it at once: SIGTERM without --save_steps,
+    both in a rehearsal."""
+    if config.rehearse is not None:
+        return []
+    return [signal.SIGINT] if config.save_steps is None else [signal.SIGINT, signal.SIGTERM]
+
+
 class Guard:
     """Called by every rank after each step and at the end; raises RunEnded, on all ranks alike."""
 
-    def __init__(self, job: Job, prepared: Prepared, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, prepared: Prepared, progress: TrainingProgress | None) -> None:
+        """`progress`: rank 0's, None on the others."""
         self.config, self.accelerator, self.run_dir = job.config, job.accelerator, job.run_dir
-        self.job, self.prepared, self.say = job, prepared, say
+        self.job, self.prepared, self.progress = job, prepared, progress
         self.max_loss = max_loss(job.config, job.spec.vocab_size)
         self.skipped: list[int] = []
         "steps that changed nothing, since a loss or gradient was no number or too large"
         if job.config.on_bad_step == "skip":
             prepared.loss_recorder.limit = self.max_loss
         self._lookout = Lookout(job.accelerator, job.control_group)
-        self._signal = StopSignal(listen=job.config.save_steps is not None)
+        self._signal = StopSignal(*_signals_obeyed(job.config))
         self._writer = self._make_writer(job, prepared)
         self._begun_after = -1
         self._last_saved: Path | None = job.checkpoint.path if job.checkpoint else None
@@ -73,9 +82,13 @@ class Guard:
             if not config.async_save:
                 self._finish()
 
+    def say(self, line: str) -> None:
+        if self.progress is not None:
+            self.progress.say(line)
+
     def end(self) -> None:
         """After the last step."""
-        self._signal.ignore()
+        self._signal.restore()
         if self.config.rehearse is not None:
             return
         self._judge(self._lookout.rest(), None)
@@ -119,14 +132,22 @@ class Guard:
             f"a lower --learning_rate, other data{helps}",
         )
 
-    def _stop(self, number: int, step: int) -> None:
-        self._save(step)
-        self._finish()
-        name = signal.Signals(number).name
+    def _stop(self, number: int, step: int) -> NoReturn:
+        hints = []
+        if self._writer is not None:
+            self._save(step)
+            self._finish()
+        else:
+            hints = ["nothing was saved; with --save_steps N a run that is stopped saves a checkpoint"]
+        name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
         # as shells and schedulers know a process that a signal ended
-        self._end(f"{name} after step {step + 1} of {self.prepared.num_steps}", exit_code=128 + number)
+        message = f"{name} after step {step + 1} of {self.prepared.num_steps}"
+        self._end(message, *hints, exit_code=128 + number)
 
     def _end(self, message: str, *hints: str, exit_code: int = 1) -> NoReturn:
+        self._signal.ignore()  # the launcher terminates all ranks once one exits: rank 0 has yet to print
+        if self.progress is not None:
+            self.progress.stop()
         if self._last_saved is not None:
             saved = self._last_saved
             is_here = saved.is_relative_to(self.run_dir)

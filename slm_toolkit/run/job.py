@@ -76,7 +76,7 @@ from slm_toolkit.run.resume import (
     load_weights,
     num_held_out,
 )
-from slm_toolkit.run.saved_model import MODEL_DIR, check_apart
+from slm_toolkit.run.saved_model import check_apart
 from slm_toolkit.run.smaller_batch import (
     BatchSizeSearch,
     name_groups_anew,
@@ -86,6 +86,7 @@ from slm_toolkit.run.smaller_batch import (
 )
 from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
+from slm_toolkit.run_folder import MODEL_DIR
 from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import contradictions
 from slm_toolkit.user_files import typed_path
@@ -170,11 +171,12 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     identity = identity_of(asked, versions, gpu)
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
-    if config.resume_from_checkpoint == "auto" and has_ended(run_dir, identity):
+    ended = has_ended(run_dir, identity)
+    if config.resume_from_checkpoint == "auto" and ended:
         if os.environ.get("RANK", "0") == "0":
             print(f"note: this run has ended: {run_dir / RECORD_FILE}", file=sys.stderr)
         raise SystemExit(0)
-    if config.save_final_model and spec.path is not None:
+    if (config.save_final_model or config.overwrite_output_dir) and spec.path is not None:
         check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
     if config.save_steps or config.resume_from_checkpoint:
         flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
@@ -187,8 +189,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
 
-    if config.save_steps:
-        check_place(run_dir, description)
+    starts = resume is None
+    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
+        check_place(run_dir, description, starts=starts, has_ended=ended)
     if os.environ.get("RANK", "0") == "0":
         check_writable(run_dir)
     name_groups_anew()

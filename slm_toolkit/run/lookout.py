@@ -5,7 +5,9 @@ come late): so nobody waits, and all of them learn of the same step at the same 
 """
 
 import math
+import os
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+
+from slm_toolkit.interrupts import SAME_SECONDS
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,32 @@ class Seen:
 
 
 class StopSignal:
-    """SIGTERM, as schedulers send it before they take a machine away: noted, and acted on between steps."""
+    """SIGTERM, as schedulers send it before they take a machine away, and SIGINT (Ctrl-C): the first is noted
+    and acted on between steps. After or before a SIGINT, a second signal ends the process at once."""
 
-    def __init__(self, *, listen: bool) -> None:
+    def __init__(self, *numbers: int) -> None:
         self.number = 0
-        self._before = signal.signal(signal.SIGTERM, self._note) if listen else None
+        "the signal that was noted, 0 before"
+        self._noted_at = 0.0
+        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in heeded}
+
+    def restore(self) -> None:
+        """From now on, the handlers from before act."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def ignore(self) -> None:
-        """From now on, whoever listened before does."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        """The run is about to end."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        if self.number == 0:
+            self.number, self._noted_at = number, time.monotonic()
+        elif signal.SIGINT in (number, self.number) and time.monotonic() > self._noted_at + SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def control_group(accelerator: Accelerator) -> dist.ProcessGroup | None:

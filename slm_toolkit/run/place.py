@@ -1,11 +1,16 @@
-"""A run's folder: whether the run can be written there, and whether it has ended there before."""
+"""A run's folder: whether it can be written to, whether the run has ended there, and how it is emptied."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
+from slm_toolkit.run.checkpoint_files import remove, sweep
+from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
 
 
 def has_ended(run_dir: Path, identity: str) -> bool:
@@ -27,3 +32,30 @@ def check_writable(run_dir: Path) -> None:
         raise ValueError(
             f"can't write into {run_dir}: {error.strerror}\nhint: --output_dir and --run_name say where"
         ) from None
+
+
+def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
+    """For --overwrite_output_dir: delete record, checkpoints and model of the run before. Every rank must
+    call it, when the new run is set up and has written nothing. Raises ValueError on rank 0.
+
+    The record goes first, or a run that is killed from here on would count as ended; the newest checkpoint
+    goes last, so that what a kill leaves is still the old run's newest.
+    """
+    accelerator.wait_for_everyone()  # no rank is still looking at the folder
+    if accelerator.is_main_process:
+        try:
+            (run_dir / RECORD_FILE).unlink(missing_ok=True)
+            for checkpoint in finished(run_dir / CHECKPOINTS_DIR):
+                remove(checkpoint)
+            sweep(run_dir / CHECKPOINTS_DIR)
+            while (model := saved_model(run_dir)) is not None:
+                deleted = model.with_name(".model.deleted")
+                shutil.rmtree(deleted, ignore_errors=True)
+                model.rename(deleted)
+                shutil.rmtree(deleted, ignore_errors=True)
+        except OSError as error:
+            raise ValueError(
+                f"--overwrite_output_dir can't delete {error.filename}: {error.strerror}\n"
+                "hint: another --run_name starts in a new folder"
+            ) from None
+    accelerator.wait_for_everyone()

@@ -38,6 +38,7 @@ class TrainingProgress:
             )
             self.task = self.bar.add_task("training", total=num_steps, completed=first_step, says="starting")
             self.bar.start()
+            self.bar.console.show_cursor(True)  # a killed run would leave it hidden
 
     def due(self, step: int) -> bool:
         """Whether it is time to say something after `step` steps; the last step's mean loss comes later."""
@@ -71,7 +72,11 @@ class TrainingProgress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """The bar moves no more; what is written from now on stands below it."""
         if self.bar is not None:
             self.bar.stop()
+
+    def close(self) -> None:
+        self.stop()
         self.path.unlink(missing_ok=True)

@@ -23,7 +23,6 @@ from slm_toolkit.run.checkpoint_files import (
     Manifest,
     Reader,
     damage,
-    finished,
     read_manifest,
 )
 from slm_toolkit.run.ranks import gather_to_all
@@ -35,6 +34,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
+from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
 from slm_toolkit.user_files import typed_path
 
 
@@ -63,8 +63,8 @@ def find_checkpoints(
         # of a run killed after its last checkpoint, before its record: that step again
         unended = [one for one in found if num_steps is None or one.manifest.step < num_steps]
         return unended or found
-    of_run = folder.parent if folder.name == "checkpoints" else folder
-    if (of_run / "checkpoints").is_dir():
+    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+    if (of_run / CHECKPOINTS_DIR).is_dir():
         return _newest(of_run, run, can_be_none=False)
     if not folder.is_dir():
         raise ValueError(
@@ -76,7 +76,7 @@ def find_checkpoints(
 
 
 def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
-    folder = run_dir / "checkpoints"
+    folder = run_dir / CHECKPOINTS_DIR
     manifests = readable_manifests(folder, warn=True)
     of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
     if of_run:
@@ -97,15 +97,42 @@ def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Ch
     )
 
 
-def check_place(run_dir: Path, run: dict[str, Any]) -> None:
-    """Raises ValueError where another run's checkpoints lie where this one's would take their place."""
-    for path, manifest in readable_manifests(run_dir / "checkpoints").items():
+def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
+    """Raises ValueError if the run would replace another run's checkpoints or, where it `starts` from the
+    beginning, its own checkpoints or the model in its folder.
+
+    has_ended: the record in the folder is of this run, which did all its steps.
+    """
+    replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
+    manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
+    for path, manifest in manifests.items():
         if not is_of(manifest, run):
             told = _differences(manifest, run) or "a step has other numbers of sequences"
             raise ValueError(
                 f"{path} is of another run, and this one's checkpoints would take its place: {told}\n"
                 "hint: another --run_name or --output_dir; or the flags that it was written with"
+                + replaces.format("it")
             )
+    if not starts:
+        return
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        ended = ", which has ended" if has_ended else ""
+        more = " and a larger --max_steps go on" if has_ended else " goes on"
+        raise ValueError(
+            f"{run_dir} holds the checkpoints of this run{ended}, and a new start would replace them\n"
+            f"hint: --resume_from_checkpoint latest{more} from {newest.name}{replaces.format('them')}"
+        )
+    if unreadable := finished(run_dir / CHECKPOINTS_DIR):
+        raise ValueError(
+            f"{unreadable[-1]} can't be read, and a new start would replace it\n"
+            f"hint: another --run_name keeps it{replaces.format('it')}"
+        )
+    if (model := saved_model(run_dir)) is not None:
+        raise ValueError(
+            f"{model} is the model of an earlier run, and a new start would replace it\n"
+            f"hint: another --run_name keeps it{replaces.format('it')}"
+        )
 
 
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:

@@ -11,9 +11,6 @@ from accelerate import Accelerator
 
 from slm_toolkit.run.adapters import save_merged
 
-MODEL_DIR = "model"
-"in a run's folder: the final model, anew each time"
-
 
 def check_apart(source: Path, target: Path) -> None:
     """Raises ValueError where the weights to start from lie where the run would write its own."""

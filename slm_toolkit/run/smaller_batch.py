@@ -5,6 +5,7 @@ the launcher sees no failure. They meet again in the launcher's store, under oth
 """
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import RunEnded
-from slm_toolkit.run.board import open_board
+from slm_toolkit.run.board import Board, open_board
 from slm_toolkit.run.failure import is_out_of_memory
 
 _TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
@@ -70,12 +71,25 @@ def name_groups_anew() -> None:
 
 
 def note_checkpoint(path: Path) -> None:
-    """Written by this launch: should it have to start again, then from there."""
+    """Written by this launch: if its ranks start again, they go on from there."""
     os.environ[_CHECKPOINT_VARIABLE] = str(path)
+    if os.environ.get("RANK", "0") == "0" and (board := _board_of_launch()) is not None:
+        board.write(_CHECKPOINT_VARIABLE, str(path))
 
 
 def noted_checkpoint() -> str | None:
-    return os.environ.get(_CHECKPOINT_VARIABLE) if _tried() else None
+    """The newest checkpoint that this launch has written, for ranks that start again: by --find_batch_size,
+    or by torch's launcher (--max_restarts), whose new processes know it from the launcher's store alone."""
+    if _attempt() == 0:
+        return None
+    if _tried():
+        return os.environ.get(_CHECKPOINT_VARIABLE)
+    return board.read(_CHECKPOINT_VARIABLE) if (board := _board_of_launch()) is not None else None
+
+
+@functools.cache
+def _board_of_launch() -> Board | None:
+    return open_board(of_launch=True)
 
 
 class BatchSizeSearch:

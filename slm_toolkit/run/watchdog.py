@@ -25,6 +25,7 @@ from slm_toolkit.run.known_errors import one_line
 from slm_toolkit.run.machines import UNREACHED
 from slm_toolkit.run.siblings import Siblings
 from slm_toolkit.run.stalled import Stall, explain, stall_of
+from slm_toolkit.run_folder import CHECKPOINTS_DIR
 from slm_toolkit.torch_extensions import CompilerNews
 
 _LOOK_SECONDS = 1.0
@@ -232,7 +233,7 @@ class Watchdog:
         os._exit(1)  # the thread that trains may wait for ever
 
     def _say(self, found: str, hint: str) -> None:
-        saved = by_order(self._run.run_dir / "checkpoints") if self._run is not None else []
+        saved = by_order(self._run.run_dir / CHECKPOINTS_DIR) if self._run is not None else []
         hints = [hint] if hint else []
         if saved:
             hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")
