@@ -56,6 +56,7 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.output_lock import locked
     from slm_toolkit.compare.slurm import SlurmJobs
     from slm_toolkit.compare.torch_checks import check_with_torch
+    from slm_toolkit.launch_checks import check_launches
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
         number = getattr(signal, name, None)
@@ -82,6 +83,11 @@ def _compare(args: argparse.Namespace) -> int:
             else:
                 machine = nodes.machine
             runs, slots = _plan(args, machine, nodes)
+            launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
+            taken_out = [run.taken_out for run in runs if run.taken_out is not None]
+            found = check_launches(launches, machine, is_here=nodes is None)
+            for note in dict.fromkeys([*taken_out, *found]):
+                print(note, file=sys.stderr)
             check_with_torch(runs, console)
             jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
             if args.slurm_only_write:

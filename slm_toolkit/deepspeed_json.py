@@ -19,6 +19,15 @@ KEYS_OF_THE_JSON = {
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
 
+_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
+"keys of a DeepSpeed JSON; TrainingArguments have the last two, too, as true or false"
+
+
+def is_deepspeed_config(settings: dict[str, Any]) -> bool:
+    """Whether a file's settings are DeepSpeed's, not accelerate's or transformers'."""
+    marks = [key for key in _MARKS if key in settings and not isinstance(settings[key], bool)]
+    return bool(marks) and "distributed_type" not in settings
+
 
 def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
     """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""

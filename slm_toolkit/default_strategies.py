@@ -5,19 +5,20 @@ import itertools
 from typing import Any
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy
+from slm_toolkit.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy, notes_on
 
 
 def strategies_asked(
     names: list[str] | None, given: dict[str, Any], *, has_gpu: bool
 ) -> tuple[list[Strategy], list[str]]:
-    """What `--strategy` names; without it the six, and a line on each that is left out and why.
+    """What `--strategy` names; without it the six. Also lines on what is left out, and on DeepSpeed JSONs.
 
     given: field name of RunConfig to a value or a list of values. Where none of the six can take them all are
     returned, for the command to say what is wrong.
     """
     if names is not None:
-        return [find_strategy(name) for name in dict.fromkeys(names)], []
+        named = [find_strategy(name) for name in dict.fromkeys(names)]
+        return named, notes_on(named)
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [
         RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=has_gpu)

@@ -17,7 +17,7 @@ from slm_toolkit.estimate_checks import (
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.output_flags import count, positive_number
 from slm_toolkit.site_flags import add_network_flags, sites_of
-from slm_toolkit.strategy import STUDIED_STRATEGIES, is_shipped, strategy_name, strategy_path
+from slm_toolkit.strategy import STUDIED_STRATEGIES, is_shipped, notes_on, strategy_name, strategy_path
 
 if TYPE_CHECKING:
     from slm_toolkit.checkup.case import Case, Files
@@ -117,7 +117,8 @@ def _doctor(args: argparse.Namespace) -> int:
         cases = _cases(args, config)
         examined, found, notes = examine_all(cases, site_of=sites_of(args), software=args.software)
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
-    for note in notes:
+    read = [one.strategy for one in examined if one.strategy is not None]
+    for note in (*notes_on(read), *notes):
         print(note, file=sys.stderr)
     if args.json:
         from slm_toolkit.finding import as_json

@@ -11,6 +11,19 @@ TOPICS = (
     *("alignment", "memory", "network", "strategy", "kernels"),
 )
 
+TRAINS_ALL_THE_SAME = frozenset(
+    [
+        *("zero3-never-releases", "no-wrap-policy", "size-based-wrap", "offload-param-below-stage-3"),
+        *("nvme-below-stage-3", "fsdp-version-missing", "reshard-ignored-by-fsdp1", "use-cpu"),
+        *("sharding-strategy-ignored", "ignored-section", "compiled-by-yaml", "accumulation-differs"),
+        *("clipping-differs", "zero1-becomes-another-optimizer", "fp8-emulated", "gpu-without-bf16"),
+        *("nccl-p2p-disabled", "nccl-ib-disabled", "cuda-launch-blocking", "distributed-debug"),
+        *("no-memory-caching", "dynamo-disabled", "interface-absent", "launcher-variables"),
+    ]
+)
+"""names of wrong findings that a launch may survive, slowly or otherwise than its files say: `slm compare`
+prints them and measures; what ran stands in the record"""
+
 
 class Special(Enum):
     """What an edit does that is no value."""

@@ -241,11 +241,12 @@ def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
 def _parity_notes(rows: list["Row"]) -> list[Text]:
     """A line for what holds, red ones for each row that does not."""
     named = list(zip(labels(rows), rows, strict=True))
-    notes = [
-        Text(f"{label} computes something else, {row.parity}", style="red")
+    broken = [
+        f"{label} computes something else, {row.parity}" if row.parity.startswith("against") else row.parity
         for label, row in named
         if row.parity_holds is False
     ]
+    notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
     for reference in sorted({row.parity_reference for row in rows if row.parity_holds}):
         held = [
             (label, row) for label, row in named if row.parity_holds and row.parity_reference == reference
@@ -254,7 +255,8 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
         others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
         notes.append(Text(f"parity holds {worst.parity}{others}"))
     if not notes and sum(not row.is_rehearsed for row in rows) > 1:
-        notes.append(Text("losses were not compared: no run asked the same (--parity K adds a reference)"))
+        why = "no two strategies had the same flags and batches (--parity K adds a reference)"
+        notes.append(Text(f"losses were not compared: {why}"))
     return notes
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.recommend_flags import add_recommend_flags, configs_of, jobs_of, offers_of
-from slm_toolkit.strategy import Strategy, find_strategy
+from slm_toolkit.strategy import Strategy, find_strategy, notes_on
 
 if TYPE_CHECKING:
     from slm_toolkit.predict.plans import GpuOffer, Job, Plan
@@ -42,6 +42,7 @@ def _recommend(args: argparse.Namespace) -> int:
         offers = offers_of(args)
         jobs, notes = jobs_of(args)
         strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
+        notes += notes_on(strategies)
         configs = configs_of(args)
         if args.write is not None:
             from slm_toolkit.launch_files import check_folder

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import yaml
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.deepspeed_json import read_deepspeed_config
+from slm_toolkit.deepspeed_json import is_deepspeed_config, read_deepspeed_config
+from slm_toolkit.deepspeed_optimizer import optimizer_problems, without_optimizer
 from slm_toolkit.secret_words import check_no_secrets
-from slm_toolkit.user_files import check_name, is_file, read_text, typed_path, yaml_of
+from slm_toolkit.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 "what `slm compare` runs when it is not told otherwise"
@@ -31,7 +33,7 @@ class Strategy:
     reshard_after_forward: bool | None = None
     "FSDP2 only: True is full shard, False is shard grad-op"
     path: str | None = None
-    "the YAML file"
+    "the YAML file, or the DeepSpeed JSON that was given without one"
     accelerate_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
 
@@ -43,6 +45,13 @@ class Strategy:
         fsdp = (self.accelerate_config or {}).get("fsdp_config") or {}
         to_host = str(fsdp.get("fsdp_offload_params")).lower() == "true"
         return to_host or any(device not in (None, "none") for device in devices)
+
+    @property
+    def is_bare_json(self) -> bool:
+        """Whether the user gave a DeepSpeed JSON without an accelerate YAML that names it."""
+        section = (self.accelerate_config or {}).get("deepspeed_config") or {}
+        named = section.get("deepspeed_config_file")
+        return self.path is not None and named == str(Path(self.path).resolve())
 
     @property
     def sharded_parts(self) -> tuple[str, ...]:
@@ -92,13 +101,37 @@ def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Pat
 
 
 def find_strategy(name_or_path: str) -> Strategy:
-    """The Strategy of a shipped name (`ddp`) or of a user's YAML file."""
+    """The Strategy of a shipped name (`ddp`), of a user's accelerate YAML or of a DeepSpeed JSON."""
     path = strategy_path(name_or_path)
-    return dataclasses.replace(read_strategy(path), name=strategy_name(path))
+    settings = _read_settings(path)
+    if path.suffix == ".json" and is_deepspeed_config(settings):
+        strategy = strategy_of(yaml_around(path), path, settings)
+    else:
+        strategy = strategy_of(settings, path)
+    return dataclasses.replace(strategy, name=strategy_name(path))
+
+
+def yaml_around(json_path: Path) -> dict[str, Any]:
+    """The content of an accelerate YAML that names a DeepSpeed JSON, as our own YAMLs do."""
+    shipped = config_dir("accel_configs") / "ds_zero3.yaml"
+    config = settings_of(shipped.read_text(), shipped)
+    # zero3_init_flag stays false: true, accelerate's default, would draw other random weights
+    config["deepspeed_config"]["deepspeed_config_file"] = str(json_path.resolve())
+    return config
+
+
+def notes_on(strategies: Iterable[Strategy]) -> list[str]:
+    """A line for each DeepSpeed JSON that is launched in an accelerate YAML written for it."""
+    return [
+        f"note: {strategy.path} is a DeepSpeed JSON: it is launched by an accelerate YAML written for it, "
+        "with zero3_init_flag: false"
+        for strategy in strategies
+        if strategy.is_bare_json
+    ]
 
 
 def strategy_path(name_or_path: str) -> Path:
-    """The YAML of a shipped name or a path. Raises ValueError where there is none."""
+    """The file of a shipped name or a path. Raises ValueError where there is none."""
     shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
     path = shipped if is_file(shipped) else typed_path(name_or_path)
     if is_file(path):
@@ -110,7 +143,7 @@ def strategy_path(name_or_path: str) -> Path:
     meant = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
         f"unknown strategy {name_or_path!r}\n"
-        f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML file"
+        f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML or DeepSpeed JSON file"
     )
 
 
@@ -121,7 +154,7 @@ def strategy_name(path: Path) -> str:
 
 def read_strategy(path: Path) -> Strategy:
     """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError with every problem found."""
-    return strategy_of(_read_yaml(path), path)
+    return strategy_of(_read_settings(path), path)
 
 
 def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | None = None) -> Strategy:
@@ -130,10 +163,7 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
     Raises ValueError with every problem found.
     """
     if "distributed_type" not in config:
-        raise ValueError(
-            f"{path} has no distributed_type: it is no accelerate YAML\n"
-            "hint: a DeepSpeed JSON is named in one; `slm configs --copy DIR` writes examples"
-        )
+        raise ValueError(_no_accelerate_config(config, path))
     distributed_type = str(config["distributed_type"]).upper()
     num_processes = config.get("num_processes", 1)
     if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
@@ -190,6 +220,17 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     return yaml_path
 
 
+def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str | None]:
+    """The strategy without its DeepSpeed JSON's optimizer and scheduler, and a line on them if there are any.
+
+    The script makes the optimizer and sets the learning rate, by its flags.
+    """
+    section = (strategy.accelerate_config or {}).get("deepspeed_config") or {}
+    name = str(section.get("deepspeed_config_file") or strategy.path or strategy.name)
+    deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
+    return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
+
+
 def num_machines(strategy: Strategy) -> int:
     """Nodes that the strategy's YAML asks for."""
     return (strategy.accelerate_config or {}).get("num_machines") or 1
@@ -211,10 +252,11 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
+def contradictions(strategy: Strategy, config: RunConfig, *, num_processes: int | None = None) -> list[str]:
     """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
 
     In `stock` the JSON's own clipping and accumulation hold, as they do under a user's own script.
+    `num_processes`: the ranks, if known; a `train_batch_size` of the JSON is checked only then.
     """
     deepspeed = strategy.deepspeed_config or {}
     flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
@@ -227,6 +269,15 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
         for key, flag in flags.items()
         if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
     ]
+    problems += [f"{strategy.path}: {problem}" for problem in optimizer_problems(deepspeed, config)]
+    steps = deepspeed.get("gradient_accumulation_steps") if config.numerics == "stock" else None
+    steps = steps if isinstance(steps, int) else config.gradient_accumulation_steps
+    batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
+    if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
+        problems.append(
+            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags make {batch} x "
+            f"{steps} micro-steps x {num_processes} processes"
+        )
     for dtype, wanted in (("bf16", config.numerics != "fp32"), ("fp16", False)):
         enabled = (deepspeed.get(dtype) or {}).get("enabled", "auto")
         if enabled not in ("auto", wanted):
@@ -279,13 +330,36 @@ def contradictions(strategy: Strategy, config: RunConfig) -> list[str]:
     return problems
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return settings_of(read_text(path, hint="give an accelerate YAML file"), path)
+def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
+    """The error for a file without distributed_type, by what its keys show it to be."""
+    if is_deepspeed_config(settings):
+        return (
+            f"{path} holds DeepSpeed settings, and an accelerate YAML is wanted here\n"
+            f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy of slm compare, "
+            "train, estimate and doctor takes a DeepSpeed .json as it is"
+        )
+    if "model_type" in settings or "architectures" in settings:
+        return f"{path} describes a model, not a strategy\nhint: --model {path}"
+    if "fsdp" in settings or "deepspeed" in settings:
+        return (
+            f"{path} holds TrainingArguments: it has no distributed_type, and is no accelerate YAML\n"
+            f"hint: `slm convert {path} --to accelerate_fsdp` (or accelerate_deepspeed) writes one"
+        )
+    keys = ", ".join(map(str, list(settings)[:5]))
+    return (
+        f"{path} has no distributed_type ({keys}): it is no accelerate YAML, and no DeepSpeed JSON\n"
+        "hint: `slm configs --copy DIR` writes examples of both"
+    )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    return settings_of(read_text(path, hint="give an accelerate YAML or a DeepSpeed JSON"), path)
 
 
 def settings_of(text: str, path: Path) -> dict[str, Any]:
-    """What a YAML's text says. Raises ValueError where it is none, or no settings."""
-    config = yaml_of(text, path, hint="`slm configs --copy DIR` writes good ones")
+    """The settings in the text of a YAML, or of a `.json`. Raises ValueError where there are none."""
+    parse = json_of if path.suffix == ".json" else yaml_of
+    config = parse(text, path, hint="`slm configs --copy DIR` writes good ones")
     if not isinstance(config, dict):
         raise ValueError(
             f"{path} holds no settings\nhint: `slm configs --copy DIR` writes files to start from"

@@ -13,7 +13,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.finding import Edit, Finding
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.strategy import settings_of
+from slm_toolkit.strategy import settings_of, yaml_around
 from slm_toolkit.user_files import json_of, read_text, yaml_node
 
 
@@ -177,9 +177,7 @@ def read_files(path: Path) -> Files:
     """Raises ValueError for a file that can't be read or holds no settings; all else is a finding."""
     text = _read(path)
     if path.suffix == ".json" and "distributed_type" not in (content := _parsed_json(path, text)):
-        section = {"deepspeed_config_file": str(path), "zero3_init_flag": False}
-        config = {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 1}
-        return Files(path, "", config, path.resolve(), text, content, None, _json_duplicates(text))
+        return Files(path, "", yaml_around(path), path.resolve(), text, content, None, _json_duplicates(text))
     config = settings_of(text, path)
     duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml_node(text, path, hint=_HINT), ()))
     return with_json(Files(path, text, config, duplicates=duplicates))

@@ -6,6 +6,7 @@ from typing import Any
 
 from slm_toolkit.checkup.case import Case, fault, is_true, shown
 from slm_toolkit.deepspeed_json import KEYS_OF_THE_JSON
+from slm_toolkit.deepspeed_optimizer import optimizer_problems
 from slm_toolkit.finding import REMOVE, Edit, Finding
 
 ZERO = "zero_optimization"
@@ -17,7 +18,7 @@ _AUTO_IS_FILLED_IN = (
     *(f"{ZERO}.stage3_prefetch_bucket_size", f"{ZERO}.stage3_param_persistence_threshold"),
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
     f"{ZERO}.zero_hpz_partition_size",  # by slm_toolkit.train: the ranks of a node
-    *("optimizer.", "scheduler."),  # wrong by themselves: see _optimizer
+    *("optimizer.", "scheduler."),  # sections that are taken out: see _optimizer
 )
 _AUTO_IS_THE_DEFAULT = (f"{ZERO}.", "bf16.", "fp16.")  # DeepSpeedConfigModel drops it: deepspeed 0.19.8
 _OF_STAGE_3 = (
@@ -259,19 +260,20 @@ def _other_stage(case: Case) -> Iterator[Finding]:
 
 
 def _optimizer(case: Case) -> Iterator[Finding]:
+    problems = optimizer_problems(case.files.deepspeed, case.flags)
     reasons = {
-        "optimizer": ("wrong", "the script makes its own, and accelerate refuses two"),
-        "scheduler": (
-            "unwise",
-            "DeepSpeed sets the learning rate by it after each step; slm_toolkit.train sets it anew before "
-            "the next one, other scripts do not",
-        ),
+        "optimizer": "slm_toolkit.train takes the section out, since its flags decide; accelerate refuses "
+        "the section under other scripts that make their own optimizer",
+        "scheduler": "slm_toolkit.train takes the section out, since its flags decide; under other scripts "
+        "DeepSpeed sets the learning rate by it after each step",
     }
-    for section, (severity, why) in reasons.items():
+    for section, why in reasons.items():
         if section in case.files.deepspeed:
+            of_section = [problem for problem in problems if section in problem]
             yield _deepspeed(
-                *(case, severity, f"json-{section}", f"the JSON has a section {section}"),
-                why=why,
+                *(case, "wrong" if of_section else "unwise", f"json-{section}"),
+                f"the JSON has a section {section}",
+                why="; ".join(of_section) or why,
                 change=f"remove {section}: --learning_rate, --weight_decay and --warmup_steps say it",
                 file="json",
                 key=section,

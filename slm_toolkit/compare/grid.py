@@ -19,7 +19,7 @@ from slm_toolkit.record import (
     installed_versions,
     run_name_of,
 )
-from slm_toolkit.strategy import Strategy, contradictions, find_strategy, num_machines
+from slm_toolkit.strategy import Strategy, as_flags_say, contradictions, find_strategy, num_machines
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class PlannedRun:
     versions: dict[str, str]
     identity: str
     run_name: str
+    taken_out: str | None = None
+    "a line on the optimizer and scheduler of the DeepSpeed JSON, where the flags decide"
 
     @property
     def folder(self) -> Path:
@@ -105,6 +107,7 @@ def plan_runs(
         nodes = num_machines(strategy)
         per_node = min(count, REHEARSED_RANKS_PER_NODE) if config.rehearse else max(1, count // nodes)
         strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
+        strategy, taken_out = as_flags_say(strategy, config)
         if parity_steps is not None:
             single = find_strategy("single")
             for numerics in dict.fromkeys(("fp32", config.numerics)):
@@ -112,7 +115,8 @@ def plan_runs(
                 references.append(
                     _planned(reference, single, 1, machine.gpu, versions, prefix=f"{PARITY_REFERENCE}-")
                 )
-        runs.append(_planned(config, strategy, count, machine.gpu, versions))
+        run = _planned(config, strategy, count, machine.gpu, versions)
+        runs.append(dataclasses.replace(run, taken_out=taken_out))
     # in turn, so that what drifts with time does so for all strategies alike
     again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())

@@ -111,9 +111,12 @@ def execute(
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
     """The command line of a run; the record shows it as `accelerate launch ...`."""
+    options = ("--config_file", str(yaml_path))
+    if run.strategy.is_bare_json and yaml_path == Path(run.strategy.path):  # no YAML has been written for it
+        options = ("--use_deepspeed", "--deepspeed_config_file", str(yaml_path), "--zero3_init_flag", "false")
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(yaml_path)),
+        *options,
         *("--num_processes", str(run.num_processes)),
         *("--main_process_port", str(port)),
         *("-m", "slm_toolkit.train", *flags_of(run.config)),

@@ -1,7 +1,7 @@
 """Whether a run computed what its reference did: losses and gradient norms, step by step."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from math import isfinite
@@ -42,6 +42,8 @@ class Parity:
     "at `worst_step`"
     grad_norm_limit: float
     "largest ratio that passes, and the inverse of the smallest"
+    conflict: str | None = None
+    "where neither run is known to be right: a sentence that names both"
 
     @property
     def holds(self) -> bool:
@@ -50,6 +52,8 @@ class Parity:
         return self.loss_difference <= self.loss_tolerance and norms_agree
 
     def __str__(self) -> str:
+        if self.conflict is not None:
+            return self.conflict
         norms = (
             "gradient norms unknown"
             if self.grad_norm_ratio is None
@@ -66,18 +70,70 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
 
     The reference is a single process in fp32 that saw the same batches, else DDP (or one process) with the
     very same flags. What one process of the record's own numerics differs by from fp32 is no strategy's
-    fault: where `slm compare --parity` ran one, twice that is allowed. `loss_tolerance` stands in for all of
-    it.
+    fault: where `slm compare --parity` ran one, twice that is allowed. Strategies without a reference that
+    had the very same flags and batches are compared with each other. `loss_tolerance` replaces every
+    tolerance.
     """
     known = _known(records)
-    judged = []
-    for record in records:
-        found = None
-        if not record.is_parity_reference and (reference := _reference_of(record, known)):
+    judged: list[Parity | None] = [None] * len(records)
+    others: dict[bytes, list[int]] = defaultdict(list)
+    for index, record in enumerate(records):
+        if record.is_parity_reference or not _usable(record):
+            continue
+        if reference := _reference_of(record, known):
             control = _control_of(record, known)
-            found = compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
-        judged.append(found)
+            judged[index] = compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
+        elif hashes := (record.numerics or {}).get("batch_hashes"):
+            others[_asked_of(record) + orjson.dumps(hashes)].append(index)
+    for indices in others.values():
+        if len({records[index].strategy for index in indices}) == 1:  # a reference, or repeats
+            continue
+        parities = _among_each_other([records[index] for index in indices], loss_tolerance)
+        for index, parity in zip(indices, parities, strict=True):
+            judged[index] = parity
     return judged
+
+
+def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) -> list[Parity | None]:
+    """The Parity of each of several runs of the same flags and batches, none of which is a reference.
+
+    Runs that agree make a group. If one group has more strategies than every other, its first run is the
+    reference of all; else nobody knows which group is right, and no run's parity holds.
+    """
+    groups: list[list[int]] = []
+    for index, record in enumerate(records):
+        for group in groups:
+            if compare_with(records[group[0]], record, loss_tolerance=loss_tolerance).holds:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    sizes = [len({records[index].strategy for index in group}) for group in groups]
+    if sizes.count(max(sizes)) == 1:
+        largest = groups[sizes.index(max(sizes))]
+        reference = records[largest[0]]
+        own = [index for index in largest if records[index].strategy == reference.strategy]
+        return [
+            None if index in own else compare_with(reference, record, loss_tolerance=loss_tolerance)
+            for index, record in enumerate(records)
+        ]
+    judged: list[Parity | None] = []
+    for index, record in enumerate(records):
+        other = next(group[0] for group in groups if index not in group)
+        parity = compare_with(records[other], record, loss_tolerance=loss_tolerance)
+        first, second = records[min(index, other)], records[max(index, other)]
+        judged.append(replace(parity, conflict=_conflict(first, second, parity)))
+    return judged
+
+
+def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
+    """A sentence with both losses of the first step that differs beyond the tolerance."""
+    sentence = f"{first.strategy} and {second.strategy} compute different things"
+    for step, (loss, other) in enumerate(zip(first.losses, second.losses, strict=False), start=1):
+        if None in (loss, other) or abs(loss - other) > parity.loss_tolerance:
+            losses = " and ".join("NaN" if one is None else f"{one:.4f}" for one in (loss, other))
+            return f"{sentence}: step-{step} loss {losses} on the same batches"
+    return f"{sentence}: gradient norm ratio {parity.grad_norm_ratio:.4g} on the same batches"
 
 
 def compare_with(
@@ -133,7 +189,7 @@ def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float
 
 def _grad_norm_ratio(reference: RunRecord, record: RunRecord) -> float | None:
     """The farthest from 1 of the first steps'; None where none is known, infinite for a missing one."""
-    if all(norm is None for norm in record.grad_norms):
+    if any(all(norm is None for norm in run.grad_norms) for run in (reference, record)):
         return None
     norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
     ratios = [norm / wanted if wanted and norm else float("inf") for wanted, norm in norms if wanted != norm]
@@ -171,8 +227,6 @@ def _known(records: list[RunRecord]) -> _Known:
 
 
 def _reference_of(record: RunRecord, known: _Known) -> RunRecord | None:
-    if not _usable(record):
-        return None
     if known.fp32_references:
         for other in known.fp32_references.get(_task_of(record), []):
             if other is not record and (other.is_parity_reference or other.identity != record.identity):

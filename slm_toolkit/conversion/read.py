@@ -18,12 +18,11 @@ from slm_toolkit.conversion.settings import (
     ranks_of,
 )
 from slm_toolkit.conversion.trainer_keys import ACCELERATE_KEYS
-from slm_toolkit.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
+from slm_toolkit.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path, is_deepspeed_config
 from slm_toolkit.strategy import config_dir, read_strategy, shipped_strategies
 from slm_toolkit.user_files import check_name, exists, is_file, json_of, read_text, typed_path, yaml_of
 
 _LONGEST_NAME = 100  # of files that are called as the script is
-_DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _FORMS = (
     "a shipped strategy, an accelerate YAML (distributed_type), a DeepSpeed JSON (zero_optimization), "
     "TrainingArguments (fsdp, deepspeed), or a command behind --"
@@ -46,7 +45,7 @@ def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: i
     launch, asked_ranks = _launch({}, num_processes, gpus_per_node)
     if is_training_arguments(config):
         return read_trainer(config, path.stem, launch, asked_ranks, folder=path.parent)
-    if any(key in config for key in _DEEPSPEED_MARKS):
+    if is_deepspeed_config(config):
         settings = deepspeed_settings(config)
         settings += init_flag(settings)
         return Draft(path.stem, "deepspeed", asked_ranks, (*launch, *settings), json_path=path)

@@ -101,6 +101,8 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
     "auto" or absent would clip at 1.0 whatever the script does (that is what `stock` shows), and accumulate
     as the JSON says.
     """
+    for section in ("optimizer", "scheduler"):  # `set_up` has printed what they say
+        deepspeed.pop(section, None)
     deepspeed["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
     if config.numerics != "stock":
         deepspeed["gradient_accumulation_steps"] = config.gradient_accumulation_steps

@@ -88,7 +88,7 @@ from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
 from slm_toolkit.run_folder import MODEL_DIR
 from slm_toolkit.secret_words import without_secrets
-from slm_toolkit.strategy import contradictions
+from slm_toolkit.strategy import as_flags_say, contradictions
 from slm_toolkit.user_files import typed_path
 
 
@@ -150,8 +150,12 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    if found := contradictions(launch.strategy, config):
+    if found := contradictions(launch.strategy, config, num_processes=launch.num_processes):
         raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    strategy, taken_out = as_flags_say(launch.strategy, config)
+    launch = dataclasses.replace(launch, strategy=strategy)
+    if taken_out is not None and os.environ.get("RANK", "0") == "0":
+        print(taken_out, file=sys.stderr)
     check_optional(config)
     check_adapters(config)
     check_lm_eval(config)
