@@ -257,13 +257,13 @@ def dataset_file_input(data: bytes, folder: Path) -> None:
 
 def dataset_names_input(data: bytes, folder: Path) -> None:
     """What `--dataset` may say, as far as local files go."""
-    from slm_toolkit.run.sources import _local_files
+    from slm_toolkit.dataset_files import local_files
 
     _written(folder, "a.txt", b"text")
     config = RunConfig(dataset=data.decode("utf-8", "surrogateescape"))
     config.check()
     for source in config.sources:
-        _local_files(source.path)
+        local_files(source.path)
 
 
 def slurm_input(data: bytes, folder: Path) -> None:

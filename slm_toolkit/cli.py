@@ -3,12 +3,12 @@
 import argparse
 import os
 import sys
-from difflib import get_close_matches
 
 from slm_toolkit import __version__
 from slm_toolkit.parser import Parser, VerbParser, with_underscores
 
 _VERBS = {  # name: the module that fills it, help
+    "train": ("train_verb", "train one model under one strategy, on this machine or on several"),
     "compare": ("compare_verb", "run a grid of models, batches and strategies, then print the table"),
     "estimate": (
         "estimate",
@@ -27,6 +27,7 @@ _VERBS = {  # name: the module that fills it, help
 }
 _EPILOG = """\
 examples:
+  slm train --strategy ddp --model slm-1m --dataset story.txt   one run, under the strategy named
   slm compare                                             six strategies on this machine, then a table
   slm compare --strategy ddp ds_zero2 --per_device_train_batch_size 4 8 16
   slm estimate --model slm-2b --gpu a100-40gb             its peak memory, and does it fit; nothing runs
@@ -38,8 +39,6 @@ examples:
   slm configs --copy .                                    the YAMLs, to change and to launch
   slm convert fsdp_full_shard --to accelerate_deepspeed   the same sharding under ZeRO, and what differs
   slm recipes                                             scripts to copy: LoRA, two nodes, a small card, ...
-one training run:
-  accelerate launch --config_file accel_configs/fsdp_full_shard.yaml -m slm_toolkit.train --help
 """
 
 
@@ -55,11 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(argv: list[str] | None) -> None:
     if sys.stdout is None:  # `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
-    args, unknown = _parser().parse_known_args(with_underscores(sys.argv[1:] if argv is None else argv))
-    if unknown:
-        known = [f"--{name}" for name in vars(args) if name not in ("parser", "verb")]
-        close = get_close_matches(unknown[0], known, n=1)
-        args.parser.error(f"unknown: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
+    args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
     try:
         code = args.verb(args)
         sys.stdout.flush()

@@ -21,7 +21,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.default_strategies import strategies_asked
 from slm_toolkit.errors import user_errors
 from slm_toolkit.export_output import check_exports, exports_asked
-from slm_toolkit.flags import add_flags
+from slm_toolkit.flags import add_flags, every_config
 from slm_toolkit.hardware import Machine, this_machine
 from slm_toolkit.network_output import add_probe_flags, print_probe
 from slm_toolkit.output import print_records, read_baseline, rows_of
@@ -30,6 +30,8 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import write_record
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
+from slm_toolkit.strategy import find_strategy
+from slm_toolkit.training_command import check_training
 
 if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
@@ -77,6 +79,7 @@ def _compare(args: argparse.Namespace) -> int:
             if args.dry_run and (files := exports_asked(args)):
                 raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
             baseline = read_baseline(args.baseline)
+            check_training(every_config(_given(args)), [find_strategy(name) for name in args.strategy or ()])
             if nodes is None:
                 with console.status("looking at this machine"):
                     machine = this_machine()
@@ -115,8 +118,7 @@ def _plan(
     from slm_toolkit.compare.slots import Slot, slots_of
     from slm_toolkit.compare.slurm_script import strategy_on_nodes
 
-    names = {f.name for f in dataclasses.fields(RunConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    given = _given(args)
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
@@ -164,6 +166,12 @@ def _plan(
     if args.skip_oom:
         check_skippable(runs, searching=args.largest_batch)
     return runs, slots
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """RunConfig's fields that were given as flags, each a value or a list of values."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    return {name: value for name, value in vars(args).items() if name in names and value is not None}
 
 
 def _run(

@@ -1,10 +1,9 @@
 """The strategies of a command that names none: the studied six, but for those that can't take its flags."""
 
 import dataclasses
-import itertools
 from typing import Any
 
-from slm_toolkit.config import RunConfig
+from slm_toolkit.flags import every_config
 from slm_toolkit.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy, notes_on
 
 
@@ -19,11 +18,7 @@ def strategies_asked(
     if names is not None:
         named = [find_strategy(name) for name in dict.fromkeys(names)]
         return named, notes_on(named)
-    several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
-    configs = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=has_gpu)
-        for values in itertools.product(*several.values())
-    ]
+    configs = [config.with_defaults(has_gpu=has_gpu) for config in every_config(given)]
     kept, left_out = [], []
     for strategy in map(find_strategy, STUDIED_STRATEGIES):
         named = dataclasses.replace(strategy, path=None)  # nobody has named its file

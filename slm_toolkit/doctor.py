@@ -173,8 +173,9 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
 
 def _host(args: argparse.Namespace) -> "Host":
     """This machine, which is meant unless --gpu names others; its RAM counts where its GPUs are meant."""
-    from slm_toolkit.checkup.host import PACKAGES, gpus_here, look_here
+    from slm_toolkit.checkup.host import PACKAGES, look_here
     from slm_toolkit.compare.host_ram import look_at_host_ram
+    from slm_toolkit.hardware import gpus_here
 
     versions = dict(word.partition("=")[::2] for word in args.versions)
     if bad := [

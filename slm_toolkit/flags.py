@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 from typing import Any, get_args, get_origin
 
 from slm_toolkit.config import RunConfig
@@ -48,6 +49,13 @@ def config_from_args(args: argparse.Namespace) -> RunConfig:
     return RunConfig(
         **{name: value for name, value in vars(args).items() if name in names and value is not None}
     )
+
+
+def every_config(given: dict[str, Any]) -> list[RunConfig]:
+    """The grid of `given`, field name to a value or a list of values: a RunConfig for each combination."""
+    several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    combinations = itertools.product(*several.values())
+    return [RunConfig(**dict(zip(several, values, strict=True))) for values in combinations]
 
 
 def flags_of(config: RunConfig) -> list[str]:

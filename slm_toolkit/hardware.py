@@ -116,6 +116,37 @@ def this_machine() -> Machine:
     return Machine(num_gpus, gpu)
 
 
+@cache
+def gpus_here() -> tuple[str, ...]:
+    """The driver's names of the NVIDIA GPUs that a process started from here sees; asks NVML, not CUDA."""
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")):
+        return ()
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        names = tuple(pynvml.nvmlDeviceGetName(handle) for handle in handles)
+    except pynvml.NVMLError:  # no driver, or one that does not answer
+        return ()
+    return visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(names: tuple[str, ...], asked: str | None) -> tuple[str, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves: CUDA reads up to the first index that is none."""
+    if asked is None:
+        return names
+    left = []
+    for word in (word.strip() for word in asked.split(",")):
+        if re.fullmatch(r"(GPU|MIG)-.+", word) and names:
+            left.append(names[0])
+        elif word.isdigit() and int(word) < len(names):
+            left.append(names[int(word)])
+        else:
+            break
+    return tuple(left)
+
+
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slm_toolkit.errors import user_errors
 from slm_toolkit.groups import fit_groups, group_sizes
-from slm_toolkit.launch_words import option, said_alike
+from slm_toolkit.launch_words import arguments_of, option, said_alike
 from slm_toolkit.meeting import (
     Link,
     Machine,
@@ -23,6 +23,7 @@ from slm_toolkit.meeting import (
 )
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
 from slm_toolkit.strategy import Strategy, read_strategy
+from slm_toolkit.training_command import MODULE, check_training, training_config
 
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
@@ -88,8 +89,13 @@ def _launch(args: argparse.Namespace) -> int:
     if not args.words or args.words[0] in ("-h", "--help"):
         args.parser.print_help()
         return 0 if args.words else 2
+    return start(args.words)
+
+
+def start(words: list[str]) -> int:
+    """Become `accelerate launch` with these words, once all machines have met."""
     with user_errors():
-        planned = plan_launch(args.words)
+        planned = plan_launch(words)
         try:
             links = meet(planned)
         except KeyboardInterrupt:
@@ -105,8 +111,13 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def plan_launch(words: list[str]) -> PlannedLaunch:
-    """Read accelerate's options and the YAML. Raises ValueError for what can't be on several machines."""
+    """Read accelerate's options, the YAML and our script's flags.
+
+    Raises ValueError for what can't be on several machines, and for what `check_training` finds.
+    """
     asked = _asked(tuple(words))
+    if (arguments := arguments_of(words, MODULE)) is not None:
+        check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
     if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
         raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
     if asked.num_machines in (None, 1):

@@ -21,6 +21,12 @@ def launch_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
+def arguments_of(words: list[str], module: str) -> list[str] | None:
+    """The words of the script after `-m module`; None where another script is launched."""
+    split = next((index for index, word in enumerate(words) if word in _MODULE), len(words))
+    return words[split + 2 :] if words[split + 1 : split + 2] == [module] else None
+
+
 def option(command: tuple[str, ...], name: str) -> str | None:
     """The value of one of the launcher's own options; those after the script belong to the script."""
     for index, word in enumerate(command):

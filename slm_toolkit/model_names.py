@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+from difflib import get_close_matches
 
 from slm_toolkit.model_configs import spec_from_config, spec_from_config_file
 from slm_toolkit.models import PRESETS, ModelSpec, spec_from_size
-from slm_toolkit.user_files import is_dir, is_file, typed_path
+from slm_toolkit.user_files import exists, is_dir, is_file, typed_path
 
 
 def find_model(name: str) -> ModelSpec:
@@ -23,12 +24,26 @@ def find_model(name: str) -> ModelSpec:
         return dataclasses.replace(spec_from_config_file(path / "config.json"), path=str(path))
     if path.suffix == ".json" or is_file(path):
         return spec_from_config_file(path)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
+    if is_hub_id(name):
         return _spec_from_hub(name)
     raise ValueError(
-        f"unknown model {name!r}\nhint: one of {', '.join(PRESETS)}; any size as slm-700m; "
+        f"unknown model {name!r}\nhint: {_meant(name)}one of {', '.join(PRESETS)}; any size as slm-700m; "
         "a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """True for `org/name` where no such file or folder is here: only the hub can know it."""
+    looks_so = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/"))
+    return bool(looks_so) and not name.endswith(".json") and not exists(typed_path(name))
+
+
+def _meant(name: str) -> str:
+    """`did you mean slm-1m? ` of slm1m, empty where nothing is close."""
+    typed = re.sub(r"[\s_]+", "-", name.lower())
+    size = re.fullmatch(r"slm-?(\d+(?:\.\d+)?[mb])", typed)
+    close = [f"slm-{size[1]}"] if size else get_close_matches(typed, PRESETS, n=1, cutoff=0.7)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def _spec_from_hub(hub_id: str) -> ModelSpec:

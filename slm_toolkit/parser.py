@@ -5,6 +5,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from slm_toolkit.errors import user_errors
+from slm_toolkit.flag_names import hint_for, in_our_names
 from slm_toolkit.garbage import no_garbage_collection
 
 
@@ -21,14 +23,26 @@ def with_underscores(argv: list[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors look like ours: one line, a hint, exit code 2."""
+    """argparse that accepts other trainers' names of flags, and ends errors with a hint and exit code 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
-    def error(self, message: str) -> None:
-        print(f"error: {message}\nhint: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = getattr(found, "parser", self)  # the verb's
+            hint = hint_for(unknown, parser._option_string_actions)
+            parser.error(f"unknown: {' '.join(unknown)}", hint=hint)
+        return found
+
+    def error(self, message: str, *, hint: str = "") -> None:
+        with user_errors():
+            raise ValueError(f"{message}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
 
 
 class VerbParser(Parser):

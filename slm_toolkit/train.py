@@ -8,11 +8,15 @@ Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs
 train, record.
 """
 
+import sys
+
 from slm_toolkit.interrupts import end_at_once
 from slm_toolkit.quick_imports import imports_done  # before all that it is for
+from slm_toolkit.training_command import check_command_line, training_config
 
 if __name__ == "__main__":
     end_at_once()  # torch is imported for seconds, then the model is built
+    check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
 
 # isort: split
 import dataclasses
@@ -20,7 +24,6 @@ import functools
 import gc
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -31,10 +34,8 @@ import torch
 
 from slm_toolkit.disturbances import warnings_of
 from slm_toolkit.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
-from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
-from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.record import RunRecord, finite
 from slm_toolkit.record_files import write_record
 from slm_toolkit.run.batches import endless, model_inputs, place_in_data, steps_by_labels
@@ -66,16 +67,14 @@ imports_done()
 def main(argv: list[str] | None = None) -> None:
     answer_signals()
     with Watchdog() as watchdog:
-        run(with_underscores(sys.argv[1:] if argv is None else argv), watchdog)
+        run(sys.argv[1:] if argv is None else argv, watchdog)
 
 
 def run(arguments: list[str], watchdog: Watchdog) -> None:
     started = time.time() - seconds_since_start()
-    parser = Parser(prog="slm_toolkit.train", description=__doc__.splitlines()[0])
-    add_flags(parser, grid=False)
     try:
         with user_errors():
-            config = config_from_args(parser.parse_args(arguments))
+            config = training_config(arguments)
             job, record = set_up(
                 config.with_defaults(has_gpu=torch.cuda.is_available() or config.rehearse is not None),
                 arguments,

@@ -66,4 +66,4 @@ def test_an_unknown_flag_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as exit_info:
         parse("--nonsense", "1")
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: --nonsense 1\nhint: test --help\n"
+    assert capsys.readouterr().err == "error: unknown: --nonsense 1\nhint: test --help\n"

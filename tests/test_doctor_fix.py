@@ -9,10 +9,11 @@ import pytest
 from conftest import DEEPSPEED, own_strategy, slm
 
 from slm_toolkit.checkup.case import read_files
-from slm_toolkit.checkup.host import Host, parsed_version, visible
+from slm_toolkit.checkup.host import Host, parsed_version
 from slm_toolkit.checkup.splice import with_edits
 from slm_toolkit.doctor import _gpus_of
 from slm_toolkit.finding import REMOVE, Edit
+from slm_toolkit.hardware import visible
 from slm_toolkit.strategy import config_dir
 
 MANY_FAULTS = """\

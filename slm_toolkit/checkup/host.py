@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def look_here(
     """This machine; `versions`: what to take for installed in place of what is."""
     import psutil
 
-    from slm_toolkit.hardware import num_cores
+    from slm_toolkit.hardware import gpus_here, num_cores
     from slm_toolkit.torch_extensions import extensions_folder
 
     built = {library.stem for library in extensions_folder().rglob("*.so")}
@@ -65,37 +64,6 @@ def look_here(
         versions={**installed(), **versions},
         variables=dict(os.environ),
     )
-
-
-@cache
-def gpus_here() -> tuple[str, ...]:
-    """The driver's names of the NVIDIA GPUs that a process started from here sees; asks NVML, not CUDA."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")):
-        return ()
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        names = tuple(pynvml.nvmlDeviceGetName(handle) for handle in handles)
-    except pynvml.NVMLError:  # no driver, or one that does not answer
-        return ()
-    return visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible(names: tuple[str, ...], asked: str | None) -> tuple[str, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves: CUDA reads up to the first index that is none."""
-    if asked is None:
-        return names
-    left = []
-    for word in (word.strip() for word in asked.split(",")):
-        if re.fullmatch(r"(GPU|MIG)-.+", word) and names:
-            left.append(names[0])
-        elif word.isdigit() and int(word) < len(names):
-            left.append(names[int(word)])
-        else:
-            break
-    return tuple(left)
 
 
 def installed() -> dict[str, str | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.flags import every_config
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import fit_groups, is_hybrid
 from slm_toolkit.hardware import Machine
@@ -65,11 +66,9 @@ def plan_runs(
             if name in given:
                 raise ValueError(f"--{name} with --parity, which says how many steps to do\nhint: give one")
         given = {**given, "max_steps": parity_steps}
-    several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     configs = [
         config.with_defaults(has_gpu=machine.num_gpus > 0 or config.rehearse is not None)
-        for values in itertools.product(*several.values())
-        for config in [RunConfig(**dict(zip(several, values, strict=True)))]
+        for config in every_config(given)
     ]
     # a hybrid shard has two copies of two
     default_processes = machine.num_gpus or (4 if any(map(is_hybrid, strategies)) else 2)

@@ -1,23 +1,18 @@
 """The rows of a dataset: local files of several kinds, a folder that `datasets` saved, or the hub."""
 
-import glob
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source
+from slm_toolkit.dataset_files import FILE_FORMATS, is_saved_dataset, local_files
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
 from slm_toolkit.run.formats import format_of, unreadable_text
-from slm_toolkit.user_files import is_dir, is_file, typed_path
+from slm_toolkit.user_files import typed_path
 
 STREAM_ABOVE_BYTES = 2**30
-MOST_ENTRIES = 200_000
-"of a folder, at any depth, that are looked at: the whole disk is no dataset"
-_LONGEST_PATH = 1000  # of a pattern's brackets glob.glob takes time by the square
-_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
@@ -46,15 +41,14 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
     from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetNotFoundError
 
-    folder = typed_path(source.path)
-    if is_file(folder / "state.json"):  # of Dataset.save_to_disk
-        rows = _saved(folder)
+    if is_saved_dataset(source.path):
+        rows = _saved(typed_path(source.path))
         if not config.streaming:
             return rows, False
         return StreamedRows(rows.to_iterable_dataset(), source.path, {}), True
-    files = _local_files(source.path)
+    files = local_files(source.path)
     if files:
-        kinds = {_FORMATS[Path(file).suffix.lower()] for file in files}
+        kinds = {FILE_FORMATS[Path(file).suffix.lower()] for file in files}
         if len(kinds) > 1:
             raise ValueError(
                 f"{source.path} mixes {', '.join(sorted(kinds))} files\nhint: give one kind by a glob"
@@ -103,54 +97,6 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
             f"can't read dataset {dataset!r}: {error.filename}: {error.strerror}\n"
             "hint: was it there when the run began? is it a link to nowhere?"
         ) from None
-
-
-def _local_files(dataset: str) -> list[str]:
-    """Files that a path, a folder or a glob names; empty for what can only be a hub id."""
-    path = typed_path(dataset)
-    if len(dataset) > _LONGEST_PATH:
-        raise ValueError(f"no such file: {dataset}\nhint: a path has at most {_LONGEST_PATH:,} characters")
-    if is_dir(path):
-        found = _files_under(path)
-        if not found:
-            raise ValueError(
-                f"{dataset} holds no .txt, .jsonl or .parquet file\nhint: give a folder that does"
-            )
-        return found
-    found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
-    if odd := [file for file in found if Path(file).suffix.lower() not in _FORMATS]:
-        raise ValueError(f"{odd[0]}: not one of {', '.join(_FORMATS)}\nhint: rename or convert the file")
-    if odd := [file for file in found if os.path.lexists(file) and not os.path.isfile(file)]:
-        if os.path.exists(odd[0]):
-            raise ValueError(
-                f"{odd[0]} is no file that can be read again\nhint: a folder, a pipe? give files"
-            )
-        raise ValueError(
-            f"can't read dataset {dataset!r}: {odd[0]}: No such file or directory\nhint: a link to nowhere?"
-        )
-    looks_local = (
-        path.suffix.lower() in _FORMATS or any(sign in dataset for sign in "*?[~") or dataset[:1] in "./"
-    )
-    if not found and looks_local:
-        raise ValueError(f"no such file: {dataset}\nhint: paths are relative to {Path.cwd()}")
-    return found
-
-
-def _files_under(folder: Path) -> list[str]:
-    """At any depth, links to folders not followed; of pipes and devices, none."""
-    found, num_entries = [], 0
-    for place, folders, names in os.walk(folder):
-        num_entries += len(folders) + len(names)
-        if num_entries > MOST_ENTRIES:
-            raise ValueError(
-                f"{folder} holds over {MOST_ENTRIES:,} files\nhint: give the folder of the data alone"
-            )
-        found += [
-            os.path.join(place, name) for name in names if os.path.splitext(name)[1].lower() in _FORMATS
-        ]
-    if odd := [file for file in found if not os.path.isfile(file)]:
-        raise ValueError(f"{odd[0]} is no file that can be read\nhint: remove it, or give files by a glob")
-    return sorted(found)
 
 
 def _saved(folder: Path) -> Any:

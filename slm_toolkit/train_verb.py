@@ -1,0 +1,110 @@
+"""`slm train`: one training run under a strategy, by the `accelerate launch` that it prints."""
+
+import argparse
+from pathlib import Path
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import add_flags, config_from_args, flags_of
+from slm_toolkit.groups import fit_groups, group_options, is_hybrid
+from slm_toolkit.hardware import gpus_here
+from slm_toolkit.output_flags import count
+from slm_toolkit.strategy import Strategy, find_strategy, is_shipped, shipped_strategies, write_resolved
+from slm_toolkit.training_command import MODULE, check_training
+
+_CPU_PROCESSES = 2  # and four for a hybrid shard, which keeps two copies of two
+_DESCRIPTION = f"""\
+Train one model under one strategy, from any folder: the same as
+  slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
+The `accelerate launch` that is run is printed on stderr. Checkpoints, the model and record.json go to
+runs/NAME (--output_dir, --run_name). Exit codes: 0 trained, 2 bad input, 143 told to stop and saved, else the
+code of the rank that ended first."""
+_EPILOG = """\
+examples:
+  slm train --model slm-1m --dataset story.txt --max_steps 200            DDP on all GPUs, or on the CPU
+  slm train --strategy fsdp_full_shard --model slm-1b --dataset data/*.jsonl --num_train_epochs 1
+  slm train --strategy ds_zero3 --model HuggingFaceTB/SmolLM2-135M --dataset chat.jsonl --peft lora
+  slm train --strategy my_fsdp.yaml --model slm-500m                      your own accelerate YAML
+  slm train --strategy ddp --model slm-1m --dataset story.txt --max_steps 400 --save_steps 50 \\
+      --run_name story --resume_from_checkpoint auto                      goes on where it was stopped
+  slm train --strategy ds_zero2 --model slm-1b --num_machines 2 --num_processes 16 \\
+      --main_process_ip 10.0.0.1 --machine_rank 0                         on each machine with its own rank
+Names of other trainers are accepted where they mean the same: --lr, --epochs, --steps, --max_seq_length, ...
+"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm train`: those of the launch, then the script's."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "slm train [--strategy NAME|FILE] [flags]"
+    launching = parser.add_argument_group("launching")
+    launching.add_argument(
+        "--strategy",
+        default="ddp",
+        metavar="NAME|FILE",
+        help=f"of {', '.join(shipped_strategies())}, or your own file (default: ddp)",
+    )
+    launching.add_argument(
+        "--num_processes",
+        type=count,
+        metavar="N",
+        help="ranks of all machines (default: a GPU each; without a GPU two; as your own YAML says)",
+    )
+    launching.add_argument("--num_machines", type=count, metavar="N", help="as `slm launch` (default: 1)")
+    launching.add_argument("--machine_rank", type=int, metavar="R", help="this machine's, from 0")
+    launching.add_argument("--main_process_ip", metavar="IP", help="address of machine 0")
+    launching.add_argument(
+        "--main_process_port", type=int, metavar="PORT", help="0: any free one (default: 29500)"
+    )
+    add_flags(parser, grid=False)
+    parser.set_defaults(verb=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from slm_toolkit.launch_verb import start  # `--help` waits for no psutil
+
+    with user_errors():
+        config, strategy = config_from_args(args), find_strategy(args.strategy)
+        check_training([config], [strategy])
+        words = launch_words(strategy, config, args)
+    return start(words)
+
+
+def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> list[str]:
+    """What follows `accelerate launch`. Raises ValueError for ranks that a hybrid shard can't divide."""
+    num_processes = args.num_processes
+    if num_processes is None:
+        num_processes = default_processes(strategy, config, num_machines=args.num_machines or 1)
+    groups = []
+    if is_shipped(Path(strategy.path)) and args.num_machines in (None, 1) and config.rehearse is None:
+        fitted = fit_groups(strategy, num_ranks=num_processes, ranks_per_node=num_processes)
+        groups = group_options(fitted)  # on several machines `slm launch` does it
+    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return [
+        *("--config_file", str(yaml_to_launch(strategy, Path(config.output_dir), num_processes))),
+        *("--num_processes", str(num_processes)),
+        *(word for name, value in given.items() for word in (f"--{name}", str(value))),
+        *groups,
+        *("-m", MODULE, *flags_of(config)),
+    ]
+
+
+def default_processes(strategy: Strategy, config: RunConfig, *, num_machines: int) -> int:
+    """A rank for each GPU, on a CPU two; one for `single` and a rehearsal; as a user's own YAML says."""
+    if strategy.engine == "single" or config.rehearse is not None:
+        return 1
+    path = Path(strategy.path)
+    if path.suffix != ".json" and not is_shipped(path):
+        return strategy.num_processes
+    on_cpu = 2 * _CPU_PROCESSES if is_hybrid(strategy) else _CPU_PROCESSES
+    return num_machines * (len(gpus_here()) or on_cpu)
+
+
+def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> Path:
+    """The strategy's own YAML; of a DeepSpeed JSON alone, one that is written under `output_dir`."""
+    path = Path(strategy.path)
+    if path.suffix != ".json":
+        return path
+    return write_resolved(strategy, output_dir / f"launch-{strategy.name}", num_processes)

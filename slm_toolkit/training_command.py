@@ -1,0 +1,60 @@
+"""A training run's flags, read and checked before torch is imported: what is wrong there is said at once."""
+
+from collections.abc import Sequence
+
+from slm_toolkit.config import SYNTHETIC, RunConfig
+from slm_toolkit.dataset_files import is_saved_dataset, local_files
+from slm_toolkit.errors import user_errors
+from slm_toolkit.flags import add_flags, config_from_args
+from slm_toolkit.gpt_configs import check_trainable
+from slm_toolkit.model_names import find_model, is_hub_id
+from slm_toolkit.parser import Parser, with_underscores
+from slm_toolkit.strategy import Strategy, contradictions
+from slm_toolkit.user_files import exists, typed_path
+
+MODULE = "slm_toolkit.train"
+
+
+def training_config(words: list[str]) -> RunConfig:
+    """The RunConfig of the words after `-m slm_toolkit.train`; ends with exit code 2 for unknown flags."""
+    parser = Parser(
+        prog=f"python -m {MODULE}",
+        description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
+    )
+    add_flags(parser, grid=False)
+    return config_from_args(parser.parse_args(with_underscores(words)))
+
+
+def check_command_line(words: list[str]) -> None:
+    """End with one line and exit code 2 for what `check_training` finds; `--help` ends here, too."""
+    with user_errors():
+        check_training([training_config(words)])
+
+
+def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()) -> None:
+    """Raises ValueError for flags that make no sense, alone or under a strategy, and for models, datasets and
+    tokenizers that are not there. The hub is not asked: what may be a hub id passes."""
+    configs = [config.with_defaults(has_gpu=False) for config in configs]  # the machine decides nothing here
+    problems = [problem for config in configs for problem in config.problems()]
+    problems += [
+        problem for config in configs for each in strategies for problem in contradictions(each, config)
+    ]
+    if problems:
+        hint = "`--help` explains each flag"
+        if any("the DeepSpeed JSON says" in problem for problem in problems):
+            hint = 'write "auto" in the JSON, and let the flags say it'
+        raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
+    for model in dict.fromkeys(config.model for config in configs):
+        if not is_hub_id(model):
+            check_trainable(find_model(model))
+    if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
+        _check_files(configs[0])
+
+
+def _check_files(config: RunConfig) -> None:
+    for source in (*config.sources, *config.eval_sources):
+        if source.path != SYNTHETIC and not is_saved_dataset(source.path):
+            local_files(source.path)
+    name = config.tokenizer_name or "byte"
+    if (name[0] in "./~" or name.count("/") > 1) and not exists(typed_path(name)):
+        raise ValueError(f"no such tokenizer folder: {name}\nhint: --tokenizer_name byte needs none")
