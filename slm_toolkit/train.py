@@ -59,7 +59,7 @@ from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 from slm_toolkit.run.watchdog import Watchdog
-from slm_toolkit.run_folder import MODEL_DIR
+from slm_toolkit.saved_files import MODEL_DIR
 
 imports_done()
 

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import Finished, launch, record_under, run
+from conftest import ENV, ROOT, Finished, launch, record_under, run, slm
 from transformers import LlamaForCausalLM
 
 from slm_toolkit.config import RunConfig
@@ -50,7 +53,104 @@ def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
         assert "step_2 is of another run, and this one's checkpoints would take its place: " in done.err
         assert "hint: another --run_name" in done.err
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
-    assert train(tmp_path, *words).code == 0  # the same again may replace its own
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file below a folder: its size and when it was written."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_repeated_command_is_refused_and_names_both_ways_on(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "1")
+    run_dir = tmp_path / "run"
+    assert train(tmp_path, *words).code == 0
+    before = contents(tmp_path)
+    done = train(tmp_path, "--max_steps", "2")  # without --save_steps a model could still take its place
+    assert (done.code, done.err.count("\nhint: ")) == (2, 1)
+    said = f"error: {run_dir} holds the checkpoints of this run, and a new start would replace them"
+    assert said in done.err
+    assert "--resume_from_checkpoint latest goes on from step_2; --overwrite_output_dir deletes" in done.err
+    done = train(tmp_path, *words)
+    assert (done.code, said.replace(" run,", " run, which has ended,") in done.err) == (2, True)
+    assert contents(tmp_path) == before
+    manifest = run_dir / "checkpoints" / "step_2" / "checkpoint.json"
+    (run_dir / "checkpoints" / "step_1" / "checkpoint.json").unlink()
+    manifest.write_text("{")
+    done = train(tmp_path, "--max_steps", "2")
+    assert (done.code, f"error: {manifest.parent} can't be read, and a new start" in done.err) == (2, True)
+
+
+def test_a_saved_model_is_deleted_only_by_a_run_that_may_and_can_start(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_final_model", "true")
+    assert train(tmp_path, *words).code == 0
+    before = contents(tmp_path)
+    done = train(tmp_path, *words, "--seed", "7")
+    assert done.code == 2
+    assert f"error: {tmp_path}/run/model is the model of an earlier run, and a new start" in done.err
+    assert "hint: another --run_name keeps it; --overwrite_output_dir deletes it" in done.err
+    # found out when the engine has been built
+    (tmp_path / "short.txt").write_text("too short")
+    before = contents(tmp_path)
+    done = train(tmp_path, *words, "--overwrite_output_dir", "--dataset", str(tmp_path / "short.txt"))
+    assert (done.code, "Traceback" in done.err) == (2, False)
+    own = str(tmp_path / "run" / "model")
+    done = train(tmp_path, "--max_steps", "1", "--overwrite_output_dir", "--model", own)
+    assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
+    assert contents(tmp_path) == before
+    assert train(tmp_path, "--max_steps", "1", "--overwrite_output_dir").code == 0
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_that_overwrites_goes_on_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
+    """Two ranks; one is killed after the fifth step, and torch's launcher starts both again."""
+    flags = (*SHORT, "--output_dir", str(tmp_path), "--save_steps", "5")
+    config = ("--config_file", str(ROOT / "accel_configs" / "ddp.yaml"))
+    assert launch(*flags, "--max_steps", "20", config=config[1]).code == 0
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    command = [accelerate, "launch", "--main_process_port", "0", "--max_restarts", "1", *config]
+    command += [
+        "-m",
+        "slm_toolkit.train",
+        *flags,
+        "--max_steps",
+        "15",
+        "--seed",
+        "7",
+        "--overwrite_output_dir",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
+    said, was_killed = [], False
+    for line in process.stderr:
+        said.append(line)
+        if not was_killed and line.startswith("checkpoint: "):
+            was_killed = True
+            assert not (tmp_path / "run" / "checkpoints" / "step_20").exists()
+            psutil.Process(process.pid).children()[-1].kill()
+    assert process.wait() == 0, "".join(said)
+    assert was_killed
+    resumed = [line for line in said if line.startswith("resumed from ")]
+    assert len(resumed) == 1
+    record = record_under(tmp_path)
+    assert record["first_step"] in (5, 10)  # what was the newest when the kill came
+    assert record["asked"]["config"]["seed"] == 7
+    newest = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(newest) == ["step_10", "step_15"]
+
+
+def test_a_comparison_goes_on_with_unfinished_runs_and_replaces_no_model(tmp_path: Path) -> None:
+    words = ("compare", "--model", "slm-1m", "--strategy", "ddp", "--output_dir", str(tmp_path))
+    (command,) = json.loads(slm(*words, "--save_steps", "5", "--dry_run", "--json").out)
+    assert "--resume_from_checkpoint auto" in command
+    (command,) = json.loads(slm(*words, "--dry_run", "--json").out)
+    folder = tmp_path / re.search(r"--run_name (\S+)", command)[1]
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    done = slm(*words)
+    assert done.code == 2
+    assert f"error: {folder}/model is of an earlier run, which this comparison would replace" in done.err
+    assert "hint: --overwrite_output_dir does such runs again from the beginning, --force all" in done.err
+    assert (folder / "model" / "config.json").exists()
 
 
 def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """A run that is stopped, or stops itself: what it says, with which exit code, and how it goes on."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +61,127 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     done = launch(*words(tmp_path, *resume), config=config)
     assert done.code == 0, done.err
     assert record_under(tmp_path)["first_step"] == step
+
+
+def start(*command: str, terminal: int | None = None) -> subprocess.Popen[str]:
+    """A session of its own, as a shell makes one for a command, where Ctrl-C is not ignored; with `terminal`
+    that is where it reads from, and what sends it a Ctrl-C."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's background jobs, as tests may be, ignore it
+        if terminal is not None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENV,
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )
+
+
+def launched(strategy: str, *flags: str, terminal: int | None = None) -> subprocess.Popen[str]:
+    slm = [str(Path(sys.executable).with_name("slm")), "launch", "--main_process_port", "0"]
+    config = ("--config_file", str(ROOT / f"accel_configs/{strategy}.yaml"))
+    return start(*slm, *config, "-m", "slm_toolkit.train", *flags, terminal=terminal)
+
+
+def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not happened():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_path: Path) -> None:
+    """To the launcher alone, which passes it on to ranks in sessions of their own, and their data loaders."""
+    folder = tmp_path / "run" / "checkpoints"
+    flags = words(tmp_path, "--save_steps", "5", "--max_steps", "100000", "--dataloader_num_workers", "1")
+    ours, terminal = os.openpty()
+    process = launched("ddp", *flags, terminal=terminal)
+    wait_for((folder / "step_5").exists, process)
+    os.write(ours, b"\x03")
+    said, _ = process.communicate(timeout=60)
+    os.close(ours)
+    os.close(terminal)
+    assert process.returncode == 128 + 2
+    step = int(re.search(r"error: Ctrl-C \(SIGINT\) after step (\d+) of 100000\n", said)[1])
+    lines = [line for line in said.splitlines() if not line.startswith("checkpoint: ")]
+    assert lines[-2:] == [
+        f"error: Ctrl-C (SIGINT) after step {step} of 100000",
+        f"hint: --resume_from_checkpoint latest goes on from {folder}/step_{step}",
+    ]
+    assert len(lines) == 4, "the command, what a step is, error and hint"
+    assert left_over(tmp_path) == []
+    resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
+    done = launch(*words(tmp_path, *resume), config="accel_configs/ddp.yaml")
+    assert done.code == 0, done.err
+    assert record_under(tmp_path)["first_step"] == step
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_ctrl_c_of_one_process_ends_after_the_step_whoever_gets_it(to_all: bool, tmp_path: Path) -> None:
+    """A terminal sends it to launcher and rank, who then gets it twice; `kill -INT` to the launcher alone."""
+    more = ("--save_steps", "5") if to_all else ()
+    process = launched("single", *words(tmp_path, "--max_steps", "100000", *more))
+    wait_for((tmp_path / "run" / "progress.json").exists, process)
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + 2
+    step = int(re.search(r"\nerror: Ctrl-C \(SIGINT\) after step (\d+) of 100000\nhint: ", said)[1])
+    if to_all:
+        assert said.endswith(f"latest goes on from {tmp_path}/run/checkpoints/step_{step}\n")
+    else:
+        hint = "nothing was saved; with --save_steps N a run that is stopped saves a checkpoint"
+        assert said.endswith(f"hint: {hint}\n")
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    process = launched("ddp", *words(tmp_path, "--save_steps", "5"))
+    main = psutil.Process(process.pid)
+    wait_for(lambda: main.children() and main.children()[0].cpu_times().user > 0.5, process)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + 2
+    assert len(said.splitlines()) == 1, "the command"
+    assert left_over(tmp_path) == []
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    """A stopped rank hears nothing, and torch's launcher would wait 30 s for it."""
+    process = launched("ddp", *words(tmp_path, "--save_steps", "5", "--max_steps", "100000"))
+    wait_for((tmp_path / "run" / "checkpoints" / "step_5").exists, process)
+    psutil.Process(process.pid).children()[-1].suspend()
+    began = time.monotonic()
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1.5)
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 128 + 2
+    assert said.endswith("error: ended at the second Ctrl-C; the steps since the last checkpoint are lost\n")
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["recommend --model slm-1b --gpu a100-40gb h100-80gb --num_gpus 1 2 4 8 16 32 64", "report --paper"],
+)
+def test_ctrl_c_ends_a_verb_without_a_traceback(verb: str) -> None:
+    process = start(str(Path(sys.executable).with_name("slm")), *verb.split())
+    wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 0.7, process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (128 + 2, "")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])

@@ -27,7 +27,7 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
-from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
 from slm_toolkit.strategy import write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]

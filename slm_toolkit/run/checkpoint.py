@@ -37,7 +37,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
-from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished
 from slm_toolkit.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"

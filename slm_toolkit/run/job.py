@@ -86,7 +86,7 @@ from slm_toolkit.run.smaller_batch import (
 )
 from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
-from slm_toolkit.run_folder import MODEL_DIR
+from slm_toolkit.saved_files import MODEL_DIR
 from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import as_flags_say, contradictions
 from slm_toolkit.user_files import typed_path

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
 from slm_toolkit.run.checkpoint_files import remove, sweep
-from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
 
 
 def has_ended(run_dir: Path, identity: str) -> bool:

@@ -34,7 +34,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
-from slm_toolkit.run_folder import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
 from slm_toolkit.user_files import typed_path
 
 

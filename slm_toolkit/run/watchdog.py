@@ -25,7 +25,7 @@ from slm_toolkit.run.known_errors import one_line
 from slm_toolkit.run.machines import UNREACHED
 from slm_toolkit.run.siblings import Siblings
 from slm_toolkit.run.stalled import Stall, explain, stall_of
-from slm_toolkit.run_folder import CHECKPOINTS_DIR
+from slm_toolkit.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.torch_extensions import CompilerNews
 
 _LOOK_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder that a later run must not replace unasked: checkpoints, a model."""
+"""What a run saves in its folder that a later run must not replace unasked: checkpoints, a model."""
 
 import re
 from pathlib import Path
