@@ -6,10 +6,11 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.groups import fit_groups, group_sizes
+from slm_toolkit.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.launch_words import option, said_alike
 from slm_toolkit.meeting import (
     Link,
@@ -109,6 +110,8 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
     asked = _asked(tuple(words))
     if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
         raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
+    if asked.strategy is not None and "slm_toolkit.train" in words:
+        check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
     if asked.num_machines in (None, 1):
         if (asked.num_processes or 1) > 1:
             _check_port(_DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port)

@@ -1,5 +1,6 @@
 """Whether a run computed what its reference did: losses and gradient norms, step by step."""
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +9,7 @@ from math import isfinite
 
 import orjson
 
+from slm_toolkit.compare.difference_causes import cause_of
 from slm_toolkit.numerics import (
     GRAD_NORM_STEPS,
     GRAD_NORM_TOLERANCE,
@@ -42,6 +44,8 @@ class Parity:
     "at `worst_step`"
     grad_norm_limit: float
     "largest ratio that passes, and the inverse of the smallest"
+    cause: str | None = None
+    "why it does not hold, where the records show it"
 
     @property
     def holds(self) -> bool:
@@ -58,6 +62,7 @@ class Parity:
         return (
             f"against {self.reference} over {self.num_steps} steps: |Δloss| {self.loss_difference:.2g} "
             f"at step {self.worst_step} (allowed {self.loss_tolerance:.2g}), {norms}"
+            + (f". Cause: {self.cause}" if self.cause else "")
         )
 
 
@@ -76,6 +81,8 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
         if not record.is_parity_reference and (reference := _reference_of(record, known)):
             control = _control_of(record, known)
             found = compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
+            if not found.holds:
+                found = dataclasses.replace(found, cause=cause_of(record, reference))
         judged.append(found)
     return judged
 
