@@ -6,10 +6,11 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.groups import fit_groups, group_sizes
+from slm_toolkit.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.launch_words import arguments_of, option, said_alike
 from slm_toolkit.meeting import (
     Link,
@@ -118,6 +119,8 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
     asked = _asked(tuple(words))
     if (arguments := arguments_of(words, MODULE)) is not None:
         check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
+        if asked.strategy is not None:
+            check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
     if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
         raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
     if asked.num_machines in (None, 1):

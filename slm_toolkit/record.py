@@ -82,6 +82,9 @@ class RunRecord:
     "first steps that were probed, and slowed by it: more than one where the first compiled"
     numerics: dict[str, Any] | None = None
     "what `run/probe.py` saw in the last of them: the fields of `numerics.Numerics`"
+    weights_fingerprint: str | None = None
+    """of the weights before step 1: the first elements of each tensor, rounded to bf16; None where the run
+    resumed, in a rehearsal and in older records"""
     tokens_per_step: int | None = None
     "over all ranks and micro-steps"
     first_step: int = 0

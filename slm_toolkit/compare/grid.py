@@ -9,7 +9,7 @@ from typing import Any
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.flags import every_config
 from slm_toolkit.gpt_configs import check_trainable
-from slm_toolkit.groups import fit_groups, is_hybrid
+from slm_toolkit.groups import fit_groups, is_hybrid, parallel_problems
 from slm_toolkit.hardware import Machine
 from slm_toolkit.model_names import find_model
 from slm_toolkit.models import ModelSpec
@@ -92,6 +92,7 @@ def plan_runs(
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
             problems += contradictions(strategy, config)
+            problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"

@@ -8,6 +8,7 @@ from math import isfinite
 
 import orjson
 
+from slm_toolkit.compare.difference_causes import cause_of
 from slm_toolkit.numerics import (
     GRAD_NORM_STEPS,
     GRAD_NORM_TOLERANCE,
@@ -44,6 +45,8 @@ class Parity:
     "largest ratio that passes, and the inverse of the smallest"
     conflict: str | None = None
     "where neither run is known to be right: a sentence that names both"
+    cause: str | None = None
+    "why it does not hold, where the records show it"
 
     @property
     def holds(self) -> bool:
@@ -52,8 +55,10 @@ class Parity:
         return self.loss_difference <= self.loss_tolerance and norms_agree
 
     def __str__(self) -> str:
-        if self.conflict is not None:
-            return self.conflict
+        return (self.conflict or self._difference) + (f". Cause: {self.cause}" if self.cause else "")
+
+    @property
+    def _difference(self) -> str:
         norms = (
             "gradient norms unknown"
             if self.grad_norm_ratio is None
@@ -166,7 +171,7 @@ def compare_with(
         allowed = [loss_tolerance] * len(gaps)
     parts = [gap / each for gap, each in zip(gaps, allowed, strict=False)]
     worst = parts.index(max(parts))
-    return Parity(
+    parity = Parity(
         reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
         num_steps=len(gaps),
         loss_difference=gaps[worst],
@@ -175,6 +180,7 @@ def compare_with(
         loss_tolerance=allowed[worst],
         grad_norm_limit=limit,
     )
+    return parity if parity.holds else replace(parity, cause=cause_of(record, reference))
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.groups import check_groups, parallel_sizes, product_problem
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked, estimate_memory
@@ -44,10 +45,10 @@ class Placement:
         """Groups that don't divide the GPUs, as sentences."""
         found = []
         ranks = self.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-        if self.num_copies is not None and self.num_copies * ranks != num_gpus:
-            found.append(
-                f"dp_replicate_size {self.num_copies} x dp_shard_size {ranks} with --num_gpus {num_gpus}"
-            )
+        if self.num_copies is not None:
+            sizes = {"dp_replicate_size": self.num_copies, "dp_shard_size": ranks}
+            problem = product_problem(sizes, num_gpus)
+            found += [f"{problem} (--num_gpus)"] if problem else []
         if num_gpus % self.secondary_ranks:
             found.append(f"zero_hpz_partition_size {self.secondary_ranks} with --num_gpus {num_gpus}")
         return found
@@ -184,21 +185,15 @@ def _is_true(value: object) -> bool:
 
 def _hybrid(parallelism: dict[str, Any], strategy: Strategy) -> tuple[int | None, int | None]:
     """Ranks per copy and copies, of accelerate's parallelism_config; None without."""
-    prefix = "parallelism_config_"
     where = f"{strategy.path}: parallelism_config"
     if not isinstance(parallelism, dict):
         raise ValueError(f"{where} is {parallelism!r}\nhint: it holds settings, one per indented line")
-    sizes = {name.removeprefix(prefix): size for name, size in parallelism.items() if name.endswith("_size")}
     for name, size in parallelism.items():
-        if not name.startswith(prefix):
-            raise ValueError(f"{where}.{name}: accelerate does not read it\nhint: write {prefix}{name}")
         if name.endswith("_size") and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{where}.{name} is {size!r}\nhint: write a whole number of at least 1")
-    if others := [name for name in ("tp_size", "cp_size", "sp_size") if sizes.get(name, 1) > 1]:
-        raise ValueError(
-            f"{where}: {others[0]} {sizes[others[0]]}\nhint: estimates know data parallelism only"
-        )
-    copies, ranks = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    check_groups(strategy)
+    sizes = parallel_sizes(parallelism)
+    copies, ranks = sizes["dp_replicate_size"], sizes["dp_shard_size"]
     if copies > 1 and ranks == 1:
         raise ValueError(f"{where}: dp_replicate_size {copies} without shards\nhint: that is MULTI_GPU")
     return (ranks, copies) if ranks > 1 else (None, None)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -212,15 +213,18 @@ def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
 
 
 def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
-    """Tells other frozen weights from these by the first elements of each; None where there are none.
+    """Tells other frozen weights from these; None where there are none. Every rank must call it."""
+    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    return fingerprint(frozen) if frozen else None
+
+
+def fingerprint(params: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of names and of the first elements of each parameter, rounded to bf16: the same under every engine.
 
     Every rank must call it: where zero3_init_flag made the model in pieces, each tensor is gathered.
     """
-    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-    if not frozen:
-        return None
     digest = hashlib.sha256()
-    for name, param in frozen:
+    for name, param in params:
         with _whole(param):
             # as bf16, which pieces may have been made in
             start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)

@@ -35,7 +35,12 @@ from slm_toolkit.record import (
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
-from slm_toolkit.run.checkpoint import fingerprint_of_frozen, launch_description, run_description
+from slm_toolkit.run.checkpoint import (
+    fingerprint,
+    fingerprint_of_frozen,
+    launch_description,
+    run_description,
+)
 from slm_toolkit.run.checkpoint_files import DATA
 from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of
@@ -246,6 +251,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=shlex.join(launch.command or typed),
         gpu=gpu,
+        weights_fingerprint=None
+        if checkpoint is not None or config.rehearse is not None
+        else fingerprint(model.named_parameters()),
         first_step=checkpoint.manifest.step if checkpoint else 0,
         batch_size_search=search_described(asked_config, config),
         resumed_from=described(checkpoint, here) if checkpoint else None,

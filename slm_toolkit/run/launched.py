@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from slm_toolkit.deepspeed_json import deepspeed_config_path
-from slm_toolkit.groups import with_group_options
+from slm_toolkit.groups import PARALLEL_SIZES, check_groups, not_run_yet, with_group_options
 from slm_toolkit.launch_words import launch_arguments, option
 from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import Strategy, num_machines, on_nodes, read_strategy
@@ -82,8 +82,12 @@ def absolute_deepspeed_config(strategy: Strategy) -> None:
 def check_environment(launch: Launch) -> None:
     """Raises ValueError where the launcher did not do what its YAML asks for: then nothing would be sharded.
 
-    `accelerate launch --cpu`, for one, starts a single process whatever the YAML says.
+    `accelerate launch --cpu`, for one, starts a single process whatever the YAML says. Raises it also for
+    groups of ranks that slm_toolkit does not run, whether the YAML, an option or a variable asks for them.
     """
+    check_groups(launch.strategy, num_ranks=launch.num_processes)
+    if unknown := not_run_yet(_sizes_from_environment()):
+        raise ValueError(f"PARALLELISM_CONFIG_* in the environment: {unknown[0]}\nhint: unset it")
     started = _strategy_from_environment()
     engine = "ddp" if started.engine == "single" and launch.num_processes == 1 else started.engine
     ddp_of_one = launch.strategy.engine in ("single", "ddp") and engine == "ddp"
@@ -118,6 +122,13 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
     raise ValueError(
         f"{local_processes} processes but {num_gpus} {noun} on this machine\nhint: launch it as{paste}"
     )
+
+
+def _sizes_from_environment() -> dict[str, int]:
+    """accelerate's sizes of groups as its launcher hands them on; none where it would not read them."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return {}
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLEL_SIZES}
 
 
 def _world_size() -> int:

@@ -17,6 +17,7 @@ from slm_toolkit.run.attention import transformers_name
 from slm_toolkit.run.checkpointing import enable_checkpointing
 from slm_toolkit.run.kernels import use_kernels
 from slm_toolkit.run.optional_kernels import use_fp8, use_liger
+from slm_toolkit.run.ranks import gather_to_all
 
 
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
@@ -58,9 +59,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
         model = _with_weights(spec.path, options)
     else:
-        model = AutoModelForCausalLM.from_config(asked, **options)
-        for param in _whole_params(model):
-            param.data = param.data.bfloat16().float()
+        model = _drawn(asked, config, options)
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
@@ -88,6 +87,34 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
             # in place: names in the state dict stay, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)
     return model.train()
+
+
+def _drawn(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with random weights that bf16 can hold, the same from a seed under every strategy.
+
+    Under zero3_init_flag transformers draws each tensor in the compute dtype, on a GPU where there is one, so
+    its numbers differ. Rank 0 then draws the whole model on its CPU, as every other strategy does, and all
+    ranks take their pieces of it, tensor by tensor. A rehearsal, without losses, keeps transformers' numbers.
+    """
+    model = AutoModelForCausalLM.from_config(asked, **options)
+    if len(_whole_params(model)) == len(list(model.parameters())):
+        for param in model.parameters():
+            param.data = param.data.bfloat16().float()
+    elif config.rehearse is None:
+        import deepspeed
+
+        whole = None
+        if torch.distributed.get_rank() == 0:
+            set_seed(config.seed)
+            with set_zero3_state():  # not in pieces
+                whole = AutoModelForCausalLM.from_config(asked, **options)
+        for name, param in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                if whole is not None:
+                    param.data.copy_(whole.get_parameter(name).bfloat16())
+        # what is drawn next, of adapters for one, is drawn from the same state as elsewhere
+        torch.set_rng_state(gather_to_all(torch.get_rng_state())[0])
+    return model
 
 
 def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
