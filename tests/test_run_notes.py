@@ -34,8 +34,8 @@ def test_a_note_is_shown_until_the_next_step(tmp_path: Path) -> None:
     assert notes.look(STEP_1) == "pid 7 compiles async_io; this run waits for it"
     assert notes.look({**STEP_1, "step": 2}) is None
     assert notes.at_the_end(283.0).endswith(" s of it before step 1: cpu_adam is compiled")
-    add(log, "note: other programs kept 1.6 CPU cores busy\n")
-    assert notes.look({**STEP_1, "step": 8}) is None  # the last step: of its end
+    add(log, "step 8/8  loss 5.5000  1,234 tokens/s\nnote: other programs kept 1.6 CPU cores busy\n")
+    assert notes.look(None) is None  # the run has ended, and with it its progress
 
 
 def test_a_note_that_is_followed_by_a_step_at_once_is_not_shown(tmp_path: Path) -> None:
