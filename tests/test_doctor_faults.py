@@ -164,3 +164,40 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
 def test_the_table_has_more_than_25_faults() -> None:
     assert len({planted.name for planted in ALL}) > 100
     assert len({planted.row for planted in ALL}) == len(ALL)
+
+
+_MESHES = [
+    {"dp_shard": 4, "tp": 2},
+    {"dp_shard": 4, "cp": 2},
+    {"cp": 8},
+    {"dp_shard": 4, "sp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+]
+
+
+def mesh(sizes: dict[str, int], folder: Path) -> tuple[Examined, list[Finding]]:
+    """A user's own FSDP2 file for 8 ranks with these sizes of accelerate's ParallelismConfig."""
+    prefix = "parallelism_config.parallelism_config_"
+    whole = {"dp_replicate": 1, "dp_shard": 1, **sizes}
+    written = {f"{prefix}{name}_size": size for name, size in whole.items()}
+    return examined(dataclasses.replace(planted_case(Planted("", HYBRID, written), folder), num_gpus=8))
+
+
+@pytest.mark.parametrize("sizes", _MESHES, ids=str)
+def test_a_mesh_that_accelerate_accepts_is_not_called_wrong(sizes: dict[str, int], tmp_path: Path) -> None:
+    one, found = mesh(sizes, tmp_path)
+    assert [finding.sentence for finding in found if finding.severity == "wrong"] == []
+    assert one.corrected.config == one.case.config  # nor does --fix touch it
+
+
+def test_a_mesh_whose_product_is_not_the_ranks_is_mended_to_their_product(tmp_path: Path) -> None:
+    one, found = mesh({"dp_shard": 8, "tp": 2}, tmp_path)
+    (wrong,) = [finding for finding in found if finding.severity == "wrong"]
+    assert (wrong.name, wrong.sentence) == (
+        "groups-do-not-divide",
+        "dp_shard_size 8 x tp_size 2 with 8 ranks",
+    )
+    assert one.corrected.section("parallelism_config")["parallelism_config_dp_shard_size"] == 4  # x 2 = 8
+    _, found = mesh({"dp_shard": 4, "tp": 3}, tmp_path)
+    (wrong,) = [finding for finding in found if finding.severity == "wrong"]
+    assert wrong.change == "12 ranks, or sizes whose product is 8"

@@ -1,12 +1,26 @@
 """Groups of ranks in hybrid shards and hpZ: fitted where the file is ours, taken as they are elsewhere."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, slm
 
-from slm_toolkit.groups import fit_groups, group_options, is_hybrid, with_group_options
+from slm_toolkit.compare.grid import plan_runs
+from slm_toolkit.groups import (
+    PARALLEL_SIZES,
+    PREFIX,
+    fit_groups,
+    group_options,
+    is_hybrid,
+    parallel_sizes,
+    product_problem,
+    with_group_options,
+)
+from slm_toolkit.hardware import Machine
+from slm_toolkit.launch_verb import plan_launch
+from slm_toolkit.run.launched import Launch, check_environment
 from slm_toolkit.strategy import Strategy, find_strategy
 
 
@@ -72,3 +86,60 @@ def test_the_launchers_options_go_before_the_file() -> None:
     assert sizes(strategy) == (3, 2)
     plain = find_strategy("ddp")
     assert with_group_options(plain, {}.get) is plain
+
+
+def test_sizes_multiply_as_accelerate_multiplies_them() -> None:
+    from accelerate import ParallelismConfig
+
+    section = {f"{PREFIX}{name}": size for name, size in zip(PARALLEL_SIZES, (2, 3, 5, 7, 1), strict=True)}
+    five = parallel_sizes(section)
+    assert ParallelismConfig(**five).total_size == 2 * 3 * 5 * 7
+    assert product_problem(five, 210) is None
+    assert product_problem(five, 8) == (
+        "dp_replicate_size 2 x dp_shard_size 3 x tp_size 5 x cp_size 7 with 8 ranks"
+    )
+
+
+def mesh(folder: Path, *lines: str) -> str:
+    text = (ROOT / "accel_configs" / "fsdp_full_shard.yaml").read_text()
+    path = folder / "mesh.yaml"
+    path.write_text("\n".join([text, "parallelism_config:", *(f"  {line}" for line in lines)]) + "\n")
+    return str(path)
+
+
+_TP = (f"{PREFIX}dp_shard_size: 4", f"{PREFIX}tp_size: 2")
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (_TP, "tp_size 2: slm_toolkit does not run tensor parallelism yet"),
+        ([f"{PREFIX}dp_shard_size: 4", f"{PREFIX}cp_size: 2"], "cp_size 2: slm_toolkit does not run context"),
+        (["dp_shard_size: 4"], "accelerate does not read it: write parallelism_config_dp_shard_size"),
+        ([f"{PREFIX}dp_replicate_size: 3", f"{PREFIX}dp_shard_size: 4"], "dp_shard_size 4 with 8 ranks: the"),
+    ],
+    ids=["tp", "cp", "bare", "product"],
+)
+def test_compare_refuses_groups_before_a_launch(lines: list[str], says: str, tmp_path: Path) -> None:
+    strategy = find_strategy(mesh(tmp_path, *lines))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        plan_runs({"model": "slm-1m"}, [strategy], num_processes=8, machine=Machine(0, None), repeats=1)
+
+
+def test_launches_of_the_trainer_refuse_tensor_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the YAML, an option or a variable; another script of a user's own may well run it."""
+    file, trainer = mesh(tmp_path, *_TP), ["-m", "slm_toolkit.train"]
+    shipped = str(ROOT / "accel_configs" / "fsdp_full_shard.yaml")
+    for words in (["--config_file", file], ["--config_file", shipped, f"--{PREFIX}tp_size", "2"]):
+        with pytest.raises(ValueError, match="tp_size 2: slm_toolkit does not run tensor parallelism yet"):
+            plan_launch([*words, *trainer])
+        assert plan_launch([*words, "--main_process_port", "0", "mine.py"])
+    strategy = find_strategy(file)
+    with pytest.raises(ValueError, match="tp_size 2: slm_toolkit does not run"):
+        check_environment(Launch(strategy, 8, ()))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(ValueError, match="in the environment: tp_size 2: slm_toolkit does not run"):
+        check_environment(Launch(find_strategy("fsdp_full_shard"), 8, ()))

@@ -5,11 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from conftest import ROOT, Comparison, compare, made_record, slm
+from conftest import ROOT, Comparison, compare, launch, made_record, own_strategy, record_under, slm
+from safetensors.torch import load_file
 
 from slm_toolkit.compare.parity import compare_with, judge
+from slm_toolkit.config import RunConfig
+from slm_toolkit.models import PRESETS
 from slm_toolkit.record_files import read_record, write_record
+from slm_toolkit.run.checkpoint import fingerprint
+from slm_toolkit.run.model import build_model
 from slm_toolkit.strategy import STUDIED_STRATEGIES
 
 # Runs in every process of a launch, before anything is imported; strikes where there are two ranks.
@@ -261,3 +267,64 @@ def test_a_run_with_other_batches_is_no_reference() -> None:
 def test_fields_of_a_record_survive_the_file(aligned: Comparison) -> None:
     path = Path(aligned.rows["ddp"]["record"])
     assert dataclasses.asdict(read_record(path)) == json.loads(path.read_text())
+
+
+def test_weights_are_drawn_alike_under_zero3_init_flag(tmp_path: Path) -> None:
+    """accelerate's default under ZeRO-3; whole weights, after a step that is too small for any of them."""
+    config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero3.yaml").read_text())
+    config["deepspeed_config"] |= {"zero3_init_flag": True}
+    mine = own_strategy(tmp_path, yaml.safe_dump(config))
+    flags = ["--model", "slm-1m", "--seq_len", "32", "--max_steps", "1"]
+    still = ["--learning_rate", "1e-30", "--weight_decay", "0", "--save_final_model", "true"]
+    done = launch(*flags, *still, "--output_dir", str(tmp_path), config=mine)
+    assert done.code == 0, done.err
+    record = record_under(tmp_path)
+    expected = build_model(PRESETS["slm-1m"], RunConfig(model="slm-1m", seq_len=32, numerics="aligned"))
+    assert record["weights_fingerprint"] == fingerprint(expected.named_parameters())
+    saved = load_file(Path(record["model_dir"]) / "model.safetensors")
+    for name, param in expected.named_parameters():
+        assert torch.equal(saved[name].bfloat16(), param), name
+
+
+_ZERO_3 = {"strategy": "my_ds", "engine": "deepspeed", "zero_stage": 3, "losses": [10.049] * 33}
+
+
+@pytest.mark.parametrize(
+    ("of_ddp", "of_zero", "cause"),
+    [
+        ({"weights_fingerprint": "a"}, {"weights_fingerprint": "b"}, "the weights before step 1 differ"),
+        (
+            {"numerics": {"batch_hashes": ["1", "2"]}},
+            {"numerics": {"batch_hashes": ["1", "3"]}, "weights_fingerprint": "a"},
+            "the batches of step 1 differ",
+        ),
+        ({"numerics": {"clipping": 0.0}}, {"numerics": {"clipping": 1.0}}, "clipping 1 (not 0)"),
+    ],
+)
+def test_the_cause_of_other_losses_is_named(of_ddp: dict, of_zero: dict, cause: str, tmp_path: Path) -> None:
+    section = {"deepspeed_config": {"zero3_init_flag": False}}
+    asked = {**made_record().asked, "accelerate_config": section}
+    zero = made_record(identity="1", asked=asked, **_ZERO_3, **of_zero)
+    (_, parity) = judge([made_record(**of_ddp), zero])
+    assert (parity.holds, parity.cause) == (False, cause)
+    for name, record in (("a", made_record(**of_ddp)), ("b", zero)):
+        write_record(record, tmp_path / name)
+    assert f"Cause: {cause}" in slm("report", str(tmp_path), "--json").out
+
+
+def test_an_older_record_under_zero3_init_flag_drew_other_weights() -> None:
+    """Without a fingerprint; accelerate takes no flag for true."""
+    for section, is_cause in (
+        ({}, True),
+        ({"zero3_init_flag": True}, True),
+        ({"zero3_init_flag": False}, False),
+    ):
+        asked = {**made_record().asked, "accelerate_config": {"deepspeed_config": section}}
+        (_, parity) = judge([made_record(), made_record(identity="1", asked=asked, **_ZERO_3)])
+        assert ("zero3_init_flag" in (parity.cause or "")) is is_cause
+
+
+def test_losses_that_agree_have_no_cause() -> None:
+    agrees = {**_ZERO_3, "losses": [10.0] * 33, "weights_fingerprint": "b"}
+    (_, parity) = judge([made_record(weights_fingerprint="a"), made_record(identity="1", **agrees)])
+    assert (parity.holds, parity.cause) == (True, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.groups import check_groups, parallel_sizes, product_problem
+from slm_toolkit.groups import check_groups, parallel_sizes, product_problem, shown_sizes
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import adapters_of, weights_of
 from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked, estimate_memory
@@ -47,8 +47,8 @@ class Placement:
         ranks = self.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
         if self.num_copies is not None:
             sizes = {"dp_replicate_size": self.num_copies, "dp_shard_size": ranks}
-            problem = product_problem(sizes, num_gpus)
-            found += [f"{problem} (--num_gpus)"] if problem else []
+            if product_problem(sizes, num_gpus):
+                found.append(f"{shown_sizes(sizes)} with --num_gpus {num_gpus}")
         if num_gpus % self.secondary_ranks:
             found.append(f"zero_hpz_partition_size {self.secondary_ranks} with --num_gpus {num_gpus}")
         return found

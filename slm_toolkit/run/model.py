@@ -94,7 +94,7 @@ def _drawn(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) 
 
     Under zero3_init_flag transformers draws each tensor in the compute dtype, on a GPU where there is one, so
     its numbers differ. Rank 0 then draws the whole model on its CPU, as every other strategy does, and all
-    ranks take their pieces of it, tensor by tensor. A rehearsal, without losses, keeps transformers' numbers.
+    ranks take their pieces of it, tensor by tensor. A rehearsal, which has no losses, keeps its numbers.
     """
     model = AutoModelForCausalLM.from_config(asked, **options)
     if len(_whole_params(model)) == len(list(model.parameters())):
