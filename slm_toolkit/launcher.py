@@ -29,7 +29,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from slm_toolkit.errors import EXIT_CODE_VARIABLE
 
-
 _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
