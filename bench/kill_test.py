@@ -24,7 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
+from slm_toolkit.run.checkpoint_files import damage, read_manifest
+from slm_toolkit.saved_files import finished
 
 ROOT = Path(__file__).parent.parent
 STRATEGIES = ("ddp", "fsdp_full_shard", "ds_zero3")

@@ -29,6 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from slm_toolkit.errors import EXIT_CODE_VARIABLE
 
+_LOGS_OF_TORCH = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+)
+"where torch's launcher reports each signal that it gets and passes on; how a run ended its ranks report"
+
 
 def launch(words: list[str]) -> int:
     """Run `accelerate launch` with these words; returns the exit code: that of the rank that ended first.
@@ -40,12 +46,8 @@ def launch(words: list[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _pass_on)  # torch's launcher has its own handler instead
     _kill_at_second_interrupt()
-    for name in (
-        "agent.server",
-        "multiprocessing",
-    ):  # the ranks report how they end, not the signals on the way
-        logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
-        logger.addFilter(lambda record: " signal" not in record.getMessage())
+    for name in _LOGS_OF_TORCH:
+        logging.getLogger(name).addFilter(lambda record: " signal" not in record.getMessage())
     with tempfile.NamedTemporaryFile() as said:
         os.environ[EXIT_CODE_VARIABLE] = said.name
         try:

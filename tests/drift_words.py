@@ -2,6 +2,7 @@
 
 import errno
 import faulthandler
+import importlib
 import inspect
 import os
 import re
@@ -26,6 +27,15 @@ from safetensors.numpy import save_file
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 save_file({"zeros": numpy.zeros(8192)}, sys.argv[1])
 """
+
+
+def _signals_passed_on() -> None:
+    from slm_toolkit.launcher import _LOGS_OF_TORCH
+
+    for name, words in zip(_LOGS_OF_TORCH, ("death signal", "closing signal"), strict=True):
+        module = importlib.import_module(name)
+        assert module.logger.name == name
+        assert words in inspect.getsource(module), f"{name} reports signals in other words"
 
 
 def _single_process() -> None:
@@ -177,6 +187,16 @@ WORDS = (
         "name the variable to set where ranks don't reach each other",
         "run/machines.py, launch_verb.py, checkup/environment_faults.py: the new variables",
         _interfaces,
+    ),
+    Leaning(
+        "torch: words for a signal that its launcher gets and passes on",
+        (
+            "torch.distributed.elastic.agent.server.api",
+            "torch.distributed.elastic.multiprocessing.api",
+        ),
+        "leave them out at Ctrl-C, where `slm launch` shows the ranks' line alone",
+        "launcher.py: _LOGS_OF_TORCH",
+        _signals_passed_on,
     ),
     Leaning(
         "accelerate: words for one process that died",

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import COMPILING_SECONDS, launch, record_under
 
-from slm_toolkit.run.checkpoint_files import damage, finished, read_manifest
+from slm_toolkit.run.checkpoint_files import damage, read_manifest
+from slm_toolkit.saved_files import finished
 
 SINGLE = "accel_configs/single.yaml"
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run")
