@@ -32,6 +32,7 @@ from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
     contradictions,
+    precision_asked,
     shipped_strategies,
 )
 
@@ -109,7 +110,7 @@ def _estimate(args: argparse.Namespace) -> int:
             software=args.software,
             sites=sites_of(args),
         )
-    for note in (*left_out, *_notes(strategies)):
+    for note in (*left_out, *_notes(strategies, given.get("numerics") or [RunConfig.numerics])):
         print(note, file=sys.stderr)
     if args.json:
         print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
@@ -213,13 +214,15 @@ def estimates(
     return list(rows.values())
 
 
-def _notes(strategies: list[Strategy]) -> list[str]:
+def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
     """Where a user's own file asks for something that the estimate does not follow."""
     found = []
     for strategy in strategies:
-        precision = (strategy.accelerate_config or {}).get("mixed_precision")
-        if precision not in (None, "bf16"):
-            found.append(f"{strategy.path}: mixed_precision {precision} is overridden: --numerics decides")
+        in_bf16 = [name for name in numerics if name != "fp32"]
+        if precision_asked(strategy) == "no" and in_bf16:
+            found.append(
+                f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
+            )
         fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
         policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
         if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":

@@ -90,7 +90,7 @@ def plan_runs(
         if strategy.engine == "fsdp1" and machine.num_gpus == 0:
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
-            problems += contradictions(strategy, config)
+            problems += contradictions(strategy, config, has_gpu=machine.num_gpus > 0)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"

@@ -149,8 +149,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    if found := contradictions(launch.strategy, config):
-        raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    asked = {"mixed_precision": launch.mixed_precision, "has_gpu": torch.cuda.is_available()}
+    if found := contradictions(launch.strategy, config, **asked):
+        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in found)
+        hint = 'write "auto" in the JSON, and let the flags say it' if of_json else "see --help of the flag"
+        raise ValueError("\n".join(found) + f"\nhint: {hint}")
     check_optional(config)
     check_adapters(config)
     check_lm_eval(config)
