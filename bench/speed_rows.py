@@ -72,7 +72,9 @@ def _row(line: dict[str, str]) -> Row:
         tied=line["tied"] == "1",
         gated_ffn=gated,
         layer_norm=not gated,
-        linear_biases=not gated,
+        qkv_bias=not gated,
+        output_bias=not gated,
+        ffn_bias=not gated,
         learned_positions=0 if gated else seq_len,
     )
     config = RunConfig(

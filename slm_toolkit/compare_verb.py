@@ -30,7 +30,7 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import write_record
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.strategy import find_strategy, precision_asked, precision_note
 from slm_toolkit.training_command import check_training
 
 if TYPE_CHECKING:
@@ -165,6 +165,10 @@ def _plan(
     )
     if args.skip_oom:
         check_skippable(runs, searching=args.largest_batch)
+    notes = {
+        (run.strategy.path, precision_note(precision_asked(run.strategy), run.config)): None for run in runs
+    }
+    print("".join(f"note: {path}: {note}\n" for path, note in notes if note), end="", file=sys.stderr)
     return runs, slots
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from slm_toolkit.config import ADAPTER_FLAGS, FP8_MULTIPLE, MOST_DDP_TIMEOUT, SYNTHETIC, RunConfig
 
+_LARGEST_LEARNING_RATE = 1.0
+"AdamW moves every weight by about the rate in each step, and weights are drawn with a deviation of 0.02"
 _LARGEST_NUMBER = 10**12
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 _LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
@@ -80,8 +82,11 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("--reduce_dtype bf16 with --numerics fp32, which has no low precision")
     if config.seq_len is not None and config.seq_len < 2:
         found.append(f"--seq_len is {config.seq_len}: a token needs a next one, at least 2")
-    if not 0 < config.learning_rate < float("inf"):
-        found.append(f"--learning_rate is {config.learning_rate}: above 0")
+    rate = config.learning_rate
+    if not 0 < rate <= _LARGEST_LEARNING_RATE:
+        mantissa, _, power = f"{rate:e}".partition("e+")
+        meant = f"; did you mean {float(mantissa):g}e-{int(power)}?" if rate >= 10 and power else ""
+        found.append(f"--learning_rate is {rate:g}: above 0, at most {_LARGEST_LEARNING_RATE:g}{meant}")
     if config.num_train_epochs is not None and not 0 < config.num_train_epochs < float("inf"):
         found.append(f"--num_train_epochs is {config.num_train_epochs}: above 0")
     if config.rehearse is not None:

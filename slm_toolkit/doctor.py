@@ -15,6 +15,7 @@ from slm_toolkit.estimate_checks import (
     model_to_estimate,
 )
 from slm_toolkit.flags import add_flags, config_from_args
+from slm_toolkit.gpt_configs import position_problem
 from slm_toolkit.output_flags import count, positive_number
 from slm_toolkit.site_flags import add_network_flags, sites_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, is_shipped, notes_on, strategy_name, strategy_path
@@ -152,6 +153,8 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     from slm_toolkit.hardware import find_gpu, gpu_of_name
 
     spec, host = model_to_estimate(config.model), _host(args)
+    if (problem := position_problem(spec, config.seq_len)) is not None:
+        raise all_of([problem], verb="doctor")
     here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
         names = tuple(dict.fromkeys(gpu_of_name(name).name for name in args.gpu))

@@ -26,12 +26,15 @@ from slm_toolkit.estimate_checks import (
 )
 from slm_toolkit.flags import add_flags
 from slm_toolkit.garbage import no_garbage_collection
+from slm_toolkit.gpt_configs import position_problem
 from slm_toolkit.groups import fit_groups
+from slm_toolkit.predict.unknown import unlike_the_model
 from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
     contradictions,
+    precision_asked,
     shipped_strategies,
 )
 
@@ -109,7 +112,11 @@ def _estimate(args: argparse.Namespace) -> int:
             software=args.software,
             sites=sites_of(args),
         )
-    for note in (*left_out, *_notes(strategies)):
+    for note in (
+        *left_out,
+        *_notes_on_models(given),
+        *_notes(strategies, given.get("numerics") or [RunConfig.numerics]),
+    ):
         print(note, file=sys.stderr)
     if args.json:
         print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
@@ -173,6 +180,8 @@ def estimates(
         for problem in contradictions(strategy, config)
     ]
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
+    positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
+    problems += [problem for problem in positions if problem is not None]
     if problems:
         raise all_of(problems)
 
@@ -213,18 +222,30 @@ def estimates(
     return list(rows.values())
 
 
-def _notes(strategies: list[Strategy]) -> list[str]:
+def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
     """Where a user's own file asks for something that the estimate does not follow."""
     found = []
     for strategy in strategies:
-        precision = (strategy.accelerate_config or {}).get("mixed_precision")
-        if precision not in (None, "bf16"):
-            found.append(f"{strategy.path}: mixed_precision {precision} is overridden: --numerics decides")
+        in_bf16 = [name for name in numerics if name != "fp32"]
+        if precision_asked(strategy) == "no" and in_bf16:
+            found.append(
+                f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
+            )
         fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
         policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
         if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":
             found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
     return found
+
+
+def _notes_on_models(given: dict[str, Any]) -> list[str]:
+    """Where a model's own configuration has something that the estimate does not follow."""
+    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
+    configs = [
+        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
+    ]
+    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
+    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))
 
 
 def _live_deepspeed() -> tuple[Callable[..., Any], str]:

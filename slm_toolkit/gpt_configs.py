@@ -23,7 +23,12 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
             f"hint: is it a {model_type} model?"
         )
     kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
-    check_kinds(config, path, **kinds, **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool})
+    check_kinds(
+        config,
+        path,
+        **kinds,
+        **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool, "attention_bias": bool},
+    )
     check_layers(config[layers], path)
     width = config[hidden]
     alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
@@ -35,6 +40,8 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
     }[model_type]
     if not is_size(ffn_size):
         raise ValueError(f"{path}: expansion_ratio makes an FFN {ffn_size:,} wide\nhint: usual is 4")
+    has_biases = not _told(config, "no_bias", model_type == "mpt")
+    in_attention = has_biases and (model_type != "gpt_neox" or _told(config, "attention_bias", True))
     return ModelSpec(
         name,
         config[layers],
@@ -51,7 +58,9 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         path=path,
         gated_ffn=False,
         layer_norm=True,
-        linear_biases=not _told(config, "no_bias", model_type == "mpt"),
+        qkv_bias=in_attention,
+        output_bias=in_attention,
+        ffn_bias=has_biases,
         learned_positions=(config.get(positions) or 2048) if learned else 0,
     )
 
@@ -74,3 +83,11 @@ _KEYS = {  # layers, hidden size, heads, positions
 
 def _told(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return default if config.get(key) is None else config[key]
+
+
+def position_problem(spec: ModelSpec, seq_len: int) -> str | None:
+    """Why a model with learned positions can't have sequences of this length; None where it can."""
+    if not 0 < spec.learned_positions < seq_len:
+        return None
+    most = spec.learned_positions
+    return f"--seq_len {seq_len}: {spec.name} has {most} learned positions, --seq_len {most} at most"

@@ -8,6 +8,7 @@ LARGEST_SIZE, _MOST_LAYERS = 10**9, 10**5
 _KIND = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     dict: ("an object", lambda value: isinstance(value, dict)),
+    str: ("a word", lambda value: isinstance(value, str)),
     int: ("a whole number above 0", lambda value: is_size(value)),
     float: (
         "a number above 0",

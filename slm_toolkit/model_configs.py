@@ -1,6 +1,7 @@
 """Hugging Face's config.json of a model, read and checked."""
 
 from pathlib import Path
+from typing import Any
 
 from slm_toolkit.gpt_configs import GPT_TYPES, gpt_spec
 from slm_toolkit.model_checks import LARGEST_SIZE, check_kinds, check_layers, is_size
@@ -36,8 +37,9 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
             "hint: is it a language model?"
         )
     check_layers(config["num_hidden_layers"], path)
+    _check_honoured(config, model_type, path)
     heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = config.get("num_key_value_heads", _KV_HEADS.get(model_type)) or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
         raise ValueError(
@@ -53,9 +55,10 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
         path,
         **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
-        **{"rope_theta": float, "rope_parameters.rope_theta": float},
+        **{"rope_theta": float, "rope_parameters.rope_theta": float, "hidden_act": str},
     )
     rope = rope or {}
+    attention_bias = model_type == "llama" and bool(config.get("attention_bias"))
     return ModelSpec(
         name,
         config["num_hidden_layers"],
@@ -66,10 +69,68 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         config["intermediate_size"],
         config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2",
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        ffn_bias=model_type == "llama" and bool(config.get("mlp_bias")),
+        sliding_window=_sliding_window(config, model_type),
+        hidden_act=config.get("hidden_act") or "silu",
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
         model_type=model_type,
         max_position_embeddings=config.get("max_position_embeddings") or 2048,
         rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
         source=path,
         path=path,
     )
+
+
+_KV_HEADS = {"mistral": 8, "qwen2": 32}
+"where the key is absent: transformers 5.23, MistralConfig and Qwen2Config"
+_WINDOW = 4096
+"where the key is absent: the same classes"
+
+
+def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
+    """Raises ValueError for a key that means something and that training from this file would ignore."""
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{path}: quantization_config: weights that are quantized already can't be trained here\n"
+            "hint: give the unquantized model; --peft qlora quantizes it and trains an adapter"
+        )
+    kinds = {"attention_bias": bool, "mlp_bias": bool, "use_sliding_window": bool, "sliding_window": int}
+    check_kinds(config, path, **kinds)
+    layer_types, dropout = config.get("layer_types") or [], config.get("attention_dropout") or 0.0
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ValueError(f"{path}: layer_types is {layer_types!r}\nhint: a list, of each layer's kind")
+    if not isinstance(dropout, float | int) or not 0 <= dropout < 1:
+        raise ValueError(f"{path}: attention_dropout is {dropout!r}\nhint: 0 to below 1")
+    if type(config.get("max_window_layers", 0)) is not int:
+        raise ValueError(
+            f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: a whole number"
+        )
+    builds = {"llama": {}, "qwen2": {"attention_bias": True, "mlp_bias": False}}
+    builds["mistral"] = {"attention_bias": False, "mlp_bias": False}
+    ignored = [
+        key for key, built in builds[model_type].items() if config.get(key, built) not in (None, built)
+    ]
+    ignored += [key for key in ("num_experts", "num_local_experts") if config.get(key) not in (None, 0, 1)]
+    if model_type == "llama" and config.get("sliding_window") is not None:
+        ignored.append("sliding_window")
+    if set(layer_types) - {"full_attention", "sliding_attention" if model_type == "qwen2" else ""}:
+        ignored.append("layer_types")
+    if ignored:
+        told = ", ".join(f"{key} {config[key]!r}" for key in ignored)
+        raise ValueError(
+            f"{path}: {told}: transformers' {model_type} ignores it, and would train another model\n"
+            "hint: is model_type right? else remove the key"
+        )
+
+
+def _sliding_window(config: dict[str, Any], model_type: str) -> int | None:
+    """As MistralConfig and Qwen2Config of transformers 5.23 make it."""
+    window = config.get("sliding_window", _WINDOW)
+    if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
+        return None
+    kinds = config.get("layer_types")
+    if model_type == "qwen2" and kinds is None:
+        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
+    return None if kinds is not None and "sliding_attention" not in kinds else window

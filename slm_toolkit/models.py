@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class ModelSpec:
     """Shape of a decoder-only model; what is trained here is Llama-like: RMSNorm, gated feed-forward, RoPE.
 
-    The last four fields hold others' models (GPT-2, MPT), for estimates beside their published runs.
+    gated_ffn, layer_norm and learned_positions are for estimates of other models (GPT-2, GPT-NeoX, MPT).
     """
 
     name: str
@@ -25,7 +25,7 @@ class ModelSpec:
     tied: bool = False
     "the input embedding and the output head share one matrix"
     qkv_bias: bool = False
-    "query, key and value projections carry a bias (Qwen2)"
+    "query, key and value projections carry a bias (Qwen2, Llama's attention_bias)"
     model_type: str = "llama"
     "transformers' name of the architecture"
     max_position_embeddings: int = 2048
@@ -38,10 +38,16 @@ class ModelSpec:
     "three matrices, silu(gate) * up; False: two, with a GELU between"
     layer_norm: bool = False
     "LayerNorm with weight and bias in place of RMSNorm"
-    linear_biases: bool = False
-    "every projection of a layer carries a bias"
     learned_positions: int = 0
     "rows of a learned position embedding; 0: RoPE, ALiBi or none"
+    output_bias: bool = False
+    "the attention's output projection carries a bias (Llama's attention_bias)"
+    ffn_bias: bool = False
+    "every projection of the feed-forward carries a bias (Llama's mlp_bias)"
+    sliding_window: int | None = None
+    "most tokens that some of the layers attend to; None: all of the sequence"
+    hidden_act: str = "silu"
+    attention_dropout: float = 0.0
 
     @property
     def matmul_params_per_layer(self) -> int:
@@ -57,10 +63,12 @@ class ModelSpec:
     @property
     def params_per_layer(self) -> int:
         biases = 0
-        if self.qkv_bias or self.linear_biases:
+        if self.qkv_bias:
             biases += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if self.linear_biases:  # output and down, then up (and gate)
-            biases += 2 * self.hidden_size + (self.num_ffn_matrices - 1) * self.ffn_size
+        if self.output_bias:
+            biases += self.hidden_size
+        if self.ffn_bias:  # down, then up (and gate)
+            biases += self.hidden_size + (self.num_ffn_matrices - 1) * self.ffn_size
         return self.matmul_params_per_layer + biases + 2 * self.norm_params
 
     @property

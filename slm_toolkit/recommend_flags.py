@@ -11,11 +11,14 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.estimate_checks import (
     NOT_OF_AN_ESTIMATE,
     add_software_flag,
+    all_of,
     check_grid,
     model_to_estimate,
 )
 from slm_toolkit.flags import add_flags
+from slm_toolkit.gpt_configs import position_problem
 from slm_toolkit.output_flags import count, positive_number
+from slm_toolkit.predict.unknown import unlike_the_model
 from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
@@ -158,9 +161,13 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
             "hint: --tokens 50M, what of the data the adapter is to see"
         )
     law = LAWS[args.law]
-    found, unreached = [], []
+    found, unreached, notes = [], [], []
+    lengths = args.seq_len or [RunConfig().with_defaults(has_gpu=True).seq_len]
     for name in dict.fromkeys(args.model or [_DEFAULT_MODEL]):
         spec = model_to_estimate(name)
+        if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
+            raise all_of(problems, verb="recommend")
+        notes += [note for n in lengths for note in unlike_the_model(spec, n)]
         num_params = num_params_of(law, spec)
         num_tokens = args.tokens
         if args.target_loss is not None:
@@ -174,7 +181,7 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
         found.append(Job(name, spec, num_tokens, args.global_batch_tokens, law))
     if not found:
         raise ValueError("\n".join(unreached))
-    return found, [f"left out: {problem.splitlines()[0]}" for problem in unreached]
+    return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
 
 
 def configs_of(args: argparse.Namespace) -> list[RunConfig]:

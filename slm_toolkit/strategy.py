@@ -252,11 +252,51 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-def contradictions(strategy: Strategy, config: RunConfig, *, num_processes: int | None = None) -> list[str]:
+def precision_asked(strategy: Strategy) -> str | None:
+    """The mixed_precision of the strategy's files: no, bf16, fp16 or fp8; None where no file has one."""
+    config = strategy.accelerate_config or {}
+    if (asked := config.get("mixed_precision")) is not None:
+        return "no" if asked is False else str(asked).lower()  # YAML reads a bare no as false
+    in_json = ((strategy.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
+    return "fp16" if config.get("fp16") or in_json else None  # fp16: accelerate's key before mixed_precision
+
+
+def precision_note(asked: str | None, config: RunConfig) -> str | None:
+    """What becomes of a mixed_precision that is neither obeyed nor refused; None where it is obeyed."""
+    if asked is None or config.numerics == "stock" or (asked == "no" and config.numerics == "fp32"):
+        return None
+    return f"mixed_precision {asked} has no effect: --numerics {config.numerics} computes in bf16"
+
+
+def precision_problem(asked: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
+    """Why a run can't compute in the mixed precision asked for, and what to do; None where it can."""
+    if asked == "fp8":
+        return "mixed precision fp8 does not run here: leave it out; --fp8 tensorwise trains in float8"
+    if config.numerics == "stock":
+        if asked == "fp16" and not has_gpu:
+            return "mixed precision fp16 needs a GPU: without one accelerate computes in fp32"
+    elif asked == "fp16" or (asked == "bf16" and config.numerics == "fp32"):
+        computes_in = "fp32" if config.numerics == "fp32" else "bf16"
+        return (
+            f"mixed precision {asked} is asked for, --numerics {config.numerics} computes in {computes_in}: "
+            f"--numerics stock runs {asked}; or leave it out"
+        )
+    return None
+
+
+def contradictions(
+    strategy: Strategy,
+    config: RunConfig,
+    *,
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    has_gpu: bool = True,
+) -> list[str]:
     """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
 
     In `stock` the JSON's own clipping and accumulation hold, as they do under a user's own script.
     `num_processes`: the ranks, if known; a `train_batch_size` of the JSON is checked only then.
+    `mixed_precision`: of the launcher's option or variable, where it has one; else the files' counts.
     """
     deepspeed = strategy.deepspeed_config or {}
     flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
@@ -278,13 +318,18 @@ def contradictions(strategy: Strategy, config: RunConfig, *, num_processes: int 
             f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags make {batch} x "
             f"{steps} micro-steps x {num_processes} processes"
         )
-    for dtype, wanted in (("bf16", config.numerics != "fp32"), ("fp16", False)):
-        enabled = (deepspeed.get(dtype) or {}).get("enabled", "auto")
-        if enabled not in ("auto", wanted):
-            problems.append(
-                f"{strategy.path}: the DeepSpeed JSON says {dtype}.enabled {str(enabled).lower()}, "
-                f"--numerics {config.numerics} needs {str(wanted).lower()}"
-            )
+    precision = mixed_precision or precision_asked(strategy)
+    if problem := precision_problem(precision, config, has_gpu=has_gpu):
+        of_files = precision == precision_asked(strategy)
+        source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
+        problems.append(f"{source}: {problem}")
+    wanted = config.numerics != "fp32" and precision != "fp16"
+    enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
+    if enabled not in ("auto", wanted) and not (enabled is False and precision == "fp16"):
+        problems.append(
+            f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
+            f"--numerics {config.numerics} needs {str(wanted).lower()}"
+        )
     fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
     own_checkpointing = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
     if own_checkpointing and config.gradient_checkpointing != "none":

@@ -67,3 +67,16 @@ def test_an_unknown_flag_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[st
         parse("--nonsense", "1")
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == "error: unknown: --nonsense 1\nhint: test --help\n"
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"),
+    [
+        (3e4, "--learning_rate is 30000: above 0, at most 1; did you mean 3e-4?"),
+        (10.0, "--learning_rate is 10: above 0, at most 1; did you mean 1e-1?"),
+        (2.0, "--learning_rate is 2: above 0, at most 1"),
+        (1.0, None),
+    ],
+)
+def test_a_learning_rate_above_one_is_refused(rate: float, says: str | None) -> None:
+    assert RunConfig(learning_rate=rate).problems() == ([] if says is None else [says])

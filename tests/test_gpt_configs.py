@@ -43,6 +43,25 @@ def test_it_is_estimated_and_not_trained(tmp_path: Path) -> None:
     assert "can be estimated, not trained here\nhint: " in done.err
 
 
+def test_no_sequence_is_longer_than_learned_positions(tmp_path: Path) -> None:
+    CONFIGS["gpt2"].save_pretrained(tmp_path)
+    says = f"--seq_len 8192: {tmp_path.name} has 1024 learned positions, --seq_len 1024 at most"
+    for verb in ("estimate", "doctor", "recommend"):
+        done = slm(verb, "--model", str(tmp_path), "--seq_len", "8192", "--gpu", "h100-80gb")
+        assert (done.code, f"error: {says}" in done.err) == (2, True), done.err
+    longest = slm(
+        "estimate", "--model", str(tmp_path), "--seq_len", "1024", "--gpu", "l4", "--strategy", "ddp"
+    )
+    assert longest.code == 0, longest.err
+
+
+def test_a_gpt_neox_without_attention_bias_is_counted_without(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(**{**CONFIGS["gpt_neox"].to_dict(), "attention_bias": False})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert spec_of(config, tmp_path).num_params == sum(p.numel() for p in model.parameters())
+
+
 def test_missing_keys_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 12, "n_head": true}')
     with pytest.raises(ValueError, match="n_embd, n_head, vocab_size must be positive whole numbers"):

@@ -1,12 +1,14 @@
 """Launches that would silently do something else end with one line that says so."""
 
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import launch, run
+from conftest import launch, own_strategy, run, slm
 
+from slm_toolkit.config import RunConfig
 from slm_toolkit.run.launched import Launch, check_devices, check_environment
-from slm_toolkit.strategy import find_strategy, on_nodes
+from slm_toolkit.strategy import contradictions, find_strategy, on_nodes, read_strategy
 
 QUICK = ("--model", "slm-1m", "--max_steps", "2")
 ONE_GPU = """
@@ -126,17 +128,80 @@ def test_an_engine_that_is_not_the_one_asked_for_is_refused(tmp_path: Path) -> N
 
 
 def test_plain_python_trains_in_one_process(tmp_path: Path) -> None:
-    import sys
-
     done = run(sys.executable, "-m", "slm_toolkit.train", *QUICK, "--output_dir", str(tmp_path))
     assert done.code == 0, done.err
 
 
-def test_a_yaml_with_mixed_precision_is_overridden_in_aligned_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "numerics", "says"),
+    [
+        (
+            "mixed_precision: fp16",
+            "aligned",
+            "mixed precision fp16 is asked for, --numerics aligned computes in bf16",
+        ),
+        (
+            "mixed_precision: fp16",
+            "fp32",
+            "--numerics fp32 computes in fp32: --numerics stock runs fp16; or leave",
+        ),
+        ("mixed_precision: fp16", "pure_bf16", "--numerics pure_bf16 computes in bf16"),
+        ("fp16: true", "aligned", "mixed precision fp16 is asked for"),
+        (
+            "mixed_precision: bf16",
+            "fp32",
+            "mixed precision bf16 is asked for, --numerics fp32 computes in fp32",
+        ),
+        (
+            "mixed_precision: fp8",
+            "stock",
+            "mixed precision fp8 does not run here: leave it out; --fp8 tensorwise",
+        ),
+        (
+            "mixed_precision: fp16",
+            "stock",
+            "mixed precision fp16 needs a GPU: without one accelerate computes",
+        ),
+    ],
+)
+def test_a_comparison_refuses_a_precision_that_would_not_run(
+    tmp_path: Path, line: str, numerics: str, says: str
+) -> None:
+    own = own_strategy(tmp_path, Path("accel_configs/ddp.yaml").read_text() + f"{line}\n")
+    done = slm("compare", "--strategy", own, "--numerics", numerics, "--model", "slm-1m", "--dry_run")
+    assert done.code == 2, done.out
+    (told,) = (line for line in done.err.splitlines() if line.startswith("error: "))
+    assert f"{own}: " in told
+    assert says in told
+
+
+def test_precisions_that_can_run_are_not_refused(tmp_path: Path) -> None:
+    own = read_strategy(Path(own_strategy(tmp_path, "distributed_type: MULTI_GPU\nmixed_precision: fp16\n")))
+    assert contradictions(own, RunConfig(numerics="stock")) == []
+    zero = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "bf16": {"enabled": False}}
+    in_json = read_strategy(Path(own_strategy(tmp_path, "", zero, name="zero")))
+    assert contradictions(in_json, RunConfig(numerics="stock")) == []
+    (problem,) = contradictions(in_json, RunConfig(numerics="aligned"))
+    assert "mixed precision fp16 is asked for, --numerics aligned computes in bf16" in problem
+
+
+def test_the_launchers_own_precision_counts_as_the_yamls_does(tmp_path: Path) -> None:
+    words = ("--output_dir", str(tmp_path / "runs"), *QUICK)
+    ddp = "accel_configs/ddp.yaml"
+    done = launch(*words, config=ddp, launcher=("--mixed_precision", "fp16"))
+    assert done.code != 0
+    assert "accelerate's --mixed_precision: mixed precision fp16 is asked for" in done.err
+    in_variable = {
+        "ACCELERATE_MIXED_PRECISION": "fp16"
+    }  # of torchrun and plain python: the launcher sets its own
+    done = run(sys.executable, "-m", "slm_toolkit.train", *words, env=in_variable)
+    assert (done.code, "--numerics aligned computes in bf16" in done.err) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_yaml_without_mixed_precision_computes_in_bf16_and_a_note_says_so(tmp_path: Path) -> None:
     config = tmp_path / "mixed.yaml"
-    config.write_text(Path("accel_configs/ddp.yaml").read_text() + "mixed_precision: fp16\n")
+    config.write_text(Path("accel_configs/ddp.yaml").read_text() + "mixed_precision: 'no'\n")
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config)
     assert done.code == 0, done.err
-    assert (
-        done.err.count("mixed_precision fp16 was asked of accelerate; --numerics aligned overrides it") == 1
-    )
+    assert done.err.count("note: mixed_precision no has no effect: --numerics aligned computes in bf16") == 1

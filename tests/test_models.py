@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL_LLAMA, slm
 from transformers import AutoModelForCausalLM
 
+from slm_toolkit.config import RunConfig
 from slm_toolkit.model_names import find_model
 from slm_toolkit.models import PRESETS
-from slm_toolkit.run.model import hf_config
+from slm_toolkit.run.model import build_model, hf_config
 
 # Paper, appendix B, table 2.
 PRINTED = {
@@ -95,6 +97,17 @@ def test_an_unknown_model_is_an_error_with_a_hint(name: str, says: str) -> None:
         ({"num_attention_heads": 7}, "heads"),
         ({"num_key_value_heads": 3}, "key-value heads"),
         ({"model_type": "bert"}, "not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .*\nhint: .*qlora"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"model_type": "mistral", "attention_bias": True}, "transformers' mistral ignores it"),
+        (
+            {"model_type": "qwen2", "mlp_bias": True, "num_experts": 8},
+            "mlp_bias True, num_experts 8: .*qwen2",
+        ),
+        ({"sliding_window": 64}, "sliding_window 64: transformers' llama ignores it"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .*llama ignores it"),
+        ({"layer_types": [1]}, "layer_types is"),
+        ({"attention_dropout": 2}, "attention_dropout is 2"),
     ],
 )
 def test_a_config_json_that_makes_no_sense_is_refused(tmp_path: Path, change: dict, says: str) -> None:
@@ -103,3 +116,88 @@ def test_a_config_json_that_makes_no_sense_is_refused(tmp_path: Path, change: di
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=says):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "extra"),
+    [
+        ({}, 0),
+        # 2 layers of 128, 4 heads of 32, 2 of keys and values, FFN 256
+        ({"attention_bias": True}, 2 * (128 + 2 * 64 + 128)),  # q, k and v, output
+        ({"mlp_bias": True}, 2 * (256 + 256 + 128)),  # gate, up, down
+        ({"model_type": "qwen2"}, 2 * (128 + 2 * 64)),
+        ({"model_type": "mistral", "sliding_window": 16, "hidden_act": "gelu"}, 0),
+        ({"head_dim": 16, "tie_word_embeddings": True}, -2 * (2 * 128 * 64 + 2 * 128 * 32) - 100 * 128),
+    ],
+)
+def test_a_config_json_is_counted_as_training_from_it_builds_it(
+    tmp_path: Path, change: dict, extra: int
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 100} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = find_model(str(tmp_path))
+    # q and output 128 x 128, k and v 128 x 64, three FFN matrices 128 x 256, two norms; beside them one norm,
+    # two vocabularies
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
+    assert spec.num_params == 2 * layer + 128 + 2 * 100 * 128 + extra
+    model = build_model(spec, RunConfig(seq_len=32, numerics="fp32"))
+    assert sum(param.numel() for param in model.parameters()) == spec.num_params
+    loss = model(input_ids=torch.arange(32)[None], labels=torch.arange(32)[None]).loss
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert (model.config.hidden_act, spec.hidden_act) == (change.get("hidden_act", "silu"),) * 2
+
+
+@pytest.mark.parametrize(("model_type", "kv_heads"), [("llama", 16), ("mistral", 8)])
+def test_absent_key_value_heads_are_as_many_as_transformers_makes(
+    tmp_path: Path, model_type: str, kv_heads: int
+) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64, "vocab_size": 100}))
+    spec = find_model(str(tmp_path))
+    assert spec.num_kv_heads == kv_heads
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=32))
+    assert sum(param.numel() for param in model.parameters()) == spec.num_params
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            64,
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+            None,
+        ),
+    ],
+)
+def test_a_window_is_the_one_that_transformers_attends_with(
+    tmp_path: Path, change: dict, window: int | None
+) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "intermediate_size": 64, "vocab_size": 100, **change})
+    )
+    spec = find_model(str(tmp_path))
+    assert spec.sliding_window == window
+    built = hf_config(spec, seq_len=32)
+    kinds = getattr(built, "layer_types", None)
+    assert window == (built.sliding_window if kinds is None or "sliding_attention" in kinds else None)
+
+
+def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) -> None:
+    config = {**SMALL_LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 512}
+    config |= {"hidden_act": "gelu", "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for verb in ("estimate", "doctor", "recommend"):
+        done = slm(verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single")
+        assert "sliding_window 512: estimated as if every token attended to all 1024" in done.err, done.err
+        assert "hidden_act gelu: estimated as silu" in done.err
+        assert "attention_dropout 0.1: estimated without dropout" in done.err

@@ -23,7 +23,7 @@ from slm_toolkit.hardware import Gpu, gpu_of_name
 from slm_toolkit.predict.advice import findings
 from slm_toolkit.predict.setting import Setting
 from slm_toolkit.predict.site import Site
-from slm_toolkit.predict.unknown import known_to_estimates
+from slm_toolkit.predict.unknown import known_to_estimates, unlike_the_model
 from slm_toolkit.strategy import Strategy, contradictions, strategy_of
 
 _CHECKS = (
@@ -133,6 +133,7 @@ def _settings(
         return []
     case, spec = one.corrected, one.corrected.spec
     config, unknown = known_to_estimates(case.flags)
+    unknown += unlike_the_model(spec, config.seq_len)
     notes += [f"note: {sentence}" for sentence in unknown]
     made = []
     for gpu in map(gpu_of_name, case.gpu_names):

@@ -195,9 +195,13 @@ def _clipping(case: Case) -> Iterator[Finding]:
 
 def _dtypes(case: Case) -> Iterator[Finding]:
     numerics = case.flags.numerics
-    for dtype, wanted in (("bf16", numerics != "fp32"), ("fp16", False)):
+    enabled = {}
+    for dtype in ("bf16", "fp16"):
         section = case.files.deepspeed.get(dtype)
-        said = section.get("enabled", "auto") if isinstance(section, dict) else "auto"
+        enabled[dtype] = section.get("enabled", "auto") if isinstance(section, dict) else "auto"
+    runs_fp16 = numerics == "stock" and enabled["fp16"] is True
+    for dtype, wanted in (("bf16", numerics != "fp32" and not runs_fp16), ("fp16", runs_fp16)):
+        said = enabled[dtype]
         if said in ("auto", wanted):
             continue
         yield _flags(

@@ -7,6 +7,7 @@ from typing import Any
 from slm_toolkit.checkup.case import Case, fault, is_true
 from slm_toolkit.checkup.keys import meant_by
 from slm_toolkit.finding import REMOVE, Edit, Finding
+from slm_toolkit.strategy import precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _ENGINE_SYNONYMS = {
@@ -177,7 +178,18 @@ def _precision(case: Case) -> Iterator[Finding]:
             key=key,
             edits=(Edit("yaml", (key,), REMOVE),),
         )
-    elif not case.has_json and said != _numerics_of(case):  # beside a JSON it is refused: see set-twice
+    elif case.has_json:  # beside a JSON it is refused: see set-twice
+        return
+    elif (problem := precision_problem(str(said).lower(), case.flags)) is not None:
+        yield _launch(
+            *(case, "wrong", "mixed-precision-differs"),
+            f"mixed_precision is {said}, --numerics is {case.flags.numerics}",
+            why=f"the trainer refuses to start: {problem}",
+            change="remove mixed_precision: --numerics says it",
+            key=key,
+            edits=(Edit("yaml", (key,), REMOVE),),
+        )
+    elif said != _numerics_of(case):
         yield _launch(
             *(case, "unwise", "mixed-precision-overridden"),
             f"mixed_precision is {said}, --numerics is {case.flags.numerics}",

@@ -91,8 +91,10 @@ def plan_runs(
         if strategy.engine == "fsdp1" and machine.num_gpus == 0:
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
-            problems += contradictions(strategy, config)
-            problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
+            num_ranks = config.rehearse or processes
+            has_gpu = machine.num_gpus > 0
+            problems += contradictions(strategy, config, num_processes=num_ranks, has_gpu=has_gpu)
+            problems += parallel_problems(strategy, num_ranks=num_ranks)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"

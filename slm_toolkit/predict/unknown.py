@@ -3,6 +3,7 @@
 import dataclasses
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import unknown_targets
 
 _ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
@@ -46,6 +47,21 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
         )
     if problem := unknown_targets(config):
         found.append(problem)
+    return found
+
+
+def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
+    """What of a model's own configuration the closed forms leave out, as sentences."""
+    found = []
+    if spec.sliding_window is not None and spec.sliding_window < seq_len:
+        found.append(
+            f"{spec.name}: sliding_window {spec.sliding_window}: estimated as if every token attended to all "
+            f"{seq_len}"
+        )
+    if spec.gated_ffn and spec.hidden_act not in ("silu", "swish"):
+        found.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
+    if spec.attention_dropout:
+        found.append(f"{spec.name}: attention_dropout {spec.attention_dropout:g}: estimated without dropout")
     return found
 
 

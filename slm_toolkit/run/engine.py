@@ -24,6 +24,7 @@ from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.machines import process_group_timeout
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
+from slm_toolkit.strategy import precision_note
 from slm_toolkit.torch_extensions import use_extensions_folder, wait_for_compilers
 
 
@@ -184,18 +185,14 @@ def _reduced_already(
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
-    """accelerate's word for the numerics; what the launch says counts in `stock` only, else is told so."""
+    """accelerate's word for the numerics; the launch decides in `stock` only, else rank 0 prints a note."""
     if config.numerics == "stock":
         return launch.mixed_precision or "bf16"
+    note = precision_note(launch.mixed_precision, config)
+    if note is not None and os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", file=sys.stderr)
     # the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
-    wanted = "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
-    if launch.mixed_precision not in (None, wanted) and os.environ.get("RANK", "0") == "0":
-        print(
-            f"note: mixed_precision {launch.mixed_precision} was asked of accelerate; "
-            f"--numerics {config.numerics} overrides it",
-            file=sys.stderr,
-        )
-    return wanted
+    return "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:

@@ -68,7 +68,7 @@ class Guard:
         if self.config.rehearse is not None:  # no other rank is there, and losses mean nothing
             return
         writer, config = self._writer, self.config
-        if self.accelerator.scaler is not None:  # fp16's: it tries scales until gradients are numbers
+        if self.accelerator.mixed_precision == "fp16":  # its scaler tries scales until gradients are finite
             norm = None
         is_writing = writer is not None and writer.is_writing
         seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)

@@ -155,8 +155,11 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    if found := contradictions(launch.strategy, config, num_processes=launch.num_processes):
-        raise ValueError("\n".join(found) + '\nhint: write "auto" in the JSON, and let the flags say it')
+    asked = {"mixed_precision": launch.mixed_precision, "has_gpu": torch.cuda.is_available()}
+    if found := contradictions(launch.strategy, config, num_processes=launch.num_processes, **asked):
+        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in found)
+        hint = 'write "auto" in the JSON, and let the flags say it' if of_json else "see --help of the flag"
+        raise ValueError("\n".join(found) + f"\nhint: {hint}")
     strategy, taken_out = as_flags_say(launch.strategy, config)
     launch = dataclasses.replace(launch, strategy=strategy)
     if taken_out is not None and os.environ.get("RANK", "0") == "0":

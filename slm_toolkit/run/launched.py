@@ -12,7 +12,7 @@ from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.groups import PARALLEL_SIZES, check_groups, not_run_yet, with_group_options
 from slm_toolkit.launch_words import launch_arguments, option
 from slm_toolkit.secret_words import without_secrets
-from slm_toolkit.strategy import Strategy, num_machines, on_nodes, read_strategy
+from slm_toolkit.strategy import Strategy, num_machines, on_nodes, precision_asked, read_strategy
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Launch:
 
     @property
     def mixed_precision(self) -> str | None:
-        """What the launcher's option or the YAML asks of accelerate; None where neither does."""
-        of_yaml = (self.strategy.accelerate_config or {}).get("mixed_precision")
-        asked = option(self.command, "mixed_precision") or of_yaml
-        return "no" if asked is False else asked  # YAML reads a bare no as false
+        """What the launcher's option, the files or the environment ask of accelerate; None: nothing."""
+        if asked := option(self.command, "mixed_precision") or precision_asked(self.strategy):
+            return asked.lower()
+        in_environment = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        return None if in_environment == "no" else in_environment  # the launcher writes no where nobody asks
 
     def command_for(self, num_processes: int) -> str:
         """The same command, to paste, for another number of processes."""
