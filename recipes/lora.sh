@@ -27,7 +27,7 @@ fi
 
 # 2. Adapters on all linear layers, not on attention alone, with ten times the learning rate of full
 #    fine-tuning. Answers alone have a loss; chats are packed whole and don't see each other.
-#    Needs `pip install "slm-toolkit[peft]"`.
+#    Needs `pip install peft`.
 accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
   --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \

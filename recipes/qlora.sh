@@ -24,7 +24,7 @@ else # without one, or with TRY=1: two steps of a tiny model, on instructions ma
 fi
 [[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
-# 2. Needs `pip install "slm-toolkit[peft]"`. On several cards: ddp, ds_zero2 or fsdp_full_shard; ZeRO-3 can't
+# 2. Needs `pip install peft bitsandbytes`. On several cards: ddp, ds_zero2 or fsdp_full_shard; ZeRO-3 can't
 #    (it cuts 4-bit weights apart from their scales).
 accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
   --peft qlora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear \

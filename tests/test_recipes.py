@@ -199,7 +199,7 @@ def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> N
     if missing := [
         package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None
     ]:
-        pytest.skip(f"no {missing[0]} here: pip install slm-toolkit[peft]")
+        pytest.skip(f"no {missing[0]} here: pip install {missing[0]}")
     done = tried(name, tmp_path) if name != "two_nodes_2b" else tried_on_two_nodes(tmp_path)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("record.json"))]
