@@ -45,4 +45,4 @@ def test_every_pip_install_of_a_message_is_of_packages_that_pyproject_knows() ->
         for word in words.split()
     }
     assert {"peft", "bitsandbytes", "lm_eval", "kaleido"} <= named
-    assert named <= known | {"one", "or"}
+    assert named <= known | {"scipy"}  # of a bench's fit
