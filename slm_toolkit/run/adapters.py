@@ -18,7 +18,9 @@ def check_adapters(config: RunConfig) -> None:
     """Raises ValueError where a package that `--peft` needs is not installed."""
     needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
     if missing := [package for package in needed if find_spec(package) is None]:
-        raise ValueError(f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}")
+        raise ValueError(
+            f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}"
+        )
 
 
 def quantize(model: PreTrainedModel) -> None:
