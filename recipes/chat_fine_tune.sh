@@ -23,12 +23,12 @@ else # without one, or with TRY=1: two steps of a tiny model, on chats made here
   seq 200 | sed "s/.*/{\"messages\": [$turns]}/" >chats.jsonl
   data=(--dataset chats.jsonl --dataset_format messages)
 fi
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. The loss is on answers only. The learning rate is meant for 32 sequences per step: with more cards, or
 #    another batch, --scale_lr changes it by the root of the ratio, as suits AdamW. With `pip install
 #    flash-attn`, --attn_implementation flash_attention_2 keeps packed chats apart without a mask.
-accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+# Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
+slm train --strategy single --model "$MODEL" "${data[@]}" \
   --tokenizer_name "$TOKENIZER" --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
   --loss_kernel fused_linear --norm_kernel fused --learning_rate 3e-5 --base_batch_size 32 --scale_lr sqrt \

@@ -26,12 +26,12 @@ fi
 # (the original: `pip install flash-attn`, --attn_implementation flash_attention_2).
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. A few steps on the GPU you rented. Is it as fast as estimated? The table has dollars per 1M tokens.
 slm compare --strategy single "${flags[@]}" --max_steps $((STEPS < 12 ? STEPS : 12)) --output_dir runs/check
 
 # 3. All of it. After a stop, the same command with --resume_from_checkpoint latest goes on.
-accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train "${flags[@]}" "${data[@]}" \
+# Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
+slm train --strategy single "${flags[@]}" "${data[@]}" \
   --max_steps "$STEPS" --warmup_steps $((STEPS / 20)) --learning_rate 1e-3 \
   --eval_steps 500 --save_steps 500 --run_name cheapest-100m

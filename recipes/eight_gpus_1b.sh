@@ -24,13 +24,13 @@ fi
 : "${STRATEGY:=fsdp_shard_grad_op}" # or ddp: what step 2 finds faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. Measure them. Rows that share a rank (=) are a tie: then ddp, which is simpler.
 slm compare --strategy "${measured[@]}" --num_processes "$GPUS" "${flags[@]}" \
   --max_steps $((STEPS < 33 ? STEPS : 33)) --output_dir runs/check
 
 # 3. Train with one of them. Port 0 is any that is free.
-accelerate launch --main_process_port 0 --num_processes "$GPUS" --config_file "accel_configs/$STRATEGY.yaml" \
-  -m slm_toolkit.train "${flags[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
+# Runs `accelerate launch --config_file .../accel_configs/$STRATEGY.yaml -m slm_toolkit.train ...`.
+slm train --strategy "$STRATEGY" --num_processes "$GPUS" --main_process_port 0 \
+  "${flags[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
   --eval_steps 1000 --save_steps 1000 --run_name eight-gpus-1b

@@ -33,12 +33,12 @@ need_gib() {
   slm estimate --model "$MODEL" --num_gpus "$GPUS" --strategy "$1" --json |
     python -c 'import json, sys; print(-(-json.load(sys.stdin)[0]["host_bytes_per_node"] // 2**30))'
 }
-yaml=accel_configs/ds_zero3.yaml
-(($(need_gib ds_zero3) <= have_gib)) || yaml=in_pieces.yaml
+strategy=ds_zero3
+(($(need_gib ds_zero3) <= have_gib)) || strategy=in_pieces.yaml
 echo "GiB of RAM: $have_gib here, to build whole $(need_gib ds_zero3), in pieces $(need_gib in_pieces.yaml)"
 
 # 3. Train. (FSDP's cpu_ram_efficient_loading saved nothing with transformers 5.23: all ranks load it all.)
-accelerate launch --main_process_port 0 --num_processes "$GPUS" --config_file "$yaml" -m slm_toolkit.train \
+slm train --strategy "$strategy" --num_processes "$GPUS" --main_process_port 0 \
   --model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" \
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}" \
   "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) --save_steps 1000 --run_name little-ram

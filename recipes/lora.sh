@@ -23,12 +23,12 @@ else # without one, or with TRY=1: two steps of a tiny model, on chats made here
   seq 200 | sed "s/.*/{\"messages\": [$turns]}/" >chats.jsonl
   data=(--dataset chats.jsonl)
 fi
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. Adapters on all linear layers, not on attention alone, with ten times the learning rate of full
 #    fine-tuning. Answers alone have a loss; chats are packed whole and don't see each other.
-#    Needs `pip install "slm-toolkit[peft]"`.
-accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+#    Needs `pip install peft`.
+# Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
+slm train --strategy single --model "$MODEL" "${data[@]}" \
   --peft lora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear --merge_adapter true \
   --dataset_format messages --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \

@@ -25,10 +25,10 @@ else # without one, or with TRY=1: two steps of a tiny model, on texts made here
   data=(--dataset "stories.jsonl=0.7,sums.jsonl=0.3" --eval_dataset "sums.jsonl,products.jsonl")
   compile=()
 fi
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. Seven sequences of ten are stories. The losses of each are told apart, in training and held out.
-accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+# Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
+slm train --strategy single --model "$MODEL" "${data[@]}" \
   --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \
   --loss_kernel fused_linear --norm_kernel fused "${compile[@]}" --learning_rate 1e-4 --max_steps "$STEPS" \
   --warmup_steps $((STEPS / 50)) --eval_steps "$EVERY" --run_name mixed-data

@@ -40,7 +40,7 @@ sed -i "s#/tmp/slm_toolkit_nvme#$NVME#" "$mine/ds_configs/zero3_nvme.json"
 sed -i "s#: ds_configs/#: $mine/ds_configs/#" "$mine/accel_configs/ds_zero3_nvme.yaml"
 
 # 4. Train. Watch the seconds per step of the first few before you leave it alone.
-accelerate launch --main_process_port 0 --num_processes "$GPUS" \
-  --config_file "$mine/accel_configs/ds_zero3_nvme.yaml" -m slm_toolkit.train --model "$MODEL" \
+slm train --strategy "$mine/accel_configs/ds_zero3_nvme.yaml" --num_processes "$GPUS" \
+  --main_process_port 0 --model "$MODEL" \
   --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" --gradient_checkpointing full \
   --loss_kernel fused_linear --norm_kernel fused "${data[@]}" --max_steps "$STEPS" --run_name nvme-offload

@@ -31,7 +31,6 @@ declare -A numerics=([bf16]=pure_bf16 [offload]=aligned)
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing full
   --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. How fast is either?
 for way in "${measured[@]}"; do
@@ -40,6 +39,6 @@ for way in "${measured[@]}"; do
 done
 
 # 3. Train.
-accelerate launch --num_processes 1 --config_file "accel_configs/${strategy[$WAY]}.yaml" \
-  -m slm_toolkit.train --numerics "${numerics[$WAY]}" "${flags[@]}" "${data[@]}" --max_steps "$STEPS" \
+slm train --strategy "${strategy[$WAY]}" --num_processes 1 --numerics "${numerics[$WAY]}" \
+  "${flags[@]}" "${data[@]}" --max_steps "$STEPS" \
   --warmup_steps $((STEPS / 50)) --eval_steps 200 --save_steps 200 --run_name one-24gb-card-2b

@@ -22,11 +22,11 @@ else # without one, or with TRY=1: two steps of a tiny model, on instructions ma
   seq 200 | sed 's/.*/{"instruction": "Double it.", "input": "&", "output": "It is & and &."}/' >alpaca.jsonl
   data=(--dataset alpaca.jsonl)
 fi
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
-# 2. Needs `pip install "slm-toolkit[peft]"`. On several cards: ddp, ds_zero2 or fsdp_full_shard; ZeRO-3 can't
+# 2. Needs `pip install peft bitsandbytes`. On several cards: ddp, ds_zero2 or fsdp_full_shard; ZeRO-3 can't
 #    (it cuts 4-bit weights apart from their scales).
-accelerate launch --config_file accel_configs/single.yaml -m slm_toolkit.train --model "$MODEL" "${data[@]}" \
+# Runs `accelerate launch --config_file .../accel_configs/single.yaml -m slm_toolkit.train ...`.
+slm train --strategy single --model "$MODEL" "${data[@]}" \
   --peft qlora --lora_r 16 --lora_alpha 32 --lora_target_modules all-linear \
   --dataset_format alpaca --loss_on answers --packing multipack --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_accumulation_steps "$ACCUMULATE" \

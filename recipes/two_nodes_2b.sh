@@ -27,13 +27,12 @@ else # without any, or with TRY=1: two steps of a tiny model on four CPU process
 fi
 : "${STRATEGY:=fsdp_hybrid_shard}" "${PORT:=29500}"
 export NCCL_IB_DISABLE=1 # where the nodes meet on another interface than the first: NCCL_SOCKET_IFNAME=eth1
-[[ -d accel_configs ]] || slm configs --copy . >/dev/null
 
 # 2. The same on each node: HEAD_NODE=10.0.0.1 NODE_RANK=0 bash two_nodes_2b.sh. They meet before anything
 #    starts, and say so if one doesn't come or would do something else; each gets its copy of the shards.
-slm launch --num_machines "$NODES" --machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" \
-  --main_process_port "$PORT" --num_processes $((NODES * GPUS_PER_NODE)) \
-  --config_file "accel_configs/$STRATEGY.yaml" -m slm_toolkit.train --model "$MODEL" --seq_len "$SEQ_LEN" \
+slm train --strategy "$STRATEGY" --num_machines "$NODES" --machine_rank "$NODE_RANK" \
+  --main_process_ip "$HEAD_NODE" --main_process_port "$PORT" --num_processes $((NODES * GPUS_PER_NODE)) \
+  --model "$MODEL" --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --gradient_checkpointing selective_op --loss_kernel fused_linear \
   --norm_kernel fused "${compile[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
   --eval_steps 1000 --save_steps 1000 --output_dir "$RUNS" --run_name two-nodes-2b

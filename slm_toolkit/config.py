@@ -7,6 +7,7 @@ from typing import Any
 from slm_toolkit.config_data import SYNTHETIC, DataConfig
 from slm_toolkit.config_field import flag
 from slm_toolkit.config_saving import SavingConfig
+from slm_toolkit.extras import pip_install
 
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
@@ -63,7 +64,7 @@ class RunConfig(DataConfig, SavingConfig):
     use_liger_kernel: bool = flag(
         False,
         "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
-        "`pip install slm-toolkit[liger]`",
+        f"`{pip_install('liger')}`",
         group="model",
         grid=True,
     )
@@ -116,7 +117,7 @@ class RunConfig(DataConfig, SavingConfig):
     fp8: str = flag(
         "none",
         "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
-        "of compute capability 8.9 or more, emulated elsewhere; with `pip install slm-toolkit[fp8]`",
+        f"of compute capability 8.9 or more, emulated elsewhere; with `{pip_install('fp8')}`",
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
@@ -127,7 +128,7 @@ class RunConfig(DataConfig, SavingConfig):
     peft: str = flag(
         "none",
         "lora: train low-rank matrices beside the frozen weights; qlora: beside weights in 4 bits (NF4); "
-        "ia3: train a scale per channel; with `pip install slm-toolkit[peft]`",
+        f"ia3: train a scale per channel; with `{pip_install('peft')}`",
         group="adapters",
         choices=("none", "lora", "qlora", "ia3"),
         grid=True,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slm_toolkit.config_field import flag
+from slm_toolkit.extras import pip_install
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class SavingConfig:
     lm_eval_tasks: str | None = flag(
         None,
         "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
-        "`pip install slm-toolkit[lm_eval]`",
+        f"`{pip_install('lm_eval')}`",
         group="saving",
         identity=False,
     )

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import textwrap
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ _FORMS = {  # name: (engine, None for the source's; writer; what it is)
         write_trainer,
         "Hugging Face TrainingArguments and what --fsdp_config or --deepspeed take",
     ),
+}
+_OTHER_NAMES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "accelerate_fsdp2"), "accelerate_fsdp"),
+    **dict.fromkeys(("deepspeed", "zero", "accelerate_zero"), "accelerate_deepspeed"),
+    **dict.fromkeys(("ddp", "multi_gpu"), "accelerate_ddp"),
+    **dict.fromkeys(("json", "ds_json", "deepspeed_config"), "deepspeed_json"),
+    **dict.fromkeys(("trainer", "training_args", "trainingarguments", "transformers"), "training_arguments"),
 }
 _DESCRIPTION = """\
 Says in another form how a model is sharded: accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and the
@@ -62,7 +70,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
     parser.epilog = _EPILOG.format(forms=forms)
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
-    parser.add_argument("--to", required=True, choices=tuple(_FORMS), metavar="FORM", help="see below")
+    parser.add_argument("--to", required=True, type=_form, metavar="FORM", help="see below")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the files into DIR")
     parser.add_argument(
         "--num_processes", type=count, metavar="N", help="ranks in all (default: as the source says)"
@@ -75,6 +83,23 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="files, command and account as one object")
     parser.set_defaults(verb=_convert)
+
+
+def _form(text: str) -> str:
+    """A name of _FORMS, of another name of it. Raises ArgumentTypeError with a hint for others."""
+    typed = text.lower().replace("-", "_")
+    name = _OTHER_NAMES.get(typed, typed)
+    if name in _FORMS:
+        return name
+    hint = f"one of {', '.join(_FORMS)}"
+    if "zero" in typed:
+        hint = (
+            "--to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage: FSDP full shard "
+            "becomes ZeRO-3, shard grad-op ZeRO-2"
+        )
+    elif close := get_close_matches(typed, [*_FORMS, *_OTHER_NAMES], n=1):
+        hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
+    raise argparse.ArgumentTypeError(f"{text!r} is no form\nhint: {hint}")
 
 
 def convert(

@@ -12,6 +12,7 @@ from slm_toolkit.estimate_checks import (
     NOT_OF_AN_ESTIMATE,
     add_software_flag,
     all_of,
+    gpus_asked,
     model_to_estimate,
 )
 from slm_toolkit.flags import add_flags, config_from_args
@@ -115,6 +116,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
     with user_errors():
         config = _checked_config(args)
+        if args.gpu is not None:
+            args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
+            args.num_gpus = max(counts) if counts else None
         cases = _cases(args, config)
         examined, found, notes = examine_all(cases, site_of=sites_of(args), software=args.software)
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
@@ -150,14 +154,14 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
 
 def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     from slm_toolkit.checkup.case import Case, read_files
-    from slm_toolkit.hardware import find_gpu, gpu_of_name
+    from slm_toolkit.hardware import find_gpu
 
     spec, host = model_to_estimate(config.model), _host(args)
     if (problem := position_problem(spec, config.seq_len)) is not None:
         raise all_of([problem], verb="doctor")
     here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
-        names = tuple(dict.fromkeys(gpu_of_name(name).name for name in args.gpu))
+        names = tuple(dict.fromkeys(args.gpu))
     else:
         names = tuple(here) if host.gpu_names else _GPUS
     if host.is_meant and host.gpu_names and not here:

@@ -20,6 +20,7 @@ from slm_toolkit.estimate_checks import (
     add_software_flag,
     all_of,
     flag_problems,
+    gpus_asked,
     largest_batch_problems,
     model_to_estimate,
     placement_problems,
@@ -61,7 +62,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         nargs="+",
-        default=[None],
         metavar="NAME",
         help="say whether it fits, and how fast it is, on a100-40gb, h200, ...",
     )
@@ -69,9 +69,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--num_gpus",
         nargs="+",
         type=int,
-        default=[8],
         metavar="N",
-        help="GPUs, whatever a YAML says (default: 8)",
+        help="GPUs, whatever a YAML says (default: 8); --gpu a100-40gb:8 says it, too",
     )
     parser.add_argument(
         "--gpus_per_node", type=int, default=8, metavar="K", help="at most so many in a node (default: 8)"
@@ -101,11 +100,12 @@ def _estimate(args: argparse.Namespace) -> int:
         names = {f.name for f in dataclasses.fields(RunConfig)}
         given = {name: value for name, value in vars(args).items() if name in names and value is not None}
         strategies, left_out = strategies_asked(args.strategy, given, has_gpu=True)
+        gpus, num_gpus = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)
         rows = estimates(
             given,
             strategies,
-            gpus=args.gpu,
-            num_gpus=args.num_gpus,
+            gpus=gpus,
+            num_gpus=num_gpus or [8],
             gpus_per_node=args.gpus_per_node,
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",

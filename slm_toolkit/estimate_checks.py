@@ -84,14 +84,30 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
     return found
 
 
+def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str], list[int] | None]:
+    """The names of --gpu, and --num_gpus as given or as in `a100-40gb:8`. Raises ValueError for others."""
+    from slm_toolkit.hardware import gpu_and_count
+
+    names, counts = [], set()
+    for word in words:
+        found = gpu_and_count(word)
+        if found is None:
+            raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
+        if found[2] is not None:
+            raise ValueError(f"--gpu {word}: a price\nhint: --gpu {found[0]} --usd_per_gpu_hour {found[2]:g}")
+        names.append(found[0])
+        counts.add(found[1])
+    if counts == {()}:
+        return names, num_gpus
+    if num_gpus is not None or len(counts) > 1:
+        raise ValueError(
+            f"--gpu {' '.join(words)}: several numbers of GPUs\nhint: --gpu {' '.join(names)} --num_gpus 8"
+        )
+    return names, list(counts.pop())
+
+
 def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:
-    found = [
-        f"--largest_batch needs a GPU whose memory is known, not {gpu.name}"
-        if gpu
-        else "--largest_batch needs --gpu: fits on which?"
-        for gpu in gpus
-        if gpu is None or gpu.memory_bytes is None
-    ]
+    found = ["--largest_batch needs --gpu: fits on which?" for gpu in gpus if gpu is None]
     if "per_device_train_batch_size" in given:
         found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
     key = "train_micro_batch_size_per_gpu"

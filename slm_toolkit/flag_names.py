@@ -80,7 +80,9 @@ _OF_THE_LAUNCHER = "it is the launcher's: `slm train` takes it; `accelerate laun
 _HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
 
 HINTS = {  # a name that is refused: what to write instead
-    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH),
+    **dict.fromkeys(
+        ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
+    ),
     **dict.fromkeys(("bf16", "amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
     "fp16": "there is no fp16, which needs a loss scaler: --numerics aligned, the default, computes in bf16",
     "warmup_ratio": "--warmup_steps N: a number of steps",

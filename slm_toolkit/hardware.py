@@ -36,8 +36,8 @@ class Gpu:
     "to the other GPUs of its node, one way: NVLink, else PCIe"
     node_network_bytes_per_second: float | None
     "of a whole node, one way, as AWS rents it (p4d, p5, p5en); None where we know none"
-    memory_bytes: int | None
-    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1); None where we know no report"
+    memory_bytes: int
+    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1)"
     source: str
     memory_source: str
 
@@ -65,7 +65,7 @@ def gpus() -> tuple[Gpu, ...]:
             memory_bytes_per_second=float(row["memory_tb_per_second"]) * 1e12,
             link_bytes_per_second=float(row["link_gb_per_second"]) * 1e9,
             node_network_bytes_per_second=_scaled(row["node_network_gb_per_second"], 1e9),
-            memory_bytes=round(float(row["usable_gib"]) * 2**30) if row["usable_gib"] else None,
+            memory_bytes=round(float(row["usable_gib"]) * 2**30),
             source=row["source"],
             memory_source=row["memory_source"],
         )
@@ -89,16 +89,43 @@ def find_gpu(driver_name: str | None) -> Gpu | None:
     return max(matches, key=lambda found: found[0])[1] if matches else None
 
 
-def gpu_of_name(name: str) -> Gpu:
-    """The Gpu of a canonical name in any case, with hyphens, spaces or underscores; ValueError for others."""
-    by_name = {gpu.name: gpu for gpu in gpus()}
+def gpu_of_name(name: str, *, count: str = "") -> Gpu:
+    """The Gpu of a name in any case: the canonical one (`rtx-4090`; `RTX 4090`, `4090`) or the driver's.
+
+    Raises ValueError for others, with the names that are close, each followed by `count`.
+    """
+    known = {gpu.name.replace("-", ""): gpu for gpu in gpus()}
+    typed = re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
+    found = known.get(typed) or known.get(f"rtx{typed}")
+    if found is not None:
+        return found
+    for gpu in gpus():
+        if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.driver_name_pattern})", name):
+            return gpu
+    names = [gpu.name for gpu in gpus()]
     canonical = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if canonical not in by_name:
-        begun = [known for known in by_name if known.startswith(canonical)]  # "h100" is closer to "h200"
-        close = begun or get_close_matches(canonical, by_name, n=1, cutoff=0.4)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(f"unknown GPU {name!r}\nhint: {meant}There are {', '.join(by_name)}")
-    return by_name[canonical]
+    begun = [known for known in names if known.startswith(canonical)]  # "h100" is closer to "h200"
+    close = begun or get_close_matches(canonical, names, n=1, cutoff=0.4)
+    meant = f"did you mean {' or '.join(each + count for each in close)}? " if close else ""
+    raise ValueError(f"unknown GPU {name!r}\nhint: {meant}There are {', '.join(names)}")
+
+
+def gpu_and_count(text: str) -> tuple[str, tuple[int, ...], float | None] | None:
+    """`h100-80gb:8,16@2.49` or `8xH100-80GB`: canonical name, counts if any, dollars per hour if any.
+
+    None for what has another form. Raises ValueError for an unknown GPU.
+    """
+    form = r"(?:(\d+)\s*[x*]\s*)?([^:@]+)(?::(\d+(?:,\d+)*))?(?:@(\d+(?:\.\d+)?))?"
+    match = re.fullmatch(form, text)
+    if match is None or (match[1] and match[3]):
+        return None
+    counts = match[1] or match[3] or ""
+    gpu = gpu_of_name(match[2], count=f":{counts}" if counts else "")
+    return (
+        gpu.name,
+        tuple(map(int, counts.split(","))) if counts else (),
+        float(match[4]) if match[4] else None,
+    )
 
 
 def this_machine() -> Machine:

@@ -39,6 +39,8 @@ On several machines type the same on each, with its own --machine_rank. Before a
 the environment), or in which options, files and versions they differ.
 `accelerate launch` alone waits 15 minutes without a word and then shows a traceback.
 
+`slm train --strategy NAME` is this with a shipped YAML and our script, from any folder.
+
 What several machines need is added where it is not said: DeepSpeed's standard launcher, a copy of a shipped
 hybrid shard on each machine, the network interface for gloo. The command that is run stands on stderr."""
 _EPILOG = """\

@@ -8,6 +8,7 @@ from slm_toolkit.strategy import on_nodes, read_strategy
 
 _SETTING = re.compile(r"( *)(\w+): [^#]*?( #.*)?")
 _LAUNCH = re.compile(r"#   accelerate launch --config_file (\S+) -m slm_toolkit.train")
+_SHORT_FORM = "#   slm train --strategy "
 _LAUNCH_ON_MACHINES = """\
 # The same on each of {num} machines, but with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
 #   slm launch --config_file {file} --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train"""
@@ -35,6 +36,8 @@ def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) ->
             lines.append(f"{setting[1]}{name}: {values[name]}{setting[3] or ''}")
         elif name == "deepspeed_config_file":
             lines += [line, _STANDARD]
-        elif name != "machine_rank":  # which each machine's command says
+        elif name != "machine_rank" and not line.startswith(
+            _SHORT_FORM
+        ):  # each machine's command says the rank
             lines.append(line)
     return "\n".join(lines) + "\n"

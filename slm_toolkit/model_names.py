@@ -27,7 +27,7 @@ def find_model(name: str) -> ModelSpec:
     if is_hub_id(name):
         return _spec_from_hub(name)
     raise ValueError(
-        f"unknown model {name!r}\nhint: {_meant(name)}one of {', '.join(PRESETS)}; any size as slm-700m; "
+        f"unknown model {name!r}\nhint: {_meant(name)}There are {', '.join(PRESETS)}; any size as slm-700m; "
         "a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
     )
 

@@ -37,12 +37,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             parser = getattr(found, "parser", self)  # the verb's
             hint = hint_for(unknown, parser._option_string_actions)
-            parser.error(f"unknown: {' '.join(unknown)}", hint=hint)
+            parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
         return found
 
-    def error(self, message: str, *, hint: str = "") -> None:
+    def error(self, message: str) -> None:
+        problem, _, hint = message.partition("\nhint: ")
         with user_errors():
-            raise ValueError(f"{message}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
+            raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
 
 
 class VerbParser(Parser):

@@ -31,7 +31,7 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         "--figures",
         type=Path,
         metavar="DIR",
-        help="write each chart as PNG and SVG; needs slm-toolkit[figures] and a Chrome, see CHROME_PATH",
+        help="write each chart as PNG and SVG; needs kaleido and a Chrome, see CHROME_PATH",
     )
     parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
 

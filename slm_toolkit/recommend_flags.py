@@ -112,7 +112,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
 
 def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
     """Raises one ValueError with all that can't be read or had."""
-    from slm_toolkit.hardware import gpu_of_name
+    from slm_toolkit.hardware import gpu_and_count, gpu_of_name
     from slm_toolkit.predict.plans import GpuOffer
     from slm_toolkit.predict.site import Site
     from slm_toolkit.prices import Price
@@ -120,22 +120,21 @@ def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
     site_of = sites_of(args)
     found, problems = [], []
     for text in args.gpu:
-        match = re.fullmatch(r"([^:@]+)(?::(\d+(?:,\d+)*))?(?:@(\d+(?:\.\d+)?))?", text)
-        if match is None:
+        asked = gpu_and_count(text)
+        if asked is None:
             problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
             continue
-        gpu = gpu_of_name(match[1])
+        name, counts, usd = asked
+        gpu = gpu_of_name(name)
         per_node = args.gpus_per_node
         usual = args.num_gpus or [n for n in _DEFAULT_COUNTS if n <= per_node or n % per_node == 0]
-        counts = [int(number) for number in match[2].split(",")] if match[2] else usual
+        counts = list(counts) or usual
         site = site_of(gpu)
-        if match[3]:
-            if float(match[3]) <= 0:
+        if usd is not None:
+            if usd <= 0:
                 problems.append(f"--gpu {text}: a price is above 0")
                 continue
-            site = Site(site.cluster, Price(float(match[3]), "given by --gpu"))
-        if gpu.memory_bytes is None:
-            problems.append(f"--gpu {text}: its memory is not known, so nobody can say what fits")
+            site = Site(site.cluster, Price(usd, "given by --gpu"))
         for number in counts:
             if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
                 problems.append(

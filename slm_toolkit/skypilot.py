@@ -41,16 +41,15 @@ def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
     lines = [
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
         f"{plan.hours:,.1f} h expected ({plan.evidence}). Records and checkpoints stay on the first node.",
-        f"#   sky launch {SKYPILOT_FILE} --env DATASET=a-hub-id"
-        if plan.config.dataset == SYNTHETIC
-        else f"#   sky launch {SKYPILOT_FILE}",
+        f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://..."
+        + (" --env DATASET=a-hub-id" if plan.config.dataset == SYNTHETIC else ""),
         f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
         f"workdir: {json.dumps(str(folder.resolve()))}  # a copy is each node's working folder",
         f"num_nodes: {row.num_gpus // num_gpus}",
         "resources:",
         f"  accelerators: {{{SKYPILOT_NAMES[row.gpu]}: {num_gpus}}}  # of each node",
         "envs:",
-        "  SLM_TOOLKIT: slm-toolkit  # what pip installs: also a wheel's address, or git+https://...",
+        "  SLM_TOOLKIT:  # what pip installs: git+https://..., or a wheel's address; sky asks for it",
     ]
     if plan.config.dataset == SYNTHETIC:
         lines.append("  DATASET:  # a hub id; sky asks for it")

@@ -1,7 +1,7 @@
 """The one training script; the YAML it is launched with decides how the training state is sharded.
 
     accelerate launch --config_file accel_configs/fsdp_shard_grad_op.yaml -m slm_toolkit.train
-    accelerate launch --config_file accel_configs/ds_zero3.yaml -m slm_toolkit.train --dataset texts/
+    slm train --strategy ds_zero3 --dataset texts/       # the same launch of another YAML, from any folder
     python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
 
 Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs is what the YAML asked for),

@@ -335,7 +335,6 @@ OF_SHELLS = (
 OF_CLOSED_FORMS = (
     Planted("widths-off-tensor-cores", DDP, case={"model": "slm-500m"}),
     Planted("does-not-fit", DDP, case={"gpu_names": ("l4",)}, flags={"per_device_train_batch_size": 64}),
-    Planted("gpu-memory-unknown", DDP, case={"gpu_names": ("rtx-5090",)}),
     Planted("network-unknown", DDP, case={"gpu_names": ("l40s",), **_16}),
     Planted("logits-larger-than-model", DDP, flags={"loss_kernel": "hf"}, case={"model": "slm-500m-hw"}),
     Planted(

@@ -10,11 +10,12 @@ import pytest
 from conftest import ROOT
 
 from slm_toolkit.cli import _parser
-from slm_toolkit.flags import add_flags
+from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.launch_verb import plan_launch
 from slm_toolkit.machine_configs import text_for_machines
 from slm_toolkit.parser import Parser, with_underscores
-from slm_toolkit.strategy import config_dir
+from slm_toolkit.strategy import config_dir, find_strategy
+from slm_toolkit.train_verb import launch_words
 
 MACHINES = (ROOT / "docs" / "several_machines.md").read_text()
 FAST_PATH = (ROOT / "docs" / "fast_path.md").read_text()
@@ -56,6 +57,10 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("words", commands(MACHINES), ids=" ".join)
 def test_a_command_for_several_machines_is_one(words: list[str]) -> None:
     args = _parser().parse_args(with_underscores(words[1:]))
+    if words[1] == "train":
+        args.main_process_ip = "127.0.0.1" if args.machine_rank == 0 else args.main_process_ip
+        planned = plan_launch(launch_words(find_strategy(args.strategy), config_from_args(args), args))
+        assert (planned.machine.num_machines, planned.machine.said["num_processes"]) == (2, 16)
     if words[1] != "launch":
         return
     assert args.words == words[2:]

@@ -17,7 +17,7 @@ from fuzz_readers import READERS, Reader
 
 from slm_toolkit.user_files import MOST_LEVELS, MOST_VALUES, json_of, read_text, yaml_of
 
-hypothesis = pytest.importorskip("hypothesis", reason="pip install 'slm-toolkit[test]'")
+hypothesis = pytest.importorskip("hypothesis", reason="pip install -e '.[test]'")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 

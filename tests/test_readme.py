@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Comparison, launch, record_under, slm
+from conftest import ROOT, Comparison, record_under, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.flags import add_flags
@@ -51,10 +51,9 @@ def test_an_slm_command_parses(words: list[str]) -> None:
 
 
 def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
-    first, second = [words for words in TRAIN if "--run_name" in words]
+    first, second = [words for words in SLM if words[1] == "train" and "readme" in words]
     for words in (first, second):
-        arguments = words[words.index("slm_toolkit.train") + 1 :]
-        done = launch(*arguments, "--output_dir", str(tmp_path), config="accel_configs/ddp.yaml")
+        done = slm(*words[1:], "--output_dir", str(tmp_path), "--main_process_port", "0")
         assert done.code == 0, done.err
     record = record_under(tmp_path)
     assert record["first_step"] == 40

@@ -18,8 +18,8 @@ from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
 from slm_toolkit.cli import _parser
 from slm_toolkit.compare.local import free_port
 from slm_toolkit.config import RunConfig
-from slm_toolkit.flags import add_flags, config_from_args
-from slm_toolkit.parser import Parser, with_underscores
+from slm_toolkit.flags import config_from_args
+from slm_toolkit.parser import with_underscores
 from slm_toolkit.recipes import read_recipe, shipped_recipes
 
 BIN = str(Path(sys.executable).parent)
@@ -44,7 +44,7 @@ PACKAGES = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}
 SHIM = """#!{python}
 import json, os, sys
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-if words[0] == "slm" and words[1] not in ("compare", "launch", "report"):
+if words[0] == "slm" and words[1] not in ("compare", "train", "report"):
     os.execv("{bin}/slm", words)
 with open("{log}", "a") as log:
     log.write(json.dumps(words) + "\\n")
@@ -143,7 +143,7 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
     """What a recipe would launch with GPUs, and with a Slurm that answers, parsed by nobody yet."""
     log, shims = folder / "log", folder / "bin"
     shims.mkdir()
-    for program in ("accelerate", "nvidia-smi", "sinfo", "slm"):
+    for program in ("nvidia-smi", "sinfo", "slm"):
         path = shims / program
         path.write_text(SHIM.format(python=sys.executable, bin=BIN, log=log))
         path.chmod(0o755)
@@ -155,21 +155,16 @@ def real_commands(name: str, folder: Path) -> list[list[str]]:
     done = run("bash", str(ROOT / "recipes" / f"{name}.sh"), cwd=folder, env=env)
     assert done.code == 0, done.err
     commands = [json.loads(line) for line in log.read_text().splitlines()]
-    return [words for words in commands if words[1] in ("compare", "launch")]
+    return [words for words in commands if words[1:2] in (["compare"], ["train"])]
 
 
 def configurations(words: list[str]) -> Iterator[dict[str, object]]:
     """Each configuration that a command trains, by the names of an estimate's row; its flags must parse."""
-    if words[1] == "launch":
-        at = words.index("slm_toolkit.train")
-        parser = Parser(prog="train")
-        add_flags(parser, grid=False)
-        config = config_from_args(parser.parse_args(with_underscores(words[at + 1 :])))
-        launcher = dict(zip(words[2:], words[3:at], strict=False))
-        strategy = Path(launcher["--config_file"]).stem.replace("in_pieces", "ds_zero3")
-        yield _row(config, strategy, int(launcher.get("--num_processes", 1)))
-        return
     args = _parser().parse_args(with_underscores(words[1:]))
+    if words[1] == "train":
+        strategy = Path(args.strategy).stem.replace("in_pieces", "ds_zero3")
+        yield _row(config_from_args(args), strategy, args.num_processes or 1)
+        return
     given = {name: value for name, value in vars(args).items() if name in RunConfig.__dataclass_fields__}
     lists = [value if isinstance(value, list) else [value] for value in given.values()]
     num_gpus = args.num_processes or args.gpus_per_run
@@ -199,7 +194,7 @@ def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> N
     if missing := [
         package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None
     ]:
-        pytest.skip(f"no {missing[0]} here: pip install slm-toolkit[peft]")
+        pytest.skip(f"no {missing[0]} here: pip install {missing[0]}")
     done = tried(name, tmp_path) if name != "two_nodes_2b" else tried_on_two_nodes(tmp_path)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("record.json"))]
@@ -221,8 +216,6 @@ def tried(name: str, folder: Path, **variables: str) -> Finished:
 
 def tried_on_two_nodes(folder: Path) -> Finished:
     """Both nodes of it on this one, two ranks each."""
-    copied = slm("configs", "--copy", str(folder))
-    assert copied.code == 0, copied.err
     variables = {"NODES": "2", "GPUS_PER_NODE": "2", "PORT": str(free_port())}
     words = ("bash", str(ROOT / "recipes" / "two_nodes_2b.sh"))
     env = {**ENV, **TRIED, **variables, "NODE_RANK": "1"}

@@ -38,6 +38,15 @@ def test_compare_works_from_a_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     assert [row["engine"] for row in rows] == ["ddp", "deepspeed"]
     launched = json.loads((Path(rows[1]["record"]).parent / "launch" / "deepspeed.json").read_text())
     assert launched["zero_optimization"]["stage"] == 3
+    (empty / "story.txt").write_text("Once upon a time. " * 100)
+    trained = run(
+        *(sys.executable, "-m", "slm_toolkit.cli", "train", "--strategy", "ds_zero1", "--num_processes", "1"),
+        *("--model", "slm-1m", "--dataset", "story.txt", "--seq_len", "32", "--max_steps", "1"),
+        cwd=empty,
+        env={"PYTHONPATH": str(site)},
+    )
+    assert trained.code == 0, trained.err
+    assert f"--config_file {site}/slm_toolkit/accel_configs/ds_zero1.yaml" in trained.err
     where = run(
         sys.executable,
         "-c",

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from slm_toolkit.checkup.case import Case, fault, is_count, shown
+from slm_toolkit.extras import pip_install
 from slm_toolkit.finding import REMOVE, Edit, Finding
 
 _FLASH = {  # package, and the least architecture: transformers 5.23, modeling_flash_attention_utils.py
@@ -14,11 +15,11 @@ _FLASH = {  # package, and the least architecture: transformers 5.23, modeling_f
 }
 _IN_16_BITS = (*_FLASH, "sdpa_flash", "sdpa_cudnn")
 _BEFORE_HOPPER = ("ampere", "ada")
-_PACKAGES = {  # by the flag's value that needs it
-    ("use_liger_kernel", True): ("liger-kernel", "slm-toolkit[liger]"),
-    ("fp8", "tensorwise"): ("torchao", "slm-toolkit[fp8]"),
-    ("fp8", "rowwise"): ("torchao", "slm-toolkit[fp8]"),
-    **{("peft", kind): ("peft", "slm-toolkit[peft]") for kind in ("lora", "qlora", "ia3")},
+_PACKAGES = {  # and its extra, by the flag's value that needs it
+    ("use_liger_kernel", True): ("liger-kernel", "liger"),
+    ("fp8", "tensorwise"): ("torchao", "fp8"),
+    ("fp8", "rowwise"): ("torchao", "fp8"),
+    **{("peft", kind): ("peft", "peft") for kind in ("lora", "qlora", "ia3")},
 }
 _flags = partial(fault, topic="flags")
 
@@ -84,7 +85,7 @@ def _packages(case: Case) -> Iterator[Finding]:
     asked = vars(case.flags)
     needed = [(flag, value, *found) for (flag, value), found in _PACKAGES.items() if asked[flag] == value]
     if case.flags.peft == "qlora":
-        needed.append(("peft", "qlora", "bitsandbytes", "slm-toolkit[peft]"))
+        needed.append(("peft", "qlora", "bitsandbytes", "peft"))
     for flag, value, package, extra in needed:
         if package in versions and versions[package] is None:
             yield _flags(
@@ -95,7 +96,7 @@ def _packages(case: Case) -> Iterator[Finding]:
                     f"--{flag} {shown(value)}, and {package} is not installed",
                 ),
                 why="the trainer stops before the first step",
-                change=f"pip install {extra}",
+                change=pip_install(extra),
             )
 
 

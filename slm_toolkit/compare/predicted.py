@@ -18,7 +18,7 @@ from slm_toolkit.record import RunRecord
 def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:
     """What estimates `run` with other settings on its GPU; None where nothing can be said of it."""
     gpu = find_gpu(run.gpu)
-    if gpu is None or gpu.memory_bytes is None or unknown_to_estimates(run.config):
+    if gpu is None or unknown_to_estimates(run.config):
         return None
     try:
         placement = placement_of(run.strategy)
@@ -55,7 +55,7 @@ def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
         )
     if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config)]:
         raise ValueError(f"--skip_oom: {unknown[0]}\nhint: leave --skip_oom out")
-    if known is None or known.memory_bytes is None:
+    if known is None:
         raise ValueError(f"--skip_oom: no estimate knows the memory of {gpu}\nhint: leave it out")
 
 

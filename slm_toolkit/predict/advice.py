@@ -56,16 +56,6 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
 def _memory(setting: Setting) -> Iterator[Finding]:
     row = setting.estimate()
     gpu, strategy = setting.gpu.name, setting.strategy.name
-    if row.verdict is None:
-        yield Finding(
-            name="gpu-memory-unknown",
-            topic="memory",
-            severity="unwise",
-            gpu=gpu,
-            sentence=f"the memory of {gpu} is not known: nobody can say whether {row.model} fits",
-            why="nobody has reported what PyTorch sees of it",
-            change=f"look at peak_allocated_bytes of `slm estimate --gpu {gpu} --json`",
-        )
     size = row.peak_allocated_bytes / 2**30
     if row.verdict == "does not fit":
 

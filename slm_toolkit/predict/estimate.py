@@ -146,7 +146,7 @@ def estimate(
     reserved = reserved_band(allocated.middle, slack)
     context = context_bytes(num_gpus=num_gpus)
     usable = verdict = None
-    if gpu is not None and gpu.memory_bytes is not None:
+    if gpu is not None:
         usable = gpu.memory_bytes - context
         verdict = verdict_of(held, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
     adapters = adapters_of(spec, config)

@@ -159,10 +159,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "0: not even 1; with margin: the largest that is not tight either, the safe one"
         )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
-        if gpu.memory_bytes is None:
-            notes.append(f"{gpu.name}: no memory known")
-        else:
-            notes.append(f"{gpu.name}: {_gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
+        notes.append(f"{gpu.name}: {_gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
     if any(row.verdict for row in rows):
         context = " to ".join(
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))

@@ -45,7 +45,7 @@ def write_images(panels: list[Panel], folder: Path) -> list[Path]:
         import kaleido
     except ModuleNotFoundError:
         raise ValueError(
-            "--figures needs kaleido\nhint: pip install 'slm-toolkit[figures]'; without it, --html writes "
+            "--figures needs kaleido\nhint: pip install kaleido; without it, --html writes "
             "a page whose charts save themselves"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)

@@ -202,7 +202,7 @@ def _observed(row: Row) -> _Stack | None:
 
 def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[list[dict], list[str]]:
     """A line at each GPU's memory, where bars come near it; and what they all have, in words."""
-    gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu)) and gpu.memory_bytes}
+    gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu))}
     notes = [f"a {gpu.name} has {size_text(gpu.memory_bytes)}" for gpu in gpus.values()]
     lines = [
         {

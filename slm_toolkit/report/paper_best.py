@@ -50,8 +50,6 @@ def best_configurations(
     MOST_TOKENS_PER_STEP by accumulation, and no estimate is tight. Raises ValueError for an unknown GPU.
     """
     gpu = gpu_of_name(gpu_name)
-    if gpu.memory_bytes is None:
-        raise ValueError(f"no memory known of {gpu.name}\nhint: --gpu takes one that is, as h100-80gb")
     given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None
     site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), given or price_of(gpu.name))
     by_place: dict[tuple[str, int], list[Estimate]] = {}

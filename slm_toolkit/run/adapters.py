@@ -19,7 +19,7 @@ def check_adapters(config: RunConfig) -> None:
     needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
     if missing := [package for package in needed if find_spec(package) is None]:
         raise ValueError(
-            f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install slm-toolkit[peft]"
+            f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.extras import pip_install
 from slm_toolkit.run.adapters import MERGED
 from slm_toolkit.user_files import is_file, read_text
 
@@ -25,7 +26,7 @@ def check_lm_eval(config: RunConfig) -> None:
     if config.lm_eval_tasks is None:
         return
     if find_spec("lm_eval") is None:
-        raise ValueError("--lm_eval_tasks needs lm-eval\nhint: pip install slm-toolkit[lm_eval]")
+        raise ValueError(f"--lm_eval_tasks needs lm-eval\nhint: {pip_install('lm_eval')}")
     missing = [task for task in _split(config.lm_eval_tasks) if _is_file(task) and not is_file(Path(task))]
     if missing:
         raise ValueError(f"--lm_eval_tasks: no such file: {missing[0]}\nhint: a task's YAML, or its name")

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slm_toolkit.config import FP8_MULTIPLE, RunConfig
+from slm_toolkit.extras import pip_install
 
 _WITHOUT_LIGER = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile need nothing"
 _FP8_CAPABILITY = (8, 9)
@@ -20,9 +21,9 @@ def check_optional(config: RunConfig) -> None:
         if not torch.cuda.is_available():
             raise ValueError(f"--use_liger_kernel needs a GPU: its kernels are Triton's\n{_WITHOUT_LIGER}")
         if find_spec("liger_kernel") is None:
-            raise ValueError("--use_liger_kernel needs Liger\nhint: pip install slm-toolkit[liger]")
+            raise ValueError(f"--use_liger_kernel needs Liger\nhint: {pip_install('liger')}")
     if config.fp8 != "none" and find_spec("torchao") is None:
-        raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: pip install slm-toolkit[fp8]")
+        raise ValueError(f"--fp8 {config.fp8} needs torchao\nhint: {pip_install('fp8')}")
 
 
 def use_liger(model: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
     if int(os.environ.get("WORLD_SIZE", 1)) != 1:
         raise ValueError(
             f"--rehearse {num_ranks} in {os.environ['WORLD_SIZE']} processes: one plays rank 0\n"
-            "hint: accelerate launch --num_processes 1 --config_file ..."
+            "hint: slm train --rehearse N, or accelerate launch --num_processes 1 --config_file ..."
         )
     strategy = launch.strategy
     if strategy.engine == "single" and num_ranks > 1:
