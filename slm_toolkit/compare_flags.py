@@ -10,8 +10,8 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         nargs="+",
-        metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default:"
+        metavar="NAME|YAML|JSON",
+        help=f"of {', '.join(shipped_strategies())}, or an accelerate YAML or a DeepSpeed JSON (default:"
         f" {', '.join(STUDIED_STRATEGIES)})",
     )
     parser.add_argument(

@@ -21,11 +21,12 @@ _CHANGES_NOTHING = ("torch_adam",)  # which of two implementations
 
 def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str]:
     """Why the flags can't stand for the optimizer and scheduler sections; empty where they can."""
-    problems = [
-        f"the DeepSpeed JSON's {name} is {deepspeed[name]!r}: it holds settings, or is left out"
-        for name in _SECTIONS
-        if not isinstance(deepspeed.get(name) or {}, dict)
-    ]
+    problems = []
+    for name in _SECTIONS:
+        content = deepspeed.get(name) or {}
+        params = content.get("params") or {} if isinstance(content, dict) else content
+        if not isinstance(params, dict):
+            problems.append(f"the DeepSpeed JSON's {name} is {deepspeed[name]!r}, not settings: remove it")
     section = deepspeed.get("optimizer")
     if problems or not section:
         return problems
@@ -37,8 +38,6 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
     kind, params = str(section.get("type")), section.get("params") or {}
     if kind.lower() not in ("adam", "adamw"):
         return [f"the DeepSpeed JSON's optimizer is {kind}, the script has AdamW only: remove the section"]
-    if not isinstance(params, dict):
-        return [f"the DeepSpeed JSON's optimizer.params is {params!r}: it holds settings"]
     known = (*_FLAGS, *_NO_FLAG, *_REQUIRED, *_CHANGES_NOTHING)
     return [
         f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW has not: remove it"
@@ -50,8 +49,10 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
 def without_optimizer(
     deepspeed: dict[str, Any], config: RunConfig, *, name: str
 ) -> tuple[dict[str, Any], str | None]:
-    """The DeepSpeed settings without optimizer and scheduler, and a line on what was taken out and what is
-    used; `name`: of the JSON."""
+    """The DeepSpeed settings without optimizer and scheduler, and a line on both, None if there is neither.
+
+    The line names what was taken out of the JSON called `name`, and the flags that are used instead.
+    """
     found = {section: deepspeed[section] for section in _SECTIONS if section in deepspeed}
     if not found:
         return deepspeed, None
@@ -78,8 +79,9 @@ def _described(key: str, value: Any, config: RunConfig, wanted: dict[str, str]) 
     flags = _FLAGS.get(key, ())
     values = value if isinstance(value, list) else [value]
     if len(values) != len(flags):
-        is_other = key in _NO_FLAG and value != _NO_FLAG[key]
-        return f"{key} {value}" + f" ({_NO_FLAG[key]:g} is used, no flag sets it)" * is_other
+        if value == (used := _NO_FLAG.get(key, value)):
+            return f"{key} {value}"
+        return f"{key} {value} ({used:g} is used, no flag sets it)"
     other = {flag: one for flag, one in zip(flags, values, strict=True) if getattr(config, flag) != one}
     wanted.update({flag: str(one) for flag, one in other.items()})
     used = " ".join(f"--{flag} {getattr(config, flag):g}" for flag in other)

@@ -15,7 +15,7 @@ from slm_toolkit.deepspeed_json import deepspeed_config_path
 from slm_toolkit.finding import TRAINS_ALL_THE_SAME, Finding, gravest_first
 from slm_toolkit.hardware import Machine, find_gpu
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.strategy import Strategy, is_shipped
+from slm_toolkit.strategy import Strategy, is_shipped, num_machines
 
 _NOT_LOOKED_AT = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
 "fields of a RunConfig that no finding depends on: a grid over them is examined once"
@@ -71,7 +71,7 @@ def _case(
         flags=config,
         host=replace(host, is_meant=False) if is_rehearsal else host,
         num_gpus=num_ranks,
-        gpus_per_node=num_ranks,
+        gpus_per_node=max(1, num_ranks // num_machines(strategy)),
         gpu_names=(gpu.name,) if gpu is not None else (),
     )
 

@@ -84,8 +84,8 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         nargs="+",
         default=["single", *STUDIED_STRATEGIES],
-        metavar="NAME|YAML",
-        help=f"of {', '.join(shipped_strategies())}, or your own YAML (default: single,"
+        metavar="NAME|YAML|JSON",
+        help=f"of {', '.join(shipped_strategies())}, or a YAML or DeepSpeed JSON file (default: single,"
         f" {', '.join(STUDIED_STRATEGIES)})",
     )
     parser.add_argument(

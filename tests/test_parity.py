@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from slm_toolkit.compare.parity import compare_with, judge
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
+from slm_toolkit.record import RunRecord
 from slm_toolkit.record_files import read_record, write_record
 from slm_toolkit.run.checkpoint import fingerprint
 from slm_toolkit.run.model import build_model
@@ -252,6 +253,63 @@ def test_without_an_fp32_reference_rows_are_held_against_ddps() -> None:
     assert of_ddp is None
     assert (of_zero.reference, of_zero.holds) == ("ddp", True)
     assert of_zero.loss_difference == pytest.approx(0.005)
+
+
+def own_strategies(*losses: float, **changes: object) -> list[RunRecord]:
+    """Runs of a, b, c, ... on the same batches, none of which is DDP; each has one loss at all steps."""
+    made = {"engine": "deepspeed", "zero_stage": 3, "numerics": {"batch_hashes": ["1f", "2e"]}, **changes}
+    return [
+        made_record(identity=name, strategy=name, losses=[loss] * 33, **made)
+        for name, loss in zip("abcd", losses, strict=False)
+    ]
+
+
+def test_two_own_strategies_that_differ_are_both_red_without_ddp(tmp_path: Path) -> None:
+    records = own_strategies(6.0344, 5.9028)
+    for record in records:
+        write_record(record, tmp_path / record.strategy)
+    table = slm("report", str(tmp_path))
+    assert table.code == 1
+    assert table.out.count("a and b compute different things: step-1 loss 6.0344 and 5.9028") == 1
+    rows = json.loads(slm("report", str(tmp_path), "--json").out)
+    assert [(row["parity_holds"], row["rank"], row["parity_reference"]) for row in rows] == [
+        (False, None, "b"),
+        (False, None, "a"),
+    ]
+
+
+def test_the_first_step_beyond_the_tolerance_is_named_not_the_worst() -> None:
+    first, second = own_strategies(10.0, 10.0)
+    second = dataclasses.replace(second, losses=[10.0, 10.02] + [10.5] * 31)
+    assert "step-2 loss 10.0000 and 10.0200" in str(judge([first, second])[1])
+
+
+def test_own_strategies_that_agree_are_held_against_the_first() -> None:
+    of_a, of_b = judge(own_strategies(10.0, 10.005))  # aligned allows 0.01
+    assert of_a is None
+    assert (of_b.reference, of_b.holds) == ("a", True)
+
+
+def test_of_three_own_strategies_the_one_that_differs_is_red() -> None:
+    of_a, of_b, of_c = judge(own_strategies(9.0, 10.0, 10.0))
+    assert (of_a.holds, of_a.reference, of_b, of_c.holds) == (False, "b", None, True)
+    assert [parity.holds for parity in judge(own_strategies(9.0, 9.0, 10.0, 10.0))] == [False] * 4
+
+
+def test_runs_that_were_asked_otherwise_are_not_compared_with_each_other() -> None:
+    first, second = own_strategies(9.0, 10.0)
+    for flags in ({"numerics": "fp32"}, {"seed": 1}, {"per_device_train_batch_size": 8}, {"model": "x"}):
+        asked = {**second.asked, "config": {**second.asked["config"], **flags}}
+        assert judge([first, dataclasses.replace(second, asked=asked)]) == [None, None]
+    for other in ({"batch_hashes": ["1f", "77"]}, {"batch_hashes": None}, None):
+        assert judge([first, dataclasses.replace(second, numerics=other)]) == [None, None]
+    repeats = [first, dataclasses.replace(first, losses=[9.5] * 33)]
+    assert judge(repeats) == [None, None]
+
+
+def test_an_engine_without_gradient_norms_may_be_the_first_of_two() -> None:
+    first, second = own_strategies(10.0, 10.0)
+    assert judge([dataclasses.replace(first, grad_norms=[None] * 33), second])[1].holds
 
 
 def test_a_run_with_other_batches_is_no_reference() -> None:

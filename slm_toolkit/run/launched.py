@@ -150,7 +150,10 @@ def _strategy_from_environment() -> Strategy:
         config = DeepSpeedPlugin().deepspeed_config
         config.pop("steps_per_print", None)  # accelerate writes infinity, which JSON has no word for
         stage = config.get("zero_optimization", {}).get("stage", 0)
-        return Strategy(f"ds_zero{stage}", "deepspeed", num_processes, stage, deepspeed_config=config)
+        path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        return Strategy(
+            f"ds_zero{stage}", "deepspeed", num_processes, stage, path=path, deepspeed_config=config
+        )
     if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if env.get("FSDP_VERSION", "1") != "2":
             return Strategy("fsdp1", "fsdp1", num_processes)
