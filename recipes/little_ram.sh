@@ -8,7 +8,7 @@
 set -euo pipefail
 
 # 1. Eight ranks that each build a 2B model in fp32 take the RAM above before a GPU is touched, and the kernel
-#    kills them (exit code -9). Under ZeRO-3 with zero3_init_flag each builds its own part only.
+#    kills them (exit code -9). Under ZeRO-3 with zero3_init_flag rank 0 alone builds it whole.
 slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:8 --strategy ds_zero3
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing

@@ -110,8 +110,8 @@ def _zero3_init(case: Case) -> Iterator[Finding]:
     if said is None and stage == 3:
         yield _deepspeed(
             *(case, "unwise", "zero3-init-by-default", "zero3_init_flag is absent under ZeRO-3"),
-            why="accelerate takes that for true: the model is built in pieces and draws other weights from "
-            "the seed than under any other strategy",
+            why="accelerate takes that for true: the model is built in pieces, and a script other than "
+            "slm_toolkit.train draws other random weights from the seed than under any other strategy",
             change="zero3_init_flag: false; true where the host's RAM can't hold the model on every rank",
             file="yaml",
             key="deepspeed_config.zero3_init_flag",

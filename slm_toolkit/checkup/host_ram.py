@@ -40,7 +40,7 @@ def host_ram_faults(case: Case, setting: Setting) -> Iterator[Finding]:
     edits: tuple[Edit, ...] = ()
     if strategy.zero_stage == 3 and in_pieces <= (total if free is None else free):
         edits = (Edit("yaml", ("deepspeed_config", "zero3_init_flag"), True),)
-        change = "zero3_init_flag: true, which builds the model in pieces (from other weights than elsewhere)"
+        change = "zero3_init_flag: true: rank 0 alone holds the whole model, each other rank its piece"
     elif keeps_state:
         change = "--strategy ds_zero3_nvme, more machines, or no offload: --gradient_checkpointing full first"
     elif strategy.engine == "fsdp2":

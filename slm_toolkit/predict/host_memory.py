@@ -35,7 +35,7 @@ class Placement:
     secondary_ranks: int = 1
     "hpZ: ranks that share a second copy of the parameters"
     zero_init: bool = False
-    "ZeRO-3: no rank builds the whole model on its host"
+    "ZeRO-3: no rank but the first builds the whole model on its host"
 
     def ranks_of_a_copy(self, *, num_gpus: int, gpus_per_node: int) -> int:
         """Ranks that the state is sharded over."""
@@ -140,6 +140,7 @@ def host_bytes_per_node(
 ) -> int:
     """RAM of one node at its worst: while every rank builds the model in fp32, or with what is offloaded.
 
+    With zero3_init_flag a rank builds a layer at a time, but rank 0 draws random weights whole.
     DeepSpeed on cpu: master weights, moments and fp32 gradients of the rank's share. On nvme: its pinned
     buffers only (deepspeed 0.19.8, runtime/zero/offload_config.py and runtime/swap_tensor).
     """
@@ -147,7 +148,9 @@ def host_bytes_per_node(
     trained = weights.trained if weights.is_frozen else 0  # beside the model
     building = 4 * ((spec.largest_layer_params if placement.zero_init else spec.num_params) + trained)
     offloaded = _offloaded_bytes(spec, strategy, config, placement, num_ranks)
-    return gpus_per_node * (PROCESS_BYTES + max(building, round(offloaded)))
+    is_drawn = spec.path is None or spec.path.endswith(".json")
+    of_rank_0 = 4 * spec.num_params if placement.zero_init and is_drawn else 0
+    return gpus_per_node * (PROCESS_BYTES + max(building, round(offloaded))) + of_rank_0
 
 
 def _offloaded_bytes(
