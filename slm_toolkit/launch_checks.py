@@ -33,12 +33,12 @@ def check_launches(
     host = host if is_here else replace(host, gpu_names=())
     default = RunConfig()
     same = {name: getattr(default, name) for name in _NOT_LOOKED_AT}
-    cases = {
-        (strategy.name, num_ranks, spec.name, repr(looked_at := replace(config, **same))): _case(
-            strategy, looked_at, spec, num_ranks, machine, host
-        )
-        for strategy, config, spec, num_ranks in launches
-    }
+    cases: dict[tuple, Case] = {}
+    for strategy, config, spec, num_ranks in launches:
+        looked_at = replace(config, **same)
+        key = (strategy.name, looked_at, spec.name, num_ranks)
+        if key not in cases:
+            cases[key] = _case(strategy, looked_at, spec, num_ranks, machine, host)
     found = [finding for case in cases.values() for finding in examine(case).found]
     wrong = [finding for finding in gravest_first(found) if finding.severity == "wrong"]
     refused = [_line(finding) for finding in wrong if finding.name not in TRAINS_ALL_THE_SAME]

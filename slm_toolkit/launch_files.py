@@ -11,7 +11,7 @@ from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import group_options
 from slm_toolkit.predict.plans import Plan
 from slm_toolkit.skypilot import SKYPILOT_FILE, skypilot_task
-from slm_toolkit.strategy import config_dir, num_machines, on_nodes, write_resolved
+from slm_toolkit.strategy import config_dir, config_options, num_machines, on_nodes, write_resolved
 
 SCRIPT = "launch.sh"
 
@@ -21,7 +21,7 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
     plan's flags the shell asks for DATASET."""
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node
-    words = ["accelerate", "launch", "--config_file", yaml_path, "--num_processes", str(row.num_gpus)]
+    words = ["accelerate", "launch", *config_options(yaml_path), "--num_processes", str(row.num_gpus)]
     several = ""
     if num_nodes > 1:
         words[0] = "slm"  # which lets the nodes meet first, and adds DeepSpeed's launcher for several

@@ -231,6 +231,13 @@ def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str |
     return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
 
 
+def config_options(path: str) -> list[str]:
+    """Words of `accelerate launch` that name an accelerate YAML, or a DeepSpeed JSON that no YAML names."""
+    if path.endswith(".json") and is_deepspeed_config(_read_settings(Path(path))):
+        return ["--use_deepspeed", "--deepspeed_config_file", path, "--zero3_init_flag", "false"]
+    return ["--config_file", path]
+
+
 def num_machines(strategy: Strategy) -> int:
     """Nodes that the strategy's YAML asks for."""
     return (strategy.accelerate_config or {}).get("num_machines") or 1

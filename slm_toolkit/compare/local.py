@@ -28,7 +28,7 @@ from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
 from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
-from slm_toolkit.strategy import write_resolved
+from slm_toolkit.strategy import config_options, write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
 "called several times a second with what the run last wrote about itself, None before the first step"
@@ -111,12 +111,9 @@ def execute(
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
     """The command line of a run; the record shows it as `accelerate launch ...`."""
-    options = ("--config_file", str(yaml_path))
-    if run.strategy.is_bare_json and yaml_path == Path(run.strategy.path):  # no YAML has been written for it
-        options = ("--use_deepspeed", "--deepspeed_config_file", str(yaml_path), "--zero3_init_flag", "false")
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *options,
+        *config_options(str(yaml_path)),
         *("--num_processes", str(run.num_processes)),
         *("--main_process_port", str(port)),
         *("-m", "slm_toolkit.train", *flags_of(run.config)),
