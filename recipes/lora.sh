@@ -17,8 +17,9 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real t
   : "${MODEL:=HuggingFaceTB/SmolLM2-1.7B-Instruct}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=4}"
   : "${STEPS:=1000}"
   data=(--dataset HuggingFaceTB/smoltalk --dataset_config_name all) # or your own .jsonl, a row as below
-else # without one, or with TRY=1: two steps of a tiny model, on chats made here
-  : "${MODEL:=slm-1m}" "${SEQ_LEN:=128}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"
+else # without one, or with TRY=1: two steps of a tiny model, trained and saved first
+  python -m slm_toolkit.train --model slm-1m --max_steps 2 --run_name base --save_final_model true
+  : "${MODEL:=runs/base/model}" "${SEQ_LEN:=128}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}"
   turns='{"role": "user", "content": "What is & and nothing?"}, {"role": "assistant", "content": "It is &."}'
   seq 200 | sed "s/.*/{\"messages\": [$turns]}/" >chats.jsonl
   data=(--dataset chats.jsonl)

@@ -17,8 +17,9 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real t
   : "${MODEL:=Qwen/Qwen2.5-1.5B-Instruct}" "${SEQ_LEN:=1024}" "${BATCH:=1}" "${ACCUMULATE:=32}"
   : "${STEPS:=1500}"
   data=(--dataset tatsu-lab/alpaca) # or your own .jsonl, a row as below
-else # without one, or with TRY=1: two steps of a tiny model, on instructions made here
-  : "${MODEL:=slm-1m}" "${SEQ_LEN:=128}" "${BATCH:=1}" "${ACCUMULATE:=2}" "${STEPS:=2}"
+else # without one, or with TRY=1: two steps of a tiny model, trained and saved first
+  python -m slm_toolkit.train --model slm-1m --max_steps 2 --run_name base --save_final_model true
+  : "${MODEL:=runs/base/model}" "${SEQ_LEN:=128}" "${BATCH:=1}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   seq 200 | sed 's/.*/{"instruction": "Double it.", "input": "&", "output": "It is & and &."}/' >alpaca.jsonl
   data=(--dataset alpaca.jsonl)
 fi

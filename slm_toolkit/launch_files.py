@@ -29,7 +29,8 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
     if num_nodes > 1 or num_machines(plan.strategy) > 1:
         words += ["--num_machines", str(num_nodes)]
     words += group_options(plan.strategy)
-    script = ["-m", "slm_toolkit.train", *_flags(plan), "--max_steps", str(num_steps or plan.num_steps)]
+    flags = _flags(plan, measures_only=num_steps is not None)
+    script = ["-m", "slm_toolkit.train", *flags, "--max_steps", str(num_steps or plan.num_steps)]
     dataset = "" if num_steps or plan.config.dataset != SYNTHETIC else f" --dataset {_DATASET}"
     return f"{shlex.join(words)}{several} {shlex.join(script)}{dataset}"
 
@@ -40,7 +41,9 @@ def check_command(plan: Plan) -> str:
     if row.num_gpus > row.gpus_per_node:  # `slm compare` is of one machine
         return launch_command(plan, yaml_name(plan), num_steps=_STEPS_OF_A_CHECK)
     processes = ["--num_processes", str(row.num_gpus)]
-    return shlex.join(["slm", "compare", "--strategy", _strategy_word(plan), *processes, *_flags(plan)])
+    return shlex.join(
+        ["slm", "compare", "--strategy", _strategy_word(plan), *processes, *_flags(plan, measures_only=True)]
+    )
 
 
 def yaml_name(plan: Plan) -> str:
@@ -94,14 +97,19 @@ _DATASET = '"${DATASET:?a hub id, file or folder}"'
 _STEPS_OF_A_CHECK = 33
 
 
-def _flags(plan: Plan) -> list[str]:
-    """Without those that the trainer fills in by itself on a GPU; one's own files by their whole path."""
+def _flags(plan: Plan, *, measures_only: bool) -> list[str]:
+    """Without those that the trainer fills in by itself on a GPU; one's own files by their whole path.
+
+    A preset of a published model gives its place to that model's hub id, unless the run only measures.
+    """
     asked, usual = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
     filled = ("max_grad_norm", "save_final_model")
     changes = {name: None for name in filled if getattr(asked, name) == getattr(usual, name)}
     for name in ("model", "dataset"):
         if Path(own := getattr(asked, name)).exists() and own != SYNTHETIC:
             changes[name] = str(Path(own).resolve())
+    if plan.spec.hub_id is not None and not measures_only:
+        changes["model"] = plan.spec.hub_id
     return flags_of(dataclasses.replace(asked, **changes))
 
 

@@ -3,16 +3,20 @@
 import dataclasses
 import re
 from difflib import get_close_matches
+from pathlib import Path
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.config_data import SYNTHETIC
+from slm_toolkit.hub import check_hub, is_hub_id
 from slm_toolkit.model_configs import spec_from_config, spec_from_config_file
 from slm_toolkit.models import PRESETS, ModelSpec, spec_from_size
-from slm_toolkit.user_files import exists, is_dir, is_file, typed_path
+from slm_toolkit.user_files import exists, is_dir, is_file, json_of, read_text, typed_path
 
 
 def find_model(name: str) -> ModelSpec:
     """The model a user means: a preset, `slm-<size>`, a local folder or config.json, or a hub id.
 
-    A hub id's shape is asked of the hub (`load_hub_config` in transformers), all else needs no network.
+    The config.json of a hub id comes from the hub or its cache; all else needs no network.
     Raises ValueError with a hint where nothing of the kind exists.
     """
     if name.lower() in PRESETS:
@@ -32,12 +36,6 @@ def find_model(name: str) -> ModelSpec:
     )
 
 
-def is_hub_id(name: str) -> bool:
-    """True for `org/name` where no such file or folder is here: only the hub can know it."""
-    looks_so = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/"))
-    return bool(looks_so) and not name.endswith(".json") and not exists(typed_path(name))
-
-
 def _meant(name: str) -> str:
     """`did you mean slm-1m? ` of slm1m, empty where nothing is close."""
     typed = re.sub(r"[\s_]+", "-", name.lower())
@@ -46,14 +44,56 @@ def _meant(name: str) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
-def _spec_from_hub(hub_id: str) -> ModelSpec:
-    from transformers import AutoConfig  # 3 s: only where a hub id asks for it
+def has_weights(spec: ModelSpec) -> bool:
+    """Whether training starts from weights: those of a folder that holds some, or of the hub."""
+    if spec.path is None or spec.path.endswith(".json"):  # a configuration alone
+        return False
+    folder = typed_path(spec.path)
+    return not exists(folder) or any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
 
+
+def check_adapter_base(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises ValueError where an adapter of random weights would learn from documents, or be saved.
+
+    On synthetic tokens, and in a rehearsal, such a run measures speed and memory.
+    """
+    measures_only = config.dataset == SYNTHETIC and not config.save_final_model
+    if config.peft == "none" or config.rehearse is not None or measures_only or has_weights(spec):
+        return
+    reason = f"{spec.path} holds no weights" if spec.path else f"the weights of preset {spec.name} are random"
+    helps = (
+        f"--model {spec.hub_id} has them"
+        if spec.hub_id
+        else "--model takes a folder with weights or a hub id"
+    )
+    raise ValueError(
+        f"--peft {config.peft}: {reason}, and an adapter of random weights is useless\n"
+        f"hint: {helps}; synthetic tokens measure speed and memory without weights"
+    )
+
+
+def _spec_from_hub(hub_id: str) -> ModelSpec:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    check_hub(hub_id, "model")
     try:
-        config = AutoConfig.from_pretrained(hub_id, trust_remote_code=False)
+        path = Path(hf_hub_download(hub_id, "config.json"))
+    except GatedRepoError:
+        raise ValueError(
+            f"model {hub_id!r} is gated\n"
+            f"hint: accept its terms at {constants.ENDPOINT}/{hub_id}, then `hf auth login` or HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"the hub has no model {hub_id!r}, or it is private\n"
+            f"hint: check the name, or use a preset: {', '.join(PRESETS)}"
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"can't get model {hub_id!r} from the hub: {str(error).splitlines()[0]}\n"
             f"hint: check the name and the network, or use a preset: {', '.join(PRESETS)}"
         ) from None
-    return spec_from_config(config.to_dict(), name=hub_id.split("/")[-1].lower(), path=hub_id)
+    text = read_text(path, what="the model configuration", hint="give a folder with config.json")
+    config = json_of(text, path, hint="is the cached copy whole?")
+    return spec_from_config(config, name=hub_id.split("/")[-1].lower(), path=hub_id)

@@ -48,6 +48,8 @@ class ModelSpec:
     "most tokens that some of the layers attend to; None: all of the sequence"
     hidden_act: str = "silu"
     attention_dropout: float = 0.0
+    hub_id: str | None = None
+    "of a preset: the published model of this shape, with weights and a tokenizer"
 
     @property
     def matmul_params_per_layer(self) -> int:
@@ -130,37 +132,47 @@ PRESETS: dict[str, ModelSpec] = {
             max_position_embeddings=8192,
             rope_theta=100_000.0,
             source=_LITGPT,
+            hub_id="HuggingFaceTB/SmolLM2-135M",
         ),
         ModelSpec(
             *("smollm2-360m", 32, 960, 15, 5, 64, 2560, 49_152, True),
             max_position_embeddings=8192,
             rope_theta=100_000.0,
             source=_LITGPT,
+            hub_id="HuggingFaceTB/SmolLM2-360M",
         ),
         ModelSpec(
             *("smollm2-1.7b", 24, 2048, 32, 32, 64, 8192, 49_152, True),
             max_position_embeddings=8192,
             rope_theta=130_000.0,
             source=_LITGPT,
+            hub_id="HuggingFaceTB/SmolLM2-1.7B",
         ),
-        ModelSpec("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32_000, source=_LITGPT),
+        ModelSpec(
+            *("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32_000),
+            source=_LITGPT,
+            hub_id="TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+        ),
         ModelSpec(
             *("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, True),
             max_position_embeddings=131_072,
             rope_theta=500_000.0,
             source=_LITGPT,
+            hub_id="meta-llama/Llama-3.2-1B",
         ),
         ModelSpec(
             *("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, True, True, "qwen2"),
             max_position_embeddings=32_768,
             rope_theta=1_000_000.0,
             source=_LITGPT,
+            hub_id="Qwen/Qwen2.5-0.5B",
         ),
         ModelSpec(
             *("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151_936, True, True, "qwen2"),
             max_position_embeddings=32_768,
             rope_theta=1_000_000.0,
             source=_LITGPT,
+            hub_id="Qwen/Qwen2.5-1.5B",
         ),
     )
 }

@@ -107,6 +107,12 @@ def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Names
         gain = alignment_gain(setting_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
         if gain is not None and gain.speedup >= WORTH_SAYING:
             lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")
+    if (hub_id := ranked[0].spec.hub_id) is not None:
+        name = ranked[0].spec.name
+        lines.append(
+            f"the command starts from the weights of {hub_id}; from random ones: --model {name} "
+            f"--tokenizer_name {hub_id}"
+        )
     winner = setting_of(ranked[0])
     bound = ranked[0].estimate.bottleneck.replace("_", " ")
     found = levers(lambda spec, config: winner.estimate(spec, config), winner.spec, winner.config)

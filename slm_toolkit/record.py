@@ -59,6 +59,10 @@ class RunRecord:
     versions: dict[str, str]
     started_at: str
     "ISO 8601, UTC"
+    weights: str | None = None
+    "where they came from: random and the seed, a folder, a hub id; None in records that don't say"
+    tokenizer: str | None = None
+    "bytes, a folder, a hub id, or none for synthetic tokens; None in records that don't say"
     reason: str | None = None
     "why the status is not ok"
     command: str | None = None

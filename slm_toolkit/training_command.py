@@ -7,7 +7,8 @@ from slm_toolkit.dataset_files import is_saved_dataset, local_files
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.gpt_configs import check_trainable
-from slm_toolkit.model_names import find_model, is_hub_id
+from slm_toolkit.hub import is_hub_id
+from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.parser import Parser, with_underscores
 from slm_toolkit.strategy import Strategy, contradictions
 from slm_toolkit.user_files import exists, typed_path
@@ -44,11 +45,19 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         if any("the DeepSpeed JSON says" in problem for problem in problems):
             hint = 'write "auto" in the JSON, and let the flags say it'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
-    for model in dict.fromkeys(config.model for config in configs):
-        if not is_hub_id(model):
-            check_trainable(find_model(model))
+    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_here(name)}
+    for spec in specs.values():
+        check_trainable(spec)
+    for config in configs:
+        if config.model in specs:
+            check_adapter_base(config, specs[config.model])
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
+
+
+def _is_here(model: str) -> bool:
+    """False for what only the hub can know: `org/name` where no such file or folder is here."""
+    return not is_hub_id(model) or model.endswith(".json") or exists(typed_path(model))
 
 
 def _check_files(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from slm_toolkit.checkup.case import Case, fault, is_count, shown
 from slm_toolkit.extras import pip_install
 from slm_toolkit.finding import REMOVE, Edit, Finding
+from slm_toolkit.model_names import has_weights
 
 _FLASH = {  # package, and the least architecture: transformers 5.23, modeling_flash_attention_utils.py
     "flash_attention_2": "flash-attn",
@@ -101,6 +102,13 @@ def _packages(case: Case) -> Iterator[Finding]:
 
 
 def _adapters(case: Case) -> Iterator[Finding]:
+    if case.flags.peft != "none" and not has_weights(case.spec):
+        yield _flags(
+            *(case, "unwise", "adapter-of-random-weights"),
+            f"--peft {case.flags.peft} and --model {case.flags.model}, which has no weights",
+            why="the trainer refuses a dataset: an adapter of random weights is useless",
+            change=f"to train: --model {case.spec.hub_id or 'with a folder that has weights, or a hub id'}",
+        )
     if case.flags.peft == "qlora" and case.zero_stage == 3:
         yield _flags(
             *(case, "wrong", "qlora-under-zero3", "--peft qlora under ZeRO-3"),

@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.config_data import SYNTHETIC
 from slm_toolkit.errors import user_errors
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.launch_words import said_alike
-from slm_toolkit.model_names import find_model
+from slm_toolkit.model_names import check_adapter_base, find_model, has_weights
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
     RECORD_FILE,
@@ -90,11 +91,12 @@ from slm_toolkit.run.smaller_batch import (
     smaller_batch,
 )
 from slm_toolkit.run.step_size import describe_batch, sequences_per_step
+from slm_toolkit.run.tokenizers import tokenizer_of
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
 from slm_toolkit.saved_files import MODEL_DIR
 from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import as_flags_say, contradictions
-from slm_toolkit.user_files import typed_path
+from slm_toolkit.user_files import exists, typed_path
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec)
+    check_adapter_base(config, spec)
     if is_fake(config):
         check_fake(config, launch.strategy)
     if config.rehearse is not None:
@@ -218,6 +221,12 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     here = launch_description(config, launch.strategy, launch.num_processes)
     config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
     num_sequences = (config.steps_asked or 0) * per_step
+    weights, tokenizer = _origins(config, spec)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"weights: {weights}; tokenizer: {tokenizer}", file=sys.stderr)
+        if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
+            most = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
+            print(f"note: --seq_len {config.seq_len} is beyond {most}", file=sys.stderr)
     data = None
     if not is_fake(config):
         held_out = num_held_out(checkpoint)
@@ -250,6 +259,8 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         strategy=launch.strategy.name,
         asked={**asked, "config": {**asked["config"], **shape}},
         model=model_facts(spec),
+        weights=weights,
+        tokenizer=tokenizer,
         versions=versions,
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=shlex.join(launch.command or typed),
@@ -263,6 +274,24 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         timing_warmup_steps=config.timing_warmup_steps,
     )
     return job, record
+
+
+def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
+    """Where weights and tokenizer of a run come from: a folder's whole path or a hub id, else in words."""
+
+    def named(path: str) -> str:
+        folder = typed_path(path)
+        return str(folder.resolve()) if exists(folder) else path
+
+    weights = f"random, seed {config.seed}"
+    if has_weights(spec) and config.rehearse is None:
+        weights = named(spec.path)
+    elif spec.path is not None and config.rehearse is None:
+        weights += f", as {named(spec.path)} holds none"
+    if config.dataset == SYNTHETIC:
+        return weights, "none, synthetic tokens"
+    tokenizer = tokenizer_of(config, spec)
+    return weights, "bytes" if tokenizer is None else named(tokenizer)
 
 
 def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:

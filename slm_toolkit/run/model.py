@@ -1,6 +1,5 @@
 """The Hugging Face model of a ModelSpec, weights drawn from the seed or loaded, in the numerics' dtype."""
 
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.modeling_utils import set_zero3_state
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.model_names import has_weights
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.run.adapters import add_adapter, quantize
 from slm_toolkit.run.attention import transformers_name
@@ -56,7 +56,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     asked = hf_config(spec, seq_len=config.seq_len)
     attention = transformers_name(config.attn_implementation, asked, documents_apart=documents_apart)
     options = {"attn_implementation": attention, "dtype": torch.float32}
-    if spec.path is not None and _holds_weights(spec.path) and config.rehearse is None:
+    if has_weights(spec) and config.rehearse is None:
         model = _with_weights(spec.path, options)
     else:
         model = _drawn(asked, config, options)
@@ -120,14 +120,20 @@ def _drawn(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) 
 def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
     """The model with its own weights; no code of the folder's or the hub's runs, nor of a pickle's.
 
-    Raises ValueError for weights that can't be read.
+    Raises ValueError for weights that can't be read or are not all there: transformers draws the others.
     """
+    options = {**options, "trust_remote_code": False, "weights_only": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=False, weights_only=True, **options
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise _not_loaded(path, error) from None
+    if missing := sorted(loading["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"model {path!r} holds no weights for {missing[0]}{more}, which would be random\n"
+            "hint: is it a language model, with its head?"
+        )
+    return model
 
 
 def _not_loaded(path: str, error: Exception) -> ValueError:
@@ -155,11 +161,3 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
 def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """All but those that zero3_init_flag made in pieces, in the dtype of DeepSpeed's own configuration."""
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
-
-
-def _holds_weights(path: str) -> bool:
-    folder = Path(path).expanduser()
-    if folder.suffix == ".json":
-        return False  # a configuration alone: train from the seed
-    is_hub_id = not folder.exists()
-    return is_hub_id or any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])

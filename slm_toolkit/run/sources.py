@@ -8,6 +8,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.config_data import Source
 from slm_toolkit.dataset_files import FILE_FORMATS, is_saved_dataset, local_files
 from slm_toolkit.disk_full import DISK_FULL
+from slm_toolkit.hub import check_hub
 from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
 from slm_toolkit.run.formats import format_of, unreadable_text
 from slm_toolkit.user_files import typed_path
@@ -63,6 +64,7 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
         if origin["path"] == "text":
             origin["sample_by"] = "document"  # a file is a document
     else:
+        check_hub(source.path, "dataset")
         origin = {"path": source.path, "name": config.dataset_config_name}
         sizes, size_bytes = {}, 0
     try:
