@@ -249,7 +249,8 @@ OF_FLAGS = (
     Planted(
         "package-absent", DDP, flags={"use_liger_kernel": True}, host={"versions": {"liger-kernel": None}}
     ),
-    Planted("qlora-under-zero3", ZERO3, flags={"peft": "qlora"}),
+    Planted("qlora-under-zero3", ZERO3, flags={"peft": "qlora"}, also=("adapter-of-random-weights",)),
+    Planted("adapter-of-random-weights", DDP, flags={"peft": "lora"}),
     Planted("micro-batch-differs", ZERO2, json={"train_micro_batch_size_per_gpu": 2}),
     Planted("train-batch-differs", ZERO2, json={"train_batch_size": 65}),
     Planted("accumulation-differs", ZERO2, json={"gradient_accumulation_steps": 4}),
