@@ -11,7 +11,7 @@ def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
     if _weights_differ(record, reference):
         found.append("the weights before step 1 differ")
     elif record.weights_fingerprint is None and _draws_other_weights(record):
-        found.append("zero3_init_flag drew other random weights when this was measured; run it again")
+        found.append("zero3_init_flag drew other random weights in that older run (--force: run it anew)")
     if ran is None or expected is None:
         return found[0] if found else None
     same_ranks = len(ran.batch_hashes or []) == len(expected.batch_hashes or [])
