@@ -245,7 +245,7 @@ def test_hugging_faces_examples_with_offload_are_compared(content: dict, tmp_pat
     assert done.rows["my_zero3"]["parity_holds"] is True
 
 
-def test_accelerate_launch_of_a_yaml_with_such_a_json_trains_or_is_refused_in_one_line(
+def test_a_launch_with_an_optimizer_that_no_flag_stands_for_ends_in_one_line(
     tmp_path: Path,
 ) -> None:
     lamb = {**without_offload(ZERO3), "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
