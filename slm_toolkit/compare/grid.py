@@ -10,6 +10,7 @@ from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import fit_groups, is_hybrid
 from slm_toolkit.hardware import Machine
+from slm_toolkit.hub import check_hub_datasets
 from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
@@ -202,6 +203,7 @@ def _planned(
     spec = find_model(config.model)
     check_trainable(spec)
     check_adapter_base(config, spec)
+    check_hub_datasets(config)
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
