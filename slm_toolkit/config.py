@@ -100,8 +100,8 @@ class RunConfig(DataConfig, SavingConfig):
     numerics: str = flag(
         "aligned",
         "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
-        "stock: what accelerate's mixed_precision bf16 gives each engine; pure_bf16: as aligned, but "
-        "weights and Adam's moments in bf16 only; fp32: no low precision",
+        "stock: what accelerate gives each engine in the YAML's mixed_precision (default: bf16); "
+        "pure_bf16: as aligned, but weights and Adam's moments in bf16 only; fp32: no low precision",
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,

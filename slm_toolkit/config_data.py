@@ -8,6 +8,8 @@ from slm_toolkit.config_field import flag
 from slm_toolkit.user_files import exists, typed_path
 
 SYNTHETIC = "synthetic"
+DATA_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
+"of local files of data"
 DATASET_FORMATS = ("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens")
 PACKINGS = ("auto", "concat", "block_diagonal", "multipack", "none")
 
@@ -132,4 +134,4 @@ def _path_and_weight(part: str) -> tuple[str, float | None]:
 def _stem(path: str) -> str:
     """train of data/train.jsonl, c4 of allenai/c4, texts of texts/."""
     name = path.rstrip("/").rpartition("/")[2]
-    return Path(name).stem if Path(name).suffix in (".txt", ".md", ".jsonl", ".json", ".parquet") else name
+    return Path(name).stem if Path(name).suffix in DATA_SUFFIXES else name

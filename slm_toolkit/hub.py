@@ -7,7 +7,10 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.config_data import DATA_SUFFIXES
 from slm_toolkit.models import PRESETS
+from slm_toolkit.user_files import exists, typed_path
 
 _SECONDS = 2.0
 "to wait for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT says otherwise; 0.2 s is usual"
@@ -31,6 +34,14 @@ def check_hub(hub_id: str, kind: str) -> None:
     if not _is_cached(hub_id, kind):
         raise not_here(hub_id, kind)
     _note_cached_copies(reason)
+
+
+def check_hub_datasets(config: RunConfig) -> None:
+    """`check_hub` of every dataset that is no path, before anything is launched for it."""
+    for source in (*config.sources, *config.eval_sources):
+        is_file = Path(source.path).suffix.lower() in DATA_SUFFIXES
+        if is_hub_id(source.path) and not is_file and not exists(typed_path(source.path)):
+            check_hub(source.path, "dataset")
 
 
 def not_here(hub_id: str, kind: str) -> ValueError:

@@ -1,17 +1,21 @@
 """Adapters train alike under every engine, merge, go on from checkpoints; what can't be tuned is refused."""
 
 import dataclasses
+import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chats import SPEC
-from conftest import ROOT, launch, record_under, run
-from safetensors.torch import load_file
+from conftest import ROOT, SMALL_LLAMA, launch, record_under, run, slm
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.run.model import build_model
 
 
@@ -111,3 +115,78 @@ def test_what_cannot_be_tuned_is_refused(base: Path, tmp_path: Path) -> None:
     assert (base / "model.safetensors").is_file()
     done = run(*words, "--lora_r", "8")
     assert "error: --lora_r without --peft" in done.err
+
+
+def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_path: Path) -> None:
+    train = [
+        "python",
+        "-m",
+        "slm_toolkit.train",
+        "--peft",
+        "lora",
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "1",
+    ]
+    done = run(*train, "--model", "smollm2-135m", "--dataset", "LICENSE")
+    error, hint = done.err.splitlines()[-2:]
+    assert (done.code, error) == (
+        2,
+        "error: --peft lora: the weights of preset smollm2-135m are random, and an adapter of random "
+        "weights is useless",
+    )
+    assert hint.startswith(
+        "hint: --model HuggingFaceTB/SmolLM2-135M has them; synthetic tokens measure speed"
+    )
+    saved = run(*train, "--model", "slm-1m", "--save_final_model", "true")
+    assert (saved.code, "hint: --model takes a folder with weights or a hub id" in saved.err) == (2, True)
+    compared = slm("compare", "--peft", "qlora", "--model", "slm-1m", "--dataset", "LICENSE", "--dry_run")
+    assert (compared.code, "--peft qlora: the weights of preset slm-1m are random" in compared.err) == (
+        2,
+        True,
+    )
+    no_weights = tmp_path / "shape"
+    no_weights.mkdir()
+    (no_weights / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    config = RunConfig(model=str(no_weights), peft="lora", dataset="LICENSE")
+    with pytest.raises(ValueError, match="shape holds no weights, and an adapter"):
+        check_adapter_base(config, find_model(str(no_weights)))
+    assert list(tmp_path.iterdir()) == [no_weights]
+    # what only measures goes on
+    for measures in (
+        RunConfig(peft="lora", save_final_model=False),
+        RunConfig(peft="lora", dataset="LICENSE", rehearse=8),
+        RunConfig(dataset="LICENSE"),
+    ):
+        check_adapter_base(measures, SPEC)
+
+
+def test_a_run_names_its_weights_and_tokenizer_and_an_adapter_its_base(base: Path, tmp_path: Path) -> None:
+    peft_package = pytest.importorskip("peft")
+    shutil.copytree(base, tmp_path / "base")
+    words = ("--peft", "lora", "--dataset", str(ROOT / "README.md"), "--max_steps", "1")
+    train = [sys.executable, "-m", "slm_toolkit.train", *words, "--output_dir", "runs"]
+    env = {"PYTHONPATH": str(ROOT)}
+    train += ["--per_device_train_batch_size", "1", "--seq_len", "2050", "--tokenizer_name", "byte"]
+    done = run(*train, "--model", "base", cwd=tmp_path, env=env)
+    assert done.code == 0, done.err
+    folder = (tmp_path / "base").resolve()
+    assert f"weights: {folder}; tokenizer: bytes\n" in done.err
+    assert "note: --seq_len 2050 is beyond the 2048 positions that base was trained for\n" in done.err
+    record = record_under(tmp_path / "runs")
+    assert (record["weights"], record["tokenizer"]) == (str(folder), "bytes")
+    adapter = Path(record["model_dir"])
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    loaded = peft_package.AutoPeftModelForCausalLM.from_pretrained(adapter)  # from another working folder
+    assert loaded.num_parameters() > SPEC.num_params
+
+
+def test_weights_that_are_not_all_there_are_refused(base: Path, tmp_path: Path) -> None:
+    weights = load_file(base / "model.safetensors")
+    save_file(
+        {name: w for name, w in weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    shutil.copyfile(base / "config.json", tmp_path / "config.json")
+    with pytest.raises(ValueError, match="holds no weights for lm_head.weight, which would be random"):
+        build_model(find_model(str(tmp_path)), RunConfig(seq_len=8))

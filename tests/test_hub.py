@@ -96,6 +96,13 @@ def test_training_without_a_network_ends_in_one_line(
     assert "Retrying" not in done.err
 
 
+def test_a_comparison_without_a_network_launches_nothing(tmp_path: Path) -> None:
+    words = ("--model", "slm-1m", "--dataset", "no/such", "--output_dir", str(tmp_path / "runs"))
+    error = said(slm("compare", *words, env=env_of(tmp_path)))[-2]
+    assert error == f"error: can't reach {NOWHERE}, and there is no cached copy of the dataset 'no/such'"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_adapter_of_a_cached_model_is_trained_offline_and_names_its_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     snapshot = cache_model(tmp_path, "some/tiny")

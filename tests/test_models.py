@@ -201,3 +201,25 @@ def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) 
         assert "sliding_window 512: estimated as if every token attended to all 1024" in done.err, done.err
         assert "hidden_act gelu: estimated as silu" in done.err
         assert "attention_dropout 0.1: estimated without dropout" in done.err
+
+
+def test_a_plan_for_training_names_the_published_model_and_its_check_the_preset(tmp_path: Path) -> None:
+    done = slm("recommend", "--model", "qwen2.5-1.5b", "--tokens", "1B", "--gpu", "h100-80gb:1@2")
+    assert done.code == 0, done.err
+    (train,) = (line for line in done.out.splitlines() if line.startswith("accelerate launch"))
+    (check,) = (line for line in done.out.splitlines() if line.startswith("slm compare"))
+    assert "--model Qwen/Qwen2.5-1.5B " in train
+    assert "--model qwen2.5-1.5b " in check
+    assert "from random ones: --model qwen2.5-1.5b --tokenizer_name Qwen/Qwen2.5-1.5B" in done.out
+    doctor = slm(
+        "doctor", "--model", "qwen2.5-1.5b", "--peft", "lora", "--gpu", "h100-80gb", "--strategy", "ddp"
+    )
+    assert "to train: --model Qwen/Qwen2.5-1.5B" in doctor.out
+
+
+def test_every_published_preset_has_a_hub_id_of_its_name() -> None:
+    for name in PUBLISHED:
+        assert PRESETS[name].hub_id.split("/")[1].lower().startswith(name)
+    assert {
+        name for name, spec in PRESETS.items() if spec.hub_id is None
+    } == PRESETS.keys() - PUBLISHED.keys()

@@ -11,6 +11,7 @@ from slm_toolkit.flags import every_config
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import fit_groups, is_hybrid, parallel_problems
 from slm_toolkit.hardware import Machine
+from slm_toolkit.hub import check_hub_datasets
 from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.record import (
@@ -209,6 +210,7 @@ def _planned(
     spec = find_model(config.model)
     check_trainable(spec)
     check_adapter_base(config, spec)
+    check_hub_datasets(config)
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
