@@ -291,7 +291,8 @@ def launch_input(data: bytes, folder: Path) -> None:
     words = data.decode("utf-8", "surrogateescape").split("\n")
     if not any(word.startswith("--main_process_ip") for word in words):  # a name would be asked of the DNS
         words = ["--main_process_ip", "127.0.0.1", *words]
-    plan_launch(words)
+    with _quiet():
+        plan_launch(words)
 
 
 def meeting_input(data: bytes, folder: Path) -> None:

@@ -141,6 +141,10 @@ def _launch_environment() -> None:
     assert str(zero.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")).endswith(".json"), (
         "the JSON has another variable"
     )
+    assert fsdp.get("ACCELERATE_MIXED_PRECISION") == "no", "the launcher writes no where nobody asks"
+    hybrid = environment_of(str(ROOT / "accel_configs" / "fsdp_hybrid_shard.yaml"))
+    assert str(hybrid.get("ACCELERATE_USE_PARALLELISM_CONFIG")).lower() == "true"
+    assert hybrid.get("PARALLELISM_CONFIG_DP_SHARD_SIZE") == "2"
     of_launches = [name for name in {**fsdp, **zero} if name not in os.environ]
     known = ("ACCELERATE_", "FSDP_", "MASTER_", "PARALLELISM_CONFIG_", "OMP_", "PYTHONPATH")
     strange = [name for name in of_launches if not name.startswith(known)]
@@ -168,11 +172,16 @@ LAUNCHES = (
                 "FSDP_VERSION",
                 "FSDP_RESHARD_AFTER_FORWARD",
                 "ACCELERATE_USE_DEEPSPEED",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+                "ACCELERATE_MIXED_PRECISION",
+                "ACCELERATE_USE_PARALLELISM_CONFIG",
+                "ACCELERATE_",
+                "FSDP_",
             ),
-            *("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_", "FSDP_"),
         ),
         "check that what was started is what the YAML asks for",
-        "run/launched.py: `_strategy_from_environment` and absolute_deepspeed_config",
+        "run/launched.py: mixed_precision, _sizes_from_environment, _strategy_from_environment, "
+        "absolute_deepspeed_config",
         _launch_environment,
     ),
     Leaning(
