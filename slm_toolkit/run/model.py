@@ -122,9 +122,10 @@ def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
 
     Raises ValueError for weights that can't be read or are not all there: transformers draws the others.
     """
-    options = {**options, "trust_remote_code": False, "weights_only": True}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, weights_only=True, output_loading_info=True, **options
+        )
     except (OSError, ValueError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise _not_loaded(path, error) from None
     if missing := sorted(loading["missing_keys"]):
