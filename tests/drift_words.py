@@ -187,7 +187,20 @@ def _torchrun() -> None:
     assert find_spec("torch.distributed.launch") is not None
 
 
+def _options_of_a_parser() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument_group("group").add_argument("--seq_len", "--max_length")
+    assert {"--help", "--seq_len", "--max_length"} <= set(parser._option_string_actions)
+
+
 WORDS = (
+    Leaning(
+        "argparse: the flags that a parser knows",
+        ("_option_string_actions",),
+        "take other trainers' names of flags only where ours is known, and suggest flags that are close",
+        "parser.py: parse_known_args and parse_args",
+        _options_of_a_parser,
+    ),
     Leaning(
         "torch: which interface gloo and NCCL take",
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
