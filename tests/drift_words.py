@@ -123,12 +123,6 @@ def _stacks() -> None:
     assert hasattr(signal, "SIGUSR1")
 
 
-def _flags_of_a_parser() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument_group("of a group").add_argument("--one", "--other")
-    assert {"--one", "--other"} <= set(parser._option_string_actions)
-
-
 def _frames_of_threads() -> None:
     from slm_toolkit.run.stalled import _frames_of_main_thread
 
@@ -252,13 +246,6 @@ WORDS = (
         "name the rank that hangs, in compare/stacks.py and run/stalled.py",
         "lost_ranks.py: _WAITING; compare/stacks.py: _HEADING",
         _stacks,
-    ),
-    Leaning(
-        "Python: the flags that an argparse parser knows",
-        ("_option_string_actions",),
-        "suggest a flag for an unknown one, and accept other trainers' names",
-        "parser.py: Parser",
-        _flags_of_a_parser,
     ),
     Leaning(
         "Python: the frames that another thread is in",
