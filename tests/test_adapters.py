@@ -129,7 +129,7 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
         "--max_steps",
         "1",
     ]
-    done = run(*train, "--model", "smollm2-135m", "--dataset", "LICENSE")
+    done = run(*train, "--model", "smollm2-135m", "--dataset", "README.md")
     error, hint = done.err.splitlines()[-2:]
     assert (done.code, error) == (
         2,
@@ -141,7 +141,7 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
     )
     saved = run(*train, "--model", "slm-1m", "--save_final_model", "true")
     assert (saved.code, "hint: --model takes a folder with weights or a hub id" in saved.err) == (2, True)
-    compared = slm("compare", "--peft", "qlora", "--model", "slm-1m", "--dataset", "LICENSE", "--dry_run")
+    compared = slm("compare", "--peft", "qlora", "--model", "slm-1m", "--dataset", "README.md", "--dry_run")
     assert (compared.code, "--peft qlora: the weights of preset slm-1m are random" in compared.err) == (
         2,
         True,
@@ -149,15 +149,15 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
     no_weights = tmp_path / "shape"
     no_weights.mkdir()
     (no_weights / "config.json").write_text(json.dumps(SMALL_LLAMA))
-    config = RunConfig(model=str(no_weights), peft="lora", dataset="LICENSE")
+    config = RunConfig(model=str(no_weights), peft="lora", dataset="README.md")
     with pytest.raises(ValueError, match="shape holds no weights, and an adapter"):
         check_adapter_base(config, find_model(str(no_weights)))
     assert list(tmp_path.iterdir()) == [no_weights]
     # what only measures goes on
     for measures in (
         RunConfig(peft="lora", save_final_model=False),
-        RunConfig(peft="lora", dataset="LICENSE", rehearse=8),
-        RunConfig(dataset="LICENSE"),
+        RunConfig(peft="lora", dataset="README.md", rehearse=8),
+        RunConfig(dataset="README.md"),
     ):
         check_adapter_base(measures, SPEC)
 

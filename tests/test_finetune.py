@@ -14,6 +14,7 @@ from slm_toolkit.run.batches import make_loader, num_labels
 from slm_toolkit.run.data import load_data
 from slm_toolkit.run.evaluate import mean_loss
 from slm_toolkit.run.formats import documents_of
+from slm_toolkit.run.model import build_model
 
 
 def test_masked_tokens_are_left_out() -> None:
@@ -128,7 +129,9 @@ def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:
         'doc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n'
     )
     chat = write_rows(tmp_path / "chat.jsonl", [ROWS["alpaca"]] * 40)
-    words = ["python", "-m", "slm_toolkit.train", "--model", "slm-1m", "--max_steps", "1", "--seq_len", "64"]
+    base = tmp_path / "base"
+    build_model(SPEC, RunConfig(seq_len=64)).save_pretrained(base)
+    words = ["python", "-m", "slm_toolkit.train", "--model", str(base), "--max_steps", "1", "--seq_len", "64"]
     asked = ["--dataset", str(chat), "--lm_eval_tasks", str(tmp_path / "sums.yaml"), "--peft", "lora"]
     done = run(*words, *asked, "--output_dir", str(tmp_path / "out"))
     assert "error: --lm_eval_tasks with --peft lora: an adapter alone is no model" in done.err

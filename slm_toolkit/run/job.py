@@ -149,7 +149,6 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec)
-    check_adapter_base(config, spec)
     if is_fake(config):
         check_fake(config, launch.strategy)
     if config.rehearse is not None:
@@ -170,6 +169,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_optional(config)
     check_adapters(config)
     check_lm_eval(config)
+    check_adapter_base(config, spec)
     machines = Machines()
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
