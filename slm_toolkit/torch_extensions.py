@@ -36,55 +36,40 @@ def use_extensions_folder() -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
 
 
-def wait_for_compilers(*, prints: bool) -> None:
-    """Return once no other run compiles an operator in `extensions_folder()`; remove locks that nobody holds.
+def remove_stale_locks() -> None:
+    """Remove the locks in `extensions_folder()` that nobody holds, and write to stderr which.
 
     Below 2.15 torch takes the existence of the file `lock` for a compile that goes on, and waits for ever on
     one that a killed compiler left. From 2.15 on the file stays, and the kernel releases its lock.
-
-    prints: whether this process writes to stderr what it waits for; it always writes what it removes.
     """
-    named: set[Path] = set()
-    while locks := _locks():
-        holders = _holders(locks)
-        is_waiting = False
-        for lock in locks:
-            holder = holders.get(lock)
-            if holder is not None and not _is_of_this_run(holder):
-                is_waiting = True
-                if prints and lock not in named:
-                    named.add(lock)
-                    _note(f"pid {holder.pid} compiles {lock.parent.name}; this run waits for it")
-            elif holder is None and locks_by_existence():
-                _remove(lock)
-                is_waiting |= lock.exists()  # another rank is removing it
-        if not is_waiting:
-            return
-        time.sleep(_LOOK_SECONDS)
+    if not locks_by_existence():
+        return
+    locks = _locks()
+    for lock in set(locks) - set(_holders(locks)):
+        _remove(lock)
 
 
 class CompilerNews:
-    """Writes to stderr, once for each operator, that this run compiles it, which takes minutes."""
+    """Writes to stderr, once for each operator, that it is being compiled, which takes minutes."""
 
     def __init__(self) -> None:
         self._first_seen: dict[Path, float] = {}
 
     def look(self) -> None:
         """To be called every second. Also removes the lock of a compiler that was killed meanwhile."""
-        locks = _locks()
-        holders = _holders(locks)
-        for lock in locks:
-            holder = holders.get(lock)
-            if holder is None:
-                self._first_seen.pop(lock, None)
-                if locks_by_existence():
-                    _remove(lock)
-            elif _is_of_this_run(holder):
-                first_seen = self._first_seen.setdefault(lock, time.monotonic())
-                if time.monotonic() - first_seen > _LONG_SECONDS:
-                    self._first_seen[lock] = math.inf  # is written once
-                    name = lock.parent.name
-                    _note(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+        remove_stale_locks()
+        holders = _holders(_locks())
+        self._first_seen = {lock: seen for lock, seen in self._first_seen.items() if lock in holders}
+        for lock, holder in holders.items():
+            first_seen = self._first_seen.setdefault(lock, time.monotonic())
+            if time.monotonic() - first_seen <= _LONG_SECONDS:
+                continue
+            self._first_seen[lock] = math.inf  # is written once
+            name = lock.parent.name
+            if _is_of_this_run(holder):
+                _note(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+            else:
+                _note(f"another run, pid {holder.pid}, compiles {name}; if this run needs it, it waits")
 
 
 def locks_by_existence() -> bool:
@@ -129,7 +114,7 @@ def _opened(lock: Path) -> TextIO:
 
 
 def _is_of_this_run(holder: psutil.Process) -> bool:
-    """Whether it is a rank of the same launch. If that were killed, the run would end."""
+    """Whether it is a rank of the same launch."""
     with suppress(psutil.Error):
         return holder.ppid() == os.getppid()
     return False

@@ -1,15 +1,25 @@
 """`slm train`: one training run under a strategy, by the `accelerate launch` that it prints."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags, config_from_args, flags_of
 from slm_toolkit.groups import fit_groups, group_options, is_hybrid
-from slm_toolkit.hardware import gpus_here
+from slm_toolkit.hardware import Machine, gpus_here
+from slm_toolkit.model_names import find_model
 from slm_toolkit.output_flags import count
-from slm_toolkit.strategy import Strategy, find_strategy, is_shipped, shipped_strategies, write_resolved
+from slm_toolkit.strategy import (
+    Strategy,
+    as_flags_say,
+    find_strategy,
+    is_shipped,
+    notes_on,
+    shipped_strategies,
+    write_resolved,
+)
 from slm_toolkit.training_command import MODULE, check_training
 
 _CPU_PROCESSES = 2  # and four for a hybrid shard, which keeps two copies of two
@@ -17,7 +27,7 @@ _DESCRIPTION = f"""\
 Train one model under one strategy, from any folder: the same as
   slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
 The `accelerate launch` that is run is printed on stderr. Checkpoints, the model and record.json go to
-runs/NAME (--output_dir, --run_name). Exit codes: 0 trained, 2 bad input, 143 told to stop and saved, else the
+runs/NAME (--output_dir, --run_name). Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the
 code of the rank that ended first."""
 _EPILOG = """\
 examples:
@@ -68,14 +78,29 @@ def _train(args: argparse.Namespace) -> int:
         config, strategy = config_from_args(args), find_strategy(args.strategy)
         check_training([config], [strategy])
         words = launch_words(strategy, config, args)
+        notes = notes_on([strategy])
+        if args.num_machines in (None, 1):
+            num_ranks = config.rehearse or processes_asked(strategy, config, args)
+            notes += _found_by_doctor(strategy, config, num_ranks=num_ranks)
+    for note in notes:
+        print(note, file=sys.stderr)
     return start(words)
+
+
+def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -> list[str]:
+    """Notes on what is wrong and trains all the same. Raises ValueError for all else that is wrong."""
+    from slm_toolkit.launch_checks import check_launches
+
+    gpus = gpus_here()
+    config = config.with_defaults(has_gpu=bool(gpus) or config.rehearse is not None)
+    checked = as_flags_say(strategy, config)[0]
+    machine = Machine(len(gpus), gpus[0] if gpus else None)
+    return check_launches([(checked, config, find_model(config.model), num_ranks)], machine, is_here=True)
 
 
 def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> list[str]:
     """What follows `accelerate launch`. Raises ValueError for ranks that a hybrid shard can't divide."""
-    num_processes = args.num_processes
-    if num_processes is None:
-        num_processes = default_processes(strategy, config, num_machines=args.num_machines or 1)
+    num_processes = processes_asked(strategy, config, args)
     groups = []
     if is_shipped(Path(strategy.path)) and args.num_machines in (None, 1) and config.rehearse is None:
         fitted = fit_groups(strategy, num_ranks=num_processes, ranks_per_node=num_processes)
@@ -91,15 +116,18 @@ def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace
     ]
 
 
-def default_processes(strategy: Strategy, config: RunConfig, *, num_machines: int) -> int:
-    """A rank for each GPU, on a CPU two; one for `single` and a rehearsal; as a user's own YAML says."""
+def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> int:
+    """`--num_processes`; else one for `single` and a rehearsal, what a user's own YAML says, a rank for each
+    GPU, or on a CPU two."""
+    if args.num_processes is not None:
+        return args.num_processes
     if strategy.engine == "single" or config.rehearse is not None:
         return 1
     path = Path(strategy.path)
     if path.suffix != ".json" and not is_shipped(path):
         return strategy.num_processes
     on_cpu = 2 * _CPU_PROCESSES if is_hybrid(strategy) else _CPU_PROCESSES
-    return num_machines * (len(gpus_here()) or on_cpu)
+    return (args.num_machines or 1) * (len(gpus_here()) or on_cpu)
 
 
 def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> Path:

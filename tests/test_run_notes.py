@@ -30,8 +30,8 @@ def test_a_note_is_shown_until_the_next_step(tmp_path: Path) -> None:
     add(log, "iled\nDeepSpeed says more\n")
     assert notes.look(None) == notes.look(None) == "cpu_adam is compiled"
     assert notes.look(STEP_1) is None
-    add(log, "note: pid 7 compiles async_io; this run waits for it\n")
-    assert notes.look(STEP_1) == "pid 7 compiles async_io; this run waits for it"
+    add(log, "note: another run, pid 7, compiles async_io; if this run needs it, it waits\n")
+    assert notes.look(STEP_1) == "another run, pid 7, compiles async_io; if this run needs it, it waits"
     assert notes.look({**STEP_1, "step": 2}) is None
     assert notes.at_the_end(283.0).endswith(" s of it before step 1: cpu_adam is compiled")
     add(log, "step 8/8  loss 5.5000  1,234 tokens/s\nnote: other programs kept 1.6 CPU cores busy\n")

@@ -12,7 +12,7 @@ import pytest
 from conftest import ENV, launch, record_under
 
 from slm_toolkit import torch_extensions
-from slm_toolkit.torch_extensions import CompilerNews, extensions_folder, wait_for_compilers
+from slm_toolkit.torch_extensions import CompilerNews, extensions_folder, remove_stale_locks
 
 # as torch.utils.cpp_extension compiles, under the torch that is installed; it has the lock when it prints
 HOLDS = """
@@ -66,9 +66,7 @@ def test_a_lock_that_nobody_holds_is_removed_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, versioned = left_lock(folder / "a"), left_lock(folder / "py311_cpu" / "b")
-    started = time.monotonic()
-    wait_for_compilers(prints=True)
-    assert time.monotonic() - started < 10
+    remove_stale_locks()
     assert not plain.exists()
     assert not versioned.exists()
     err = capsys.readouterr().err
@@ -79,7 +77,7 @@ def test_a_lock_that_nobody_holds_is_removed_at_once(
 @needs_locks_by_existence
 def test_several_ranks_remove_a_lock_once_and_all_go_on(folder: Path) -> None:
     lock = left_lock(folder / "a")
-    script = "from slm_toolkit.torch_extensions import wait_for_compilers; wait_for_compilers(prints=True)"
+    script = "from slm_toolkit.torch_extensions import remove_stale_locks; remove_stale_locks()"
     ranks = [
         subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(4)
     ]
@@ -89,37 +87,39 @@ def test_several_ranks_remove_a_lock_once_and_all_go_on(folder: Path) -> None:
     assert "".join(errors).count("note: removed") == 1
 
 
-def test_a_run_never_waits_for_a_lock_file_that_a_finished_compile_left(folder: Path) -> None:
+def test_a_lock_that_a_compiler_holds_stays_however_old(folder: Path) -> None:
     lock = folder / "a" / "lock"
-    with compiler(lock, seconds=0) as done:
-        done.wait(timeout=60)
-    started = time.monotonic()
-    wait_for_compilers(prints=True)
-    assert time.monotonic() - started < 10  # five minutes before, under torch 2.15, which leaves the file
-
-
-def test_a_compiler_of_another_run_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = folder / "a" / "lock"
-    with compiler(lock, seconds=4, launcher=("setsid", "--fork")):  # so that it has another parent
+    with compiler(lock, seconds=60):
         long_ago = time.time() - 1000
         for path in (lock, lock.parent):
             os.utime(path, (long_ago, long_ago))
-        started = time.monotonic()
-        wait_for_compilers(prints=True)
-        assert time.monotonic() - started > 1.5
-    err = capsys.readouterr().err
-    assert err.count("compiles a; this run waits for it") == 1
-    assert "removed" not in err
+        remove_stale_locks()
+        assert lock.exists()
 
 
-def test_a_rank_beside_this_one_is_left_to_torch(folder: Path) -> None:
-    lock = folder / "a" / "lock"
-    script = "from slm_toolkit.torch_extensions import wait_for_compilers; wait_for_compilers(prints=True)"
-    with compiler(lock, seconds=60):
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=30
-        )
-        assert (done.returncode, done.stderr, lock.exists()) == (0, "", True)
+def test_a_compiler_of_another_run_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_extensions, "_LONG_SECONDS", 0.2)
+    news = CompilerNews()
+    with compiler(folder / "a" / "lock", seconds=60) as other:
+        for _ in range(3):
+            news.look()
+            time.sleep(0.3)
+    line = f"note: another run, pid {other.pid}, compiles a; if this run needs it, it waits"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_lock_file_that_a_finished_compile_left_is_not_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_extensions, "_LONG_SECONDS", 0.0)
+    with compiler(folder / "a" / "lock", seconds=0) as done:  # the file stays from torch 2.15 on
+        done.wait(timeout=60)
+    news = CompilerNews()
+    for _ in range(2):
+        news.look()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_compile_that_takes_long_is_named_once(

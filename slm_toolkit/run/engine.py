@@ -25,7 +25,7 @@ from slm_toolkit.run.machines import process_group_timeout
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
 from slm_toolkit.strategy import precision_note
-from slm_toolkit.torch_extensions import use_extensions_folder, wait_for_compilers
+from slm_toolkit.torch_extensions import remove_stale_locks, use_extensions_folder
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
     check_tracker(config.report_to)
     if engine == "deepspeed":
         use_extensions_folder()
-        wait_for_compilers(prints=os.environ.get("LOCAL_RANK", "0") == "0")
+        remove_stale_locks()
     options = {
         "mixed_precision": _mixed_precision(launch, config),
         # Without this, the last batch of an epoch would end a step early and shift all that follow.
