@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import yaml
+
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.flags import add_flags, config_from_args, flags_of
@@ -18,7 +20,6 @@ from slm_toolkit.strategy import (
     is_shipped,
     notes_on,
     shipped_strategies,
-    write_resolved,
 )
 from slm_toolkit.training_command import MODULE, check_training
 
@@ -123,16 +124,18 @@ def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namesp
         return args.num_processes
     if strategy.engine == "single" or config.rehearse is not None:
         return 1
-    path = Path(strategy.path)
-    if path.suffix != ".json" and not is_shipped(path):
+    if not (strategy.is_bare_json or is_shipped(Path(strategy.path))):
         return strategy.num_processes
     on_cpu = 2 * _CPU_PROCESSES if is_hybrid(strategy) else _CPU_PROCESSES
     return (args.num_machines or 1) * (len(gpus_here()) or on_cpu)
 
 
 def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> Path:
-    """The strategy's own YAML; of a DeepSpeed JSON alone, one that is written under `output_dir`."""
-    path = Path(strategy.path)
-    if path.suffix != ".json":
-        return path
-    return write_resolved(strategy, output_dir / f"launch-{strategy.name}", num_processes)
+    """The strategy's own file; for a DeepSpeed JSON, a YAML under `output_dir` that names it."""
+    if not strategy.is_bare_json:
+        return Path(strategy.path)
+    folder = output_dir / f"launch-{strategy.name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**strategy.accelerate_config, "num_processes": num_processes}
+    (folder / f"{strategy.name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return folder / f"{strategy.name}.yaml"

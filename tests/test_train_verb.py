@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT, own_strategy, record_under, run, slm
 
 from slm_toolkit.cli import _parser
 from slm_toolkit.config import RunConfig
 from slm_toolkit.flags import config_from_args
 from slm_toolkit.launch_verb import plan_launch
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.strategy import find_strategy, read_strategy
 from slm_toolkit.train_verb import launch_words, yaml_to_launch
 from slm_toolkit.training_command import check_training
 
@@ -88,16 +87,14 @@ def test_with_gpus_there_is_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     assert (planned.machine.rank, planned.machine.num_machines, planned.address) == (1, 2, "10.0.0.1")
 
 
-def test_a_strategy_that_is_a_json_is_launched_by_a_yaml_written_for_it(tmp_path: Path) -> None:
-    shipped = find_strategy("ds_zero2")
-    of_json = dataclasses.replace(shipped, name="mine", path=str(tmp_path / "mine.json"))
-    path = yaml_to_launch(of_json, tmp_path / "runs", 2)
-    written = yaml.safe_load(path.read_text())
-    assert written["num_processes"] == 2
-    assert json.loads(Path(written["deepspeed_config"]["deepspeed_config_file"]).read_text()) == (
-        shipped.deepspeed_config
-    )
-    assert yaml_to_launch(shipped, tmp_path / "runs", 2) == Path(shipped.path)
+def test_a_deepspeed_json_is_launched_by_a_yaml_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}))
+    path = yaml_to_launch(find_strategy(str(file)), tmp_path / "runs", 2)
+    assert path == tmp_path / "runs" / "launch-mine" / "mine.yaml"
+    launched = read_strategy(path)
+    assert (launched.name, launched.zero_stage, launched.num_processes) == ("mine", 2, 2)
+    assert launched.accelerate_config["deepspeed_config"]["deepspeed_config_file"] == str(file)
 
 
 def test_help_shows_every_flag_without_torch(without_torch: dict[str, str]) -> None:
