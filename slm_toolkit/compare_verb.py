@@ -86,12 +86,12 @@ def _compare(args: argparse.Namespace) -> int:
             else:
                 machine = nodes.machine
             runs, slots = _plan(args, machine, nodes)
+            check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
             launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
             taken_out = [run.taken_out for run in runs if run.taken_out is not None]
             found = check_launches(launches, machine, is_here=nodes is None)
             for note in dict.fromkeys([*taken_out, *found]):
                 print(note, file=sys.stderr)
-            check_with_torch(runs, console)
             jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
             if args.slurm_only_write:
                 todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
