@@ -92,10 +92,8 @@ def plan_runs(
         if strategy.engine == "fsdp1" and machine.num_gpus == 0:
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
-            num_ranks = config.rehearse or processes
-            has_gpu = machine.num_gpus > 0
-            problems += contradictions(strategy, config, num_processes=num_ranks, has_gpu=has_gpu)
-            problems += parallel_problems(strategy, num_ranks=num_ranks)
+            problems += contradictions(strategy, config, has_gpu=machine.num_gpus > 0)
+            problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
     if problems:
         raise ValueError(
             "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"
