@@ -184,7 +184,7 @@ def test_several_processes_are_no_rehearsal(
         train.main([*SMALL, "--rehearse", "8", "--output_dir", str(tmp_path / "runs")])
     error, hint = capsys.readouterr().err.splitlines()
     assert error == "error: --rehearse 8 in 2 processes: one plays rank 0"
-    assert hint.startswith("hint: accelerate launch --num_processes 1")
+    assert hint.startswith("hint: slm train --rehearse N, or accelerate launch --num_processes 1")
     assert not (tmp_path / "runs").exists()
 
 
