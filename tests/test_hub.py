@@ -80,7 +80,7 @@ def test_a_hub_that_never_answers_costs_two_seconds(tmp_path: Path, silent: str)
         (("--model", "no/such"), "model", "no/such"),
         (("--dataset", "no/such", "--model", "slm-1m"), "dataset", "no/such"),
         (
-            ("--tokenizer_name", "no/such", "--dataset", "LICENSE", "--model", "slm-1m"),
+            ("--tokenizer_name", "no/such", "--dataset", "README.md", "--model", "slm-1m"),
             "tokenizer",
             "no/such",
         ),

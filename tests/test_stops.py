@@ -117,7 +117,7 @@ def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_p
         f"error: Ctrl-C (SIGINT) after step {step} of 100000",
         f"hint: --resume_from_checkpoint latest goes on from {folder}/step_{step}",
     ]
-    assert len(lines) == 4, "the command, what a step is, error and hint"
+    assert len(lines) == 5, "the command, weights and tokenizer, what a step is, error and hint"
     assert left_over(tmp_path) == []
     resume = ("--resume_from_checkpoint", "latest", "--max_steps", str(step + 1))
     done = launch(*words(tmp_path, *resume), config="accel_configs/ddp.yaml")
