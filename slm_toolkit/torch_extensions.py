@@ -14,7 +14,8 @@ from typing import TextIO
 
 import psutil
 
-_LOOK_SECONDS = 1.0
+WAITING = "waiting: "
+"begins a line about a compile that a run waits for; `slm compare` shows the rest of it"
 _LONG_SECONDS = 3.0
 "of a compile; an operator that was compiled before is locked for an instant, too"
 
@@ -50,7 +51,7 @@ def remove_stale_locks() -> None:
 
 
 class CompilerNews:
-    """Writes to stderr, once for each operator, that it is being compiled, which takes minutes."""
+    """Writes a line to stderr for each operator that is being compiled, which takes minutes."""
 
     def __init__(self) -> None:
         self._first_seen: dict[Path, float] = {}
@@ -67,9 +68,9 @@ class CompilerNews:
             self._first_seen[lock] = math.inf  # is written once
             name = lock.parent.name
             if _is_of_this_run(holder):
-                _note(f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+                _print(WAITING, f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
             else:
-                _note(f"another run, pid {holder.pid}, compiles {name}; if this run needs it, it waits")
+                _print(WAITING, f"another run, pid {holder.pid}, compiles {name}, which this run may need")
 
 
 def locks_by_existence() -> bool:
@@ -126,8 +127,8 @@ def _remove(lock: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or else another rank is removing it
         if not _holders([lock]) and os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
             lock.unlink()
-            _note(f"removed {lock}: a compile of {lock.parent.name} was interrupted, and left it locked")
+            _print("note: ", f"removed {lock}: a compile of {lock.parent.name} was interrupted, and left it")
 
 
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+def _print(prefix: str, text: str) -> None:
+    print(prefix + text, file=sys.stderr, flush=True)

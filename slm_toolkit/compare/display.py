@@ -19,8 +19,8 @@ from rich.progress import (
 
 from slm_toolkit.compare.causes import LOG_FILE, telling_lines
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.run_notes import RunNotes
 from slm_toolkit.compare.time_left import as_words, seconds_left
+from slm_toolkit.compare.waits import Waits
 from slm_toolkit.config import RunConfig
 from slm_toolkit.record import PARITY_REFERENCE, RunRecord
 
@@ -51,7 +51,7 @@ class Display:
         self.waiting = {run.run_name: run for run in runs}
         self.running: dict[str, tuple[PlannedRun, float, int]] = {}
         "with the time when it began, and its bar"
-        self.notes: dict[str, RunNotes] = {}
+        self.waits: dict[str, Waits] = {}
         self.lock = threading.RLock()
         names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
         others = [run.config for run in runs if not run.run_name.startswith(PARITY_REFERENCE)]
@@ -84,7 +84,7 @@ class Display:
             bar = self.bars.add_task(self._label(run), total=steps, says=says)
             self.waiting.pop(run.run_name, None)
             self.running[run.run_name] = run, time.monotonic(), bar
-            self.notes[run.run_name] = RunNotes(run.folder / LOG_FILE)
+            self.waits[run.run_name] = Waits(run.folder / LOG_FILE)
 
     def progress(self, run: PlannedRun, state: dict[str, float] | None) -> None:
         with self.lock:
@@ -93,13 +93,13 @@ class Display:
             if state is not None:
                 says = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
                 self.bars.update(bar, completed=state["step"], total=state["num_steps"], says=says)
-            notes = self.notes[run.run_name]
-            if (note := notes.look(state)) is None:
+            waits = self.waits[run.run_name]
+            if (wait := waits.look(state)) is None:
                 return
-            self.bars.update(bar, says=escape(note))
-            if not self.console.is_terminal and note not in notes.told:
-                notes.told.add(note)
-                self.console.print(f"{self._label(run)}: {escape(note)}", highlight=False, soft_wrap=True)
+            self.bars.update(bar, says=escape(wait))
+            if not self.console.is_terminal and wait not in waits.shown:
+                waits.shown.add(wait)
+                self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
 
     def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
         """Replace the run's bar by a line that stays, and what it wrote last where it failed."""
@@ -115,8 +115,8 @@ class Display:
             self.bars.update(self.overall, completed=self.num_ended, says=outlook)
             style = _STYLE.get(record.status, "red")
             took = f"{record.seconds_total:.0f} s"
-            if (notes := self.notes.pop(run.run_name, None)) is not None:
-                took += escape(notes.at_the_end(record.seconds_total))
+            if (waits := self.waits.pop(run.run_name, None)) is not None:
+                took += escape(waits.at_the_end(record.seconds_total))
             if kept:
                 took = f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force measures again)"
             count = f"trial {self.num_ended}" if self.searching else f"{self.num_ended}/{len(self.runs)}"

@@ -1,59 +1,47 @@
-"""What a run waits for, from the `note: ` lines that it writes to its log."""
+"""What a run waits for, from the `waiting: ` lines that it writes to its log."""
 
-import re
 import time
 from pathlib import Path
 
-_STANDS_SECONDS = 2.0
-"after which a note without a step since is shown: a run's last notes are followed by its end"
-_STEP = re.compile(r"step (?P<done>\d+)/(?P<of>\d+) |rank 0 of \d+: peak ")
-"what a run writes of its steps, and a rehearsal on tensors without memory of its end"
+from slm_toolkit.torch_extensions import WAITING
+
 _MOST_BYTES = 64 * 1024
 "of a log that are read in one look; of more, the last"
 
 
-class RunNotes:
+class Waits:
     """Follows the log of one run; `look` several times a second."""
 
-    def __init__(self, log: Path, *, stands_seconds: float | None = None) -> None:
+    def __init__(self, log: Path) -> None:
         self.log = log
-        self.stands_seconds = _STANDS_SECONDS if stands_seconds is None else stands_seconds
-        self.told: set[str] = set()
-        "that were shown where a line stays"
+        self.shown: set[str] = set()
+        "that were printed where there is no live line"
         self._began_at = time.monotonic()
         self._first_step_at: float | None = None
         self._before_step_1: str | None = None
-        "the last that `look` returned while no step was done"
+        self._step: float | None = None
+        self._wait: str | None = None
         self._offset = 0
         self._half_line = b""
-        self._step: float | None = None
-        self._is_done = False
-        self._note: str | None = None
-        self._noted_at = 0.0
 
     def look(self, state: dict[str, float] | None) -> str | None:
-        """The run's last note, where it has stood for a while and no step was done since.
+        """What the run said last that it waits for; None where it did not, or has done a step since.
 
         `state`: what the run wrote last about its steps, None before the first.
         """
+        for line in self._new_lines():
+            if line.startswith(WAITING):
+                self._wait = line.removeprefix(WAITING).strip()
+                if state is None:
+                    self._before_step_1 = self._wait
         step = None if state is None else state["step"]
         if step != self._step:
-            self._step, self._note = step, None
+            self._step, self._wait = step, None
             self._first_step_at = self._first_step_at or time.monotonic()
-        for line in self._new_lines():
-            if line.startswith("note: "):
-                self._note, self._noted_at = line.removeprefix("note: ").strip(), time.monotonic()
-            elif found := _STEP.match(line):  # a few quick steps may have left their progress unseen
-                self._note, self._is_done = None, self._is_done or found["done"] == found["of"]
-                self._first_step_at = self._first_step_at or time.monotonic()
-        if self._is_done or self._note is None or time.monotonic() - self._noted_at < self.stands_seconds:
-            return None
-        if self._first_step_at is None:
-            self._before_step_1 = self._note
-        return self._note
+        return self._wait
 
     def at_the_end(self, seconds_total: float) -> str:
-        """`, 270 s of it before step 1: ...` where a note was shown there, else nothing."""
+        """`, 270 s of it before step 1: ...` where the run waited there, else nothing."""
         if self._before_step_1 is None:
             return ""
         seconds = seconds_total if self._first_step_at is None else self._first_step_at - self._began_at
@@ -66,7 +54,7 @@ class RunNotes:
             with self.log.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < self._offset:  # another try has a new log
-                    self._offset, self._half_line, self._is_done = 0, b"", False
+                    self._offset, self._half_line = 0, b""
                 if size - self._offset > _MOST_BYTES:
                     self._offset, self._half_line = size - _MOST_BYTES, b""
                 file.seek(self._offset)
