@@ -122,6 +122,17 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
             assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
 
 
+def test_compiled_layer_kernels_have_the_gradients_of_plain_layers() -> None:
+    """The MLP's were all zero under torch 2.11."""
+    plain, model = made(), made(norm_kernel="fused", mlp_kernel="fused", torch_compile=True)
+    for each in (plain, model):
+        each.model.layers = each.model.layers[:1]
+    model.load_state_dict(plain.state_dict())
+    (wanted_loss, wanted), (loss, found) = two_micro_steps(plain), two_micro_steps(model)
+    assert error(loss, wanted_loss) < 1e-6
+    assert error(found, wanted) < 1e-6
+
+
 def test_without_gradients_or_labels_logits_are_logits() -> None:
     tokens = torch.arange(64).view(1, 64)
     plain, model = made().eval(), made(**ALL).eval()

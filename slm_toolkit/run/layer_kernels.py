@@ -53,7 +53,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+        silu = functional.silu(gate)
+        # compiled by torch 2.11, an in-place product in forward has no gradient
+        return silu * up if torch.compiler.is_compiling() else silu.mul_(up)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -299,7 +299,8 @@ def _compiled_chunk_losses_(
     top = exact.amax(dim=1, keepdim=True)
     partition = (exact - top).exp().sum(dim=1, keepdim=True)
     of_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    picked = (exact.gather(1, targets.clamp(min=0).unsqueeze(1)) - top) * valid
+    # no gather: torch 2.11's compiler moves it behind copy_, where logits are gradients already
+    picked = (torch.where(of_target, exact, 0).sum(dim=1, keepdim=True) - top) * valid
     if with_gradient:
         share = valid / num_items
         logits.copy_(((exact - top).exp() / partition - of_target.float()) * share)
