@@ -18,9 +18,10 @@ import pytest
 from conftest import ENV, ROOT, left_over, record_under
 from training_faults import SITE, Faulty, launch_with_fault, note, ranks_of
 
+from slm_toolkit.cli import _parser
 from slm_toolkit.config import RunConfig
-from slm_toolkit.flags import add_flags, config_from_args
-from slm_toolkit.parser import Parser, with_underscores
+from slm_toolkit.flags import config_from_args
+from slm_toolkit.parser import with_underscores
 from slm_toolkit.run.stalled import Stall, explain
 
 SAVING = ("--max_steps", "8", "--save_steps", "2")
@@ -281,13 +282,11 @@ def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:
 
 def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:
     text = (ROOT / "docs" / "faults.md").read_text()
-    found = [shlex.split(line) for line in re.findall(r"^accelerate launch .*", text, re.MULTILINE)]
+    found = [shlex.split(line) for line in re.findall(r"^slm train .*", text, re.MULTILINE)]
     assert len(found) == 2
     for words in found:
-        parser = Parser(prog="slm_toolkit.train")
-        add_flags(parser, grid=False)
-        arguments = words[words.index("slm_toolkit.train") + 1 :]
-        assert config_from_args(parser.parse_args(with_underscores(arguments))).problems() == []
+        args = _parser().parse_args(with_underscores(words[1:]))
+        assert config_from_args(args).problems() == []
     for seconds in (0.0, float("nan"), 4000.0):
         problems = RunConfig(ddp_timeout=seconds).problems()
         assert any(told.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600 seconds") for told in problems)
