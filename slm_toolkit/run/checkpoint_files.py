@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slm_toolkit.record_check import fits_of
+from slm_toolkit.saved_files import delete, sync
 from slm_toolkit.user_files import read_bytes
 
 FORMAT = 3
@@ -121,33 +121,23 @@ def finish(beside: Path, manifest: Manifest) -> Path:
         json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync(beside)
+    sync(beside)
     replaced = folder / f".{final.name}.replaced"
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete(replaced)
         final.rename(replaced)
     beside.rename(final)
-    _sync(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    sync(folder)
+    delete(replaced)
     return final
 
 
 def remove(checkpoint: Path) -> None:
     """So that a kill leaves no half of it under its name."""
     doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
-    shutil.rmtree(doomed, ignore_errors=True)
+    delete(doomed)
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted."""
-    leftovers = [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleted")]
-    leftovers += [
-        old for old in folder.glob(".step_*.replaced") if (folder / old.name.split(".")[1]).exists()
-    ]
-    for leftover in leftovers:
-        shutil.rmtree(leftover, ignore_errors=True)
+    delete(doomed)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -254,12 +244,3 @@ class Reader:
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of what a manifest says, but for the format and this."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Let the names in a folder be on disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -51,7 +51,7 @@ def find_checkpoints(
 ) -> list[Checkpoint]:
     """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
 
-    `latest` and `auto` mean this run's newest, `auto` the newest before `num_steps`, its last step; a run's
+    `latest` and `auto` mean this run's newest, `auto` first those before `num_steps`, its last step; a run's
     folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
     Raises ValueError where there is none, or none that this run can go on from.
     """
@@ -60,9 +60,8 @@ def find_checkpoints(
         return _newest(run_dir, run, can_be_none=False)
     if asked == "auto":
         found = _newest(run_dir, run, can_be_none=True)
-        # of a run killed after its last checkpoint, before its record: that step again
-        unended = [one for one in found if num_steps is None or one.manifest.step < num_steps]
-        return unended or found
+        # of a run killed after its last checkpoint, before its record: its last steps again
+        return sorted(found, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
     of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
     if (of_run / CHECKPOINTS_DIR).is_dir():
         return _newest(of_run, run, can_be_none=False)
