@@ -161,7 +161,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         # an epoch's order was drawn from the same numbers before, at its beginning
         if in_epoch and record.first_step < num_steps:
             batches = chain([next(batches)], batches)
-        load_random_states(job.checkpoint, accelerator)
+        with user_errors():
+            load_random_states(job.checkpoint, accelerator)
 
     def evaluate_after(step: int) -> None:
         watchdog.beat(f"in the evaluation after step {step}")

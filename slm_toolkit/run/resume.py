@@ -23,6 +23,7 @@ from slm_toolkit.run.checkpoint_files import (
     Manifest,
     Reader,
     damage,
+    file_of_rank,
     read_manifest,
 )
 from slm_toolkit.run.ranks import gather_to_all
@@ -220,15 +221,28 @@ def load_state(
 
 
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again."""
+    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again.
+
+    Raises ValueError where torch does not take this rank's state.
+    """
     if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
         return
     reader = Reader(checkpoint.path, checkpoint.manifest)
     rank = accelerator.process_index
-    torch.set_rng_state(reader.of_rank(rank, RANDOM_CPU))
-    on_gpu = reader.of_rank(rank, RANDOM_CUDA) if torch.cuda.is_available() else None
-    if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
+    setters = {RANDOM_CPU: torch.set_rng_state}
+    if torch.cuda.is_available():
+        setters[RANDOM_CUDA] = torch.cuda.set_rng_state
+    for name, set_state in setters.items():
+        state = reader.of_rank(rank, name)
+        if state is None and name == RANDOM_CUDA:  # written on a CPU
+            continue
+        try:
+            set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{checkpoint.path / file_of_rank(rank)}: {name} is no state of torch's random numbers: "
+                f"{str(error).splitlines()[0]}\nhint: resume from another checkpoint"
+            ) from None
 
 
 def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
