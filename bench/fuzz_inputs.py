@@ -165,6 +165,40 @@ def _edited(seed: bytes, seeds: list[bytes], rng: random.Random) -> bytes:
     return seed[:start] + other[rng.randrange(len(other) + 1) :]
 
 
+def made_checkpoint(seeds: list[bytes], rng: random.Random) -> bytes:
+    """A checkpoint with changed tensors, in half of the cases with a manifest that agrees; or any values."""
+    if rng.random() < 0.4:
+        return made(seeds, rng)
+    whole = json.loads(rng.choice(seeds))
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        file = rng.choice(whole["manifest"]["files"])
+        if not (tensors := whole["tensors"].get(file["name"])):
+            continue
+        name, agrees = rng.choice(list(tensors)), rng.random() < 0.5
+        tensor, kind = tensors[name], rng.randrange(6)
+        size = file["sizes"].get(name, 0) + rng.choice((-8, -1, 1, 5000))
+        if kind == 0:
+            del tensors[name]
+        elif kind == 1:
+            tensor["shape"] = rng.choice(([1, *tensor["shape"]], [*tensor["shape"], 1], [2, 8], [], [0]))
+        elif kind == 2:
+            tensor["dtype"] = rng.choice(("F64", "F16", "BF16", "I64", "U8", "BOOL", "C64", "F8_E4M3", "F4"))
+        elif kind == 3:
+            tensor["byte"] = rng.choice((0, 127, 255))
+        elif kind == 4:
+            tensor["shape"] = [max(0, size)]
+        else:
+            tensors[rng.choice(list(tensors)) + rng.choice(("", "_"))] = tensors.pop(name)
+        if agrees and kind == 0:
+            del file["sizes"][name], file["starts"][name]
+        elif agrees:
+            key, by = rng.choice(("starts", "sizes")), rng.choice((-8, -1, 1, 8, 2**40))
+            file[key][name] = max(0, size) if kind == 4 else file[key].get(name, 0) + by
+    if rng.random() < 0.1:
+        whole["manifest"]["files"].append(rng.choice(whole["manifest"]["files"]))
+    return json.dumps(whole).encode()
+
+
 def made_words(seeds: list[bytes], rng: random.Random) -> bytes:
     """A command's words, one a line: of a real one, some replaced, left out, doubled, with odd values."""
     words = rng.choice(seeds).decode().split("\n")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz_inputs import made, made_words
+from fuzz_inputs import made, made_checkpoint, made_words
 from fuzz_reading import (
     checkpoint_input,
     command_line_input,
@@ -26,6 +26,7 @@ from fuzz_reading import (
     prices_input,
     record_input,
     rows_input,
+    signed_checkpoint_input,
     slurm_input,
     strategy_yaml_input,
     timeline_input,
@@ -49,6 +50,7 @@ from fuzz_seeds import (
     files,
     lines,
     records,
+    signed_checkpoints,
     timeline_seeds,
 )
 
@@ -93,6 +95,7 @@ READERS = (
     Reader("network", network_input, lambda: dumped(NETWORK), 6),
     Reader("record", record_input, records, 8),
     Reader("checkpoint", checkpoint_input, lambda: dumped(CHECKPOINT), 4),
+    Reader("signed_checkpoint", signed_checkpoint_input, signed_checkpoints, 6, made_checkpoint),
     Reader("timeline", timeline_input, timeline_seeds, 2),
     Reader(
         "convert_file",

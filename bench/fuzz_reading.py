@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -131,6 +133,57 @@ def checkpoint_input(data: bytes, folder: Path) -> None:
     damage(folder, checkpoint.manifest.files)
     num_held_out(checkpoint)
     check_data(checkpoint, [{"num_held_out": 12, "digest": "0"}])
+
+
+def signed_checkpoint_input(data: bytes, folder: Path) -> None:
+    """A checkpoint that somebody changed and signed anew: what a run that goes on from it does."""
+    import torch
+    from fuzz_seeds import tiny_run
+
+    from slm_toolkit.run import resume
+    from slm_toolkit.run.checkpoint_files import FORMAT, MANIFEST_FILE, digest_of
+
+    run = tiny_run()
+    try:
+        content = json.loads(data)
+        manifest = content["manifest"]
+        for name, tensors in content["tensors"].items():
+            _written(folder, Path(name).name, _safetensors(tensors, run.tensors.get(name, {})))
+        for file in manifest["files"]:
+            written = (folder / file["name"]).read_bytes()
+            file.setdefault("num_bytes", len(written))
+            file.setdefault("sha256", hashlib.sha256(written).hexdigest())
+        signed = {"format": FORMAT, "sha256": digest_of(manifest), **manifest}
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, OverflowError, RecursionError):
+        return  # no checkpoint that could be written
+    _written(folder, MANIFEST_FILE, json.dumps(signed).encode())
+    with contextlib.redirect_stderr(io.StringIO()):
+        checkpoint = resume.choose(
+            resume.find_checkpoints(str(folder), folder, run.description, num_steps=None), run.accelerator
+        )
+    resume.num_held_out(checkpoint)
+    resume.check_data(checkpoint, run.manifest["run"]["data"])
+    resume.load_weights(run.model, checkpoint)
+    resume.load_state(checkpoint, run.model, run.optimizer, run.accelerator)
+    resume.load_random_states(checkpoint, run.accelerator)
+    torch.rand(1000)
+    json.dumps(resume.described(checkpoint, run.manifest["written_by"]), allow_nan=False)
+
+
+def _safetensors(tensors: dict[str, Any], whole: dict[str, bytes]) -> bytes:
+    """A file of these dtypes and shapes, in which each tensor has the bytes that it has in `whole`, as far as
+    they go; `data_offsets`, where given, stay, and a single `byte` fills all of a tensor."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        size = math.prod(tensor["shape"]) * {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(tensor["dtype"], 1)
+        if not 0 <= size <= 2**20:
+            raise ValueError(size)
+        known = {field: value for field, value in tensor.items() if field != "byte"}
+        header[name] = {"data_offsets": [len(data), len(data) + size], **known}
+        content = bytes([tensor["byte"]]) * size if "byte" in tensor else whole.get(name, b"")[:size]
+        data += content.ljust(size, b"\0")
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
 
 
 def timeline_input(data: bytes, folder: Path) -> None:

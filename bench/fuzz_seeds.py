@@ -2,6 +2,9 @@
 
 import io
 import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +174,77 @@ CHECKPOINT = {
         for rank in range(2)
     ],
 }
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A model that has done a step, and what goes on from its checkpoints."""
+
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    description: dict[str, Any]
+    manifest: dict[str, Any]
+    "of its checkpoint, without files"
+    tensors: dict[str, dict[str, bytes]]
+    "of each file, flat ones"
+
+
+@cache
+def tiny_run() -> TinyRun:
+    """Its checkpoint has the files of two ranks, and is read by one."""
+    import torch
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from slm_toolkit.run.checkpoint import RANDOM_CPU
+    from slm_toolkit.run.checkpoint_files import write_rank_file
+    from slm_toolkit.run.optimizer import AdamWWithMasterWeights
+    from slm_toolkit.run.training_state import num_elements, stretches, trained
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    optimizer = AdamWWithMasterWeights(model.parameters(), max_grad_norm=1.0, fused=False, foreach=True)
+    tokens = torch.arange(16)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    description = {"model": "tiny", "seed": 0, "sequences_per_step": 4}
+    manifest = {
+        **{"step": 1, "optimizer_steps": 1, "order": 1, "frozen": None, "scaler": None},
+        "run": {**description, "data": [{"num_sequences": 12, "digest": "0"}]},
+        "written_by": {**CHECKPOINT["written_by"], "num_processes": 1},
+        "num_elements": {name: num_elements(param) for name, param in trained(model)},
+        "files": [],
+    }
+    tensors = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(2):
+            mine = {RANDOM_CPU: (0, torch.get_rng_state())}
+            for part in stretches(model, optimizer, rank=rank, world_size=2):
+                if part.is_mine:
+                    mine[f"{part.kind}/{part.name}"] = (part.start, part.tensor.clone())
+            file = write_rank_file(Path(folder), rank, mine)
+            tensors[file.name] = {name: bytes(tensor.numpy()) for name, (_, tensor) in mine.items()}
+            manifest["files"].append({"name": file.name, "starts": file.starts, "sizes": file.sizes})
+    return TinyRun(model, optimizer, Accelerator(cpu=True), description, manifest, tensors)
+
+
+def signed_checkpoints() -> list[bytes]:
+    """A manifest, and dtype and shape of each file's tensors: what is changed, then written and signed."""
+    run = tiny_run()
+    tensors = {
+        file["name"]: {
+            name: {"dtype": "U8" if name.startswith("random") else "F32", "shape": [size]}
+            for name, size in file["sizes"].items()
+        }
+        for file in run.manifest["files"]
+    }
+    scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    scaler |= {"growth_interval": 2000, "_growth_tracker": 0}
+    return dumped(
+        {"manifest": run.manifest, "tensors": tensors},
+        {"manifest": {**run.manifest, "scaler": scaler}, "tensors": tensors},
+    )
 
 
 def records() -> list[bytes]:

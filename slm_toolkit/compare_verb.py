@@ -209,7 +209,8 @@ def _run(
         record = launcher.kept_record(run)
         kept = record is not None
         if kept:
-            local.clear(run.folder)  # a kill between the record and the end leaves some
+            with suppress(OSError):
+                local.clear(run.folder)  # a kill between the record and the end leaves some
         if record is None and args.skip_oom and (record := skipped_record(run)) is not None:
             with suppress(OSError):  # on a full disk it is a row all the same
                 write_record(record, run.folder)

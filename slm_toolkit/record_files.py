@@ -14,6 +14,7 @@ import orjson
 from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record_check import is_deep, may_be_deep, wrong_fields
+from slm_toolkit.saved_files import delete, sync
 from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
 
 LIMIT_BYTES = 2**28
@@ -22,12 +23,18 @@ _HINT = f"records are runs/*/{RECORD_FILE}"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
-    """Write `folder`/record.json whole or not at all: beside, then renamed."""
+    """Write `folder`/record.json whole or not at all: to another file, renamed once it is on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RECORD_FILE
-    beside = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
-    beside.write_text(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
-    beside.replace(path)
+    unfinished = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
+    try:
+        unfinished.write_text(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        delete(unfinished)
+        raise
+    sync(folder)
     return path
 
 

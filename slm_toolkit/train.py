@@ -49,7 +49,6 @@ from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.place import remove_earlier_run
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.ranks import gather_to_all
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import save_model
@@ -59,7 +58,7 @@ from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 from slm_toolkit.run.watchdog import Watchdog
-from slm_toolkit.saved_files import MODEL_DIR
+from slm_toolkit.saved_files import MODEL_DIR, sweep
 
 imports_done()
 
@@ -133,6 +132,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
     progress = None
     if accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
+        sweep(run_dir)
         progress = TrainingProgress(run_dir, record.first_step, num_steps)
         progress.say(job.batch_described)
         if job.checkpoint is not None:
@@ -142,8 +142,6 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         start_tracker(accelerator, config, run_dir)
     accelerator.wait_for_everyone()
 
-    losses: list[torch.Tensor] = []
-    grad_norms: list[torch.Tensor | float | None] = []
     eval_losses: list[dict[str, float]] = []
     eval_losses_by_set: dict[str, list[float | None]] = {name: [] for name in prepared.eval_loaders}
     batches = endless(
@@ -163,7 +161,8 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         # an epoch's order was drawn from the same numbers before, at its beginning
         if in_epoch and record.first_step < num_steps:
             batches = chain([next(batches)], batches)
-        load_random_states(job.checkpoint, accelerator)
+        with user_errors():
+            load_random_states(job.checkpoint, accelerator)
 
     def evaluate_after(step: int) -> None:
         watchdog.beat(f"in the evaluation after step {step}")
@@ -182,9 +181,6 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         with watch.step():
             lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
             step_loss, norm = train_step(job, prepared, batches, watch)
-        losses.append(step_loss)
-        grad_norms.append(norm)
-
         done = step + 1
         if progress is not None and progress.due(done):
             progress.show(done, step_loss.item(), watch.num_tokens() * accelerator.num_processes)
@@ -202,15 +198,14 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         guard.after(step, step_loss, norm)
     guard.end()
     watchdog.beat("after the last step")
-    if not losses and prepared.eval_loaders:  # killed after its last checkpoint, before its record
+    has_trained = record.first_step < num_steps
+    if not has_trained and prepared.eval_loaders:  # killed after its last checkpoint, before its record
         evaluate_after(num_steps)
     job.search.end()
-    of_this_rank = torch.stack(losses).tolist() if losses else []
-    ranks = gather_to_all(of_this_rank)  # an all-reduce would add in an order of its own
-    mean_losses = [sum(of_step) / len(ranks) for of_step in zip(*ranks, strict=True)]
     if progress is not None:
-        if mean_losses:
-            progress.show(num_steps, mean_losses[-1], watch.num_tokens() * accelerator.num_processes)
+        if has_trained:
+            last = guard.losses[-1] if guard.losses else step_loss.item()  # of a rehearsal's one rank
+            progress.show(num_steps, last, watch.num_tokens() * accelerator.num_processes)
         else:
             progress.say(f"all {num_steps} steps were done before")
         progress.close()
@@ -224,7 +219,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
             merge=config.merge_adapter,
         )
     anatomy = None
-    if config.profile and losses:
+    if config.profile and has_trained:
         watchdog.beat("while profiling")  # these steps train on, after all that is recorded and saved
         if progress is not None:
             progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
@@ -239,11 +234,9 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         **observed,
         "anatomy": anatomy,
         "memory_at_peak": timeline.summary if timeline else None,
-        # a rehearsal's mean nothing: nobody else's gradients arrived
-        "losses": [] if config.rehearse else [finite(loss) for loss in mean_losses],
-        "grad_norms": []
-        if config.rehearse
-        else [None if norm is None else finite(float(norm)) for norm in grad_norms],
+        # empty in a rehearsal, where they mean nothing: nobody else's gradients arrived
+        "losses": [finite(loss) for loss in guard.losses],
+        "grad_norms": [None if norm is None else finite(norm) for norm in guard.grad_norms],
         "skipped_steps": guard.skipped,
         "eval_losses": eval_losses,
         "eval_losses_by_set": eval_losses_by_set,

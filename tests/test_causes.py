@@ -47,19 +47,55 @@ def code_of(*words: str) -> int:
     return ended.value.code
 
 
+def on_a_disk_of_its_own(words: tuple[str, ...], folder: Path, options: str) -> Iterator[Path]:
+    """The folder of the first run of a comparison, mounted as a tmpfs."""
+    command = shlex.split(
+        slm("compare", "--dry_run", *words, "--output_dir", str(folder)).out.splitlines()[0]
+    )
+    run_dir = folder / command[command.index("--run_name") + 1]
+    run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(run_dir)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield run_dir
+    subprocess.run(["umount", str(run_dir)], check=True)
+
+
 @pytest.fixture(params=[8, 4])
 def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """The folder of a single-process run on a disk of 8 KiB (YAML and log fit) or 4 KiB (the YAML does)."""
-    words = ("--dry_run", "--strategy", "single", "--model", "slm-1m", "--max_steps", "3")
-    (line,) = slm("compare", *words, "--output_dir", str(tmp_path)).out.splitlines()
-    command = shlex.split(line)
-    folder = tmp_path / command[command.index("--run_name") + 1]
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    words = ("--strategy", "single", "--model", "slm-1m", "--max_steps", "3")
+    yield from on_a_disk_of_its_own(words, tmp_path, f"size={request.param}k")
+
+
+TWO_SEEDS = (
+    "--strategy",
+    "single",
+    "--model",
+    "slm-1m",
+    "--seq_len",
+    "32",
+    "--max_steps",
+    "1",
+    "--seed",
+    "0",
+    "1",
+)
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    yield from on_a_disk_of_its_own(TWO_SEEDS, tmp_path, "size=64k,ro")
+
+
+def test_a_folder_that_cannot_be_written_is_a_row_and_the_next_run_finishes(read_only_folder: Path) -> None:
+    finished = slm("compare", "--json", *TWO_SEEDS, "--output_dir", str(read_only_folder.parent))
+    assert finished.code == 1, finished.err
+    rows = json.loads(finished.out)
+    assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+    (failed,) = (row for row in rows if row["status"] == "failed")
+    assert failed["reason"] == f"Read-only file system: {read_only_folder}/launch"
+    assert "Traceback" not in finished.err
 
 
 def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: Path) -> None:

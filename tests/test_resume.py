@@ -1,5 +1,6 @@
 """A run goes on from its checkpoints: from the newest that is whole, under flags that continue it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,24 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
     assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
     # killed after its last checkpoint, before its record, a run does its last steps again
     (tmp_path / "run" / "record.json").unlink()
-    words = ("--max_steps", "4", "--save_steps", "1", "--resume_from_checkpoint", "auto")
-    again = train(tmp_path, *words)
+    words = ("--max_steps", "4", "--save_steps", "1", "--resume_from_checkpoint")
+    again = train(tmp_path, *words, "auto")
     assert (again["first_step"], again["losses"]) == (3, resumed["losses"][1:])
+    # or what comes after them, where the checkpoint before is damaged, or where `latest` is asked for
+    (tmp_path / "run" / "record.json").unlink()
+    weights = folder / "step_3" / "rank_0.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    for name in (".step_2.deleted", ".step_5.0a1b.unfinished"):  # what kills leave is swept meanwhile
+        (folder / name).mkdir()
+    for name in ("progress.new", ".record.json.host.123"):
+        (tmp_path / "run" / name).write_text("half")
+    again = train(tmp_path, *words, "auto")
+    assert (again["status"], again["first_step"], again["losses"]) == ("ok", 4, [])
+    assert f"warning: {folder}/step_3 is damaged and skipped" in again["said"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "record.json"]
+    assert sorted(os.listdir(folder)) == ["step_3", "step_4"]
+    (tmp_path / "run" / "record.json").unlink()
+    again = train(tmp_path, *words, "latest", "--save_final_model", "true")
+    assert (again["first_step"], again["model_dir"]) == (4, f"{tmp_path}/run/model")
+    done = launch(*SHORT, "--output_dir", str(tmp_path), *words, "latest", config=SINGLE)
+    assert "step_4 has all 4 steps done" in done.err

@@ -11,15 +11,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ENV, ROOT, Finished, launch, record_under, run, slm
-from transformers import LlamaForCausalLM
+from accelerate import Accelerator
+from conftest import ENV, ROOT, Finished, launch, made_record, record_under, run, slm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import RunEnded
 from slm_toolkit.models import PRESETS
+from slm_toolkit.record_files import write_record
 from slm_toolkit.run.checkpoint_files import FORMAT, Manifest, digest_of, read_manifest
 from slm_toolkit.run.data import load_data
 from slm_toolkit.run.saved_model import save_model
 from slm_toolkit.run.smaller_batch import BatchSizeSearch
+from slm_toolkit.saved_files import model_damage
 
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
 WRITTEN_BY = {
@@ -319,15 +323,16 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: 
                 read_manifest(tmp_path)
 
 
-def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-    from transformers import LlamaConfig
-
+def small_model() -> LlamaForCausalLM:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 384}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-    accelerator, folder = Accelerator(cpu=True), tmp_path / "model"
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+
+
+def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, accelerator, folder = small_model(), Accelerator(cpu=True), tmp_path / "model"
     save_model(accelerator, model, None, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert json.loads(before["slm_toolkit.json"])["files"] == sorted(before)
     whole = model.save_pretrained
 
     def break_off(place: Path, **options: object) -> None:
@@ -340,14 +345,102 @@ def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pyt
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     monkeypatch.undo()
     folder.rename(tmp_path / ".model.replaced")  # as a kill between two renames leaves it
-    (tmp_path / "elsewhere").mkdir()
     save_model(accelerator, model, None, folder)
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "model"]
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "elsewhere")
-    save_model(accelerator, model, None, link)
-    assert link.is_symlink()
-    assert (tmp_path / "elsewhere" / "config.json").exists()
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
+    """A link, a folder of somebody else's, one with a file more: nothing of theirs is opened or deleted."""
+    model, accelerator = small_model(), Accelerator(cpu=True)
+    precious, folder = tmp_path / "precious", tmp_path / "model"
+    precious.mkdir()
+    (precious / "config.json").write_text("mine")
+    before = contents(tmp_path)
+    for name in ("model", ".model.replaced"):
+        (tmp_path / name).symlink_to(precious)
+        with pytest.raises(RunEnded, match=f"{name} is a link, and no run replaces"):
+            save_model(accelerator, model, None, folder)
+        (tmp_path / name).unlink()
+    (tmp_path / ".model.unfinished").symlink_to(precious)
+    save_model(accelerator, model, None, folder)
+    assert not folder.is_symlink()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(
+        RunEnded, match=r"model/notes/mine\.txt was not written by a run, which would delete it"
+    ):
+        save_model(accelerator, model, None, folder)
+    with pytest.raises(RunEnded, match=r"config\.json was not written by a run"):
+        save_model(accelerator, model, None, precious)
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
+    assert contents(precious) == before
+
+
+@pytest.mark.parametrize(
+    ("is_link", "flag"),
+    [(True, ("--resume_from_checkpoint", "auto")), (False, ("--overwrite_output_dir",))],
+)
+def test_a_run_leaves_a_model_folder_of_somebody_else_alone(
+    is_link: bool, flag: tuple[str, ...], tmp_path: Path
+) -> None:
+    precious, model = tmp_path / "precious", tmp_path / "run" / "model"
+    model.parent.mkdir()
+    if is_link:
+        precious.mkdir()
+        model.symlink_to(precious)
+    else:
+        model.mkdir()
+    (model / "mine.txt").write_text("mine")
+    done = train(tmp_path, "--max_steps", "1", "--save_final_model", "true", *flag)
+    assert (model / "mine.txt").read_text() == "mine"
+    said = "model is a link, and no run" if is_link else "model/mine.txt was not written by a run"
+    assert (done.code, f"error: {tmp_path}/run/{said}" in done.err) == (2, True)
+
+
+def test_model_and_record_are_on_the_disk_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power would leave: every file, and every folder's names, in the order of renames."""
+    happened: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        happened.append(("fsync", os.fstat(descriptor).st_ino))
+
+    def noted_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        happened.append(("rename", os.stat(target).st_ino))
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_rename)
+    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model")
+    model = (tmp_path / "model").stat().st_ino
+    files = {path.stat().st_ino for path in (tmp_path / "model").iterdir()}
+    assert len(files) == 4  # config, generation_config, weights, the list of these
+    assert set(happened[:4]) == {("fsync", file) for file in files}
+    assert happened[4:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
+    happened.clear()
+    record = write_record(made_record(), tmp_path).stat().st_ino
+    assert happened == [("fsync", record), ("rename", record), ("fsync", tmp_path.stat().st_ino)]
+
+
+def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "1", "--save_final_model", "true")
+    assert train(tmp_path, *words).code == 0
+    model, again = tmp_path / "run" / "model", ("--resume_from_checkpoint", "auto")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for path in model.iterdir():  # as a file system leaves files that were not on the disk yet
+        path.write_bytes(b"")
+    done = train(tmp_path, *words, *again)
+    assert done.code == 0, done.err
+    assert f"note: this run has ended, but {model}/config.json is empty" in done.err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    done = train(tmp_path, *words, *again)
+    assert f"note: this run has ended: {tmp_path}" in done.err
+    (model / "model.safetensors").unlink()
+    assert model_damage(model) == f"{model}/model.safetensors is missing"
 
 
 def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:

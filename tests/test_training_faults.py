@@ -174,7 +174,7 @@ def fill(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "free_bytes", "where"),
     [
-        (("--max_steps", "400"), 0, "at step "),
+        (("--max_steps", "400"), 0, "after the last step"),
         pytest.param(
             ("--max_steps", "4", "--save_final_model", "true"), 2**20, "in saving", marks=pytest.mark.slow
         ),
@@ -183,7 +183,7 @@ def fill(disk: Path) -> None:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["the progress file", "the final model", "the tracker"],
+    ids=["the record", "the final model", "the tracker"],
 )
 def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     arguments: tuple[str, ...],
@@ -208,6 +208,26 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     assert "[rank" not in faulty.err
     assert faulty.message_seconds < 60
     note(faulty, f"disk full: {request.node.callspec.id}", record_property)
+
+
+def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
+    small_disk: Path, tmp_path: Path, record_property: Report
+) -> None:
+    """The file for `slm compare`'s display can't be written before: training goes on without it."""
+
+    def protect() -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+
+    faulty = launch_with_fault(tmp_path, "--max_steps", "200", at_line=("a step is", protect))
+    assert faulty.code == 1, faulty.err
+    warned = f"warning: can't write {small_disk}/run/progress.json: Read-only file system; training goes on"
+    assert faulty.err.count(warned) == 1
+    (message,) = faulty.messages
+    assert message.startswith(
+        f"error: rank 0 after the last step: can't write {small_disk}/run/.record.json."
+    )
+    assert faulty.hint == f"is {small_disk}/run still there, and its disk writable?"
+    note(faulty, "disk read-only: the record", record_property)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
-from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy import config_options, write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
@@ -45,7 +46,7 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
     if (record := _earlier_record(run)) is None:
         return None
     lacks_model = run.config.save_final_model and (
-        record.model_dir is None or not Path(record.model_dir).is_dir()
+        record.model_dir is None or model_damage(Path(record.model_dir)) is not None
     )
     lacks_log = run.config.report_to not in ("none", record.reported_to)
     if record.status == "ok" and (lacks_model or lacks_log):
@@ -105,8 +106,8 @@ def execute(
         tries += 1
         if tries > retries:
             return record
-        if (log := run.folder / LOG_FILE).is_file():  # a full disk leaves none
-            log.replace(run.folder / f"log-try{tries}.txt")
+        with suppress(OSError):  # a full disk leaves none
+            (run.folder / LOG_FILE).replace(run.folder / f"log-try{tries}.txt")
 
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
@@ -161,21 +162,15 @@ def _execute_once(
         if (record := own_record(run, ended)) is not None:
             return record
         record = record_of(run, ended)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        where = error.filename or run.folder
+    except OSError as error:  # of this run's folder: the others go on
+        full = "no room on the disk: " if error.errno in DISK_FULL else ""
         record = record_of(
             run,
             Ended([], started_at, time.monotonic() - started, 1, None, None, None, ""),
-            reason=f"no room on the disk: {error.strerror}: {where}",
+            reason=f"{full}{error.strerror}: {error.filename or run.folder}",
         )
-    try:
+    with suppress(OSError):  # then this comparison's table alone has it
         write_record(record, run.folder)
-    except OSError as error:  # then this comparison's table alone has it
-        if error.errno not in DISK_FULL:
-            raise
-        clear(run.folder)
     return record
 
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -252,7 +253,8 @@ def _record_of(run: PlannedRun, job: Job) -> RunRecord:
     """What the run wrote about itself, or what Slurm says about its end."""
     path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
     last = local.progress_of(run.folder)
-    (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
+    with suppress(OSError):
+        (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
     record = read_record(path) if path.is_file() else None
     if record is not None and job.state in _ENDED_BY_ITSELF:
         if record.status != "ok" or job.state != "FAILED":
@@ -270,7 +272,8 @@ def _record_of(run: PlannedRun, job: Job) -> RunRecord:
         command=f"sbatch {script_path(run)}",
         seconds_total=job.seconds,
     )
-    write_record(record, run.folder)
+    with suppress(OSError):  # then this comparison's table alone has it
+        write_record(record, run.folder)
     return record
 
 

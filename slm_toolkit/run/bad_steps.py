@@ -32,7 +32,7 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: flo
                 {
                     "rank": of_rank,
                     "loss": finite(seen.losses[of_rank]),
-                    "grad_norm": finite(seen.grad_norms[of_rank]),
+                    "grad_norm": None if (norm := seen.grad_norms[of_rank]) is None else finite(norm),
                     "is_bad": of_rank in bad_ranks,
                     "sequences": sequences,
                 }
@@ -43,7 +43,8 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: flo
     losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
     if seen.is_loss_bad(max_loss):
         return f"the loss is {losses}", path
-    told = f"the norm of the gradients is {seen.grad_norms[0]:.4g}, the loss {losses}"
+    norm = seen.grad_norms[0]
+    told = f"the norm of the gradients is {'unknown' if norm is None else f'{norm:.4g}'}, the loss {losses}"
     if job.config.on_bad_step == "skip":  # then it is the norm that tells
         told += f"; or the loss of a micro-step is above {max_loss:.4g} (--max_loss)"
     return told, path

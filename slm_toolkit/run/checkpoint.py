@@ -27,7 +27,6 @@ from slm_toolkit.run.checkpoint_files import (
     read_manifest,
     remove,
     step_name,
-    sweep,
     unfinished,
     write_rank_file,
 )
@@ -38,7 +37,7 @@ from slm_toolkit.run.training_state import (
     stretches,
     trained,
 )
-from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
 from slm_toolkit.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
@@ -115,7 +114,7 @@ class CheckpointWriter:
         if accelerator.is_main_process:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                sweep(self.folder)
+                sweep_checkpoints(self.folder)
                 unfinished(self.folder, step, token).mkdir()
                 order = 1 + max((m.order for m in readable_manifests(self.folder).values()), default=0)
             except OSError as error:
@@ -178,7 +177,7 @@ class CheckpointWriter:
             self._raise(problem)
         except RunEnded:
             if self.accelerator.is_main_process:
-                shutil.rmtree(self._unfinished, ignore_errors=True)
+                delete(self._unfinished)
             raise
         return self.folder / step_name(writing.step)
 
@@ -202,10 +201,9 @@ class CheckpointWriter:
                 free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
                 told += f" ({free_bytes / 2**20:,.1f} MiB free)"
                 helps = f"make room in {self.folder}"
-            raise RunEnded(
-                f"the checkpoint could not be written: {told}\n"
-                f"hint: {helps}; --resume_from_checkpoint latest goes on from the last one"
-            )
+            if finished(self.folder):
+                helps += "; --resume_from_checkpoint latest goes on from the last one"
+            raise RunEnded(f"the checkpoint could not be written: {told}\nhint: {helps}")
 
 
 def _problem(error: OSError, place: Path) -> tuple[int | None, str]:

@@ -9,10 +9,9 @@ No pickle: reading one runs no code. A folder called step_<k> is whole: it was r
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slm_toolkit.record_check import fits_of
+from slm_toolkit.saved_files import delete, sync
 from slm_toolkit.user_files import read_bytes
 
 FORMAT = 3
@@ -38,6 +38,8 @@ WRITTEN_BY = {
 "what is said of the launch that wrote a checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
 "what is said in a run's description of its data, a list, and of how much of a stream was held out"
+_FLOATS, _BYTES = ("F64", "F32", "F16", "BF16"), ("U8",)
+"dtypes as safetensors calls them: of weights and moments, of random states"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
 
 
@@ -80,12 +82,16 @@ def step_name(step: int) -> str:
     return f"step_{step}"
 
 
+def file_of_rank(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
 def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
     """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; on disk when this returns.
 
     Raises OSError where there is no room.
     """
-    path = folder / f"rank_{rank}.safetensors"
+    path = folder / file_of_rank(rank)
     try:
         save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
     except SafetensorError as error:  # of Rust's io::Error only the text is left
@@ -121,33 +127,23 @@ def finish(beside: Path, manifest: Manifest) -> Path:
         json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync(beside)
+    sync(beside)
     replaced = folder / f".{final.name}.replaced"
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete(replaced)
         final.rename(replaced)
     beside.rename(final)
-    _sync(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    sync(folder)
+    delete(replaced)
     return final
 
 
 def remove(checkpoint: Path) -> None:
     """So that a kill leaves no half of it under its name."""
     doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
-    shutil.rmtree(doomed, ignore_errors=True)
+    delete(doomed)
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted."""
-    leftovers = [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleted")]
-    leftovers += [
-        old for old in folder.glob(".step_*.replaced") if (folder / old.name.split(".")[1]).exists()
-    ]
-    for leftover in leftovers:
-        shutil.rmtree(leftover, ignore_errors=True)
+    delete(doomed)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -172,18 +168,34 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _makes_sense(manifest: Manifest) -> bool:
     """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
-    of_data, base = manifest.run.get(DATA), manifest.written_by.get("base_batch_size")
+    of_data, names = manifest.run.get(DATA), [file.name for file in manifest.files]
+    counts = [manifest.order, *manifest.num_elements.values()]
+    for file in manifest.files:
+        counts += [*file.starts.values(), *file.sizes.values()]
     return (
         0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
-        and manifest.written_by.keys() >= WRITTEN_BY
-        and all(_OF_RANK.fullmatch(file.name) for file in manifest.files)
+        and manifest.written_by.keys() == WRITTEN_BY
+        and all(
+            isinstance(value, str) and value.isprintable()
+            if name == "strategy"
+            else _is_count(value) and value > 0
+            for name, value in manifest.written_by.items()
+        )
+        and (manifest.scaler is None or _is_scaler(manifest.scaler))
+        and len(names) == len(set(names))
+        and all(map(_OF_RANK.fullmatch, names))
         and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
+        and all(map(_is_count, counts))
         and isinstance(of_data, list)
         and all(isinstance(content, dict) for content in of_data)
         and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in of_data)
-        and _is_count(base)
-        and base > 0
     )
+
+
+def _is_scaler(state: dict[str, Any]) -> bool:
+    is_as_torch_has_it = state.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
+    numbers = [value for value in state.values() if isinstance(value, float) or _is_count(value)]
+    return is_as_torch_has_it and len(numbers) == len(state) and all(map(math.isfinite, numbers))
 
 
 def _is_count(value: object) -> bool:
@@ -201,6 +213,8 @@ def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
         path = checkpoint / file.name
         try:
             size = path.stat().st_size
+            if not path.is_file():
+                return f"{path} is no file"
             if size != file.num_bytes:
                 return f"{path} has {size:,} bytes, {file.num_bytes:,} were written"
             with path.open("rb") as content:
@@ -216,7 +230,8 @@ class Reader:
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
+        "files that have been read from, with the names of their tensors"
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, str]]]:
@@ -228,38 +243,50 @@ class Reader:
         return {name: sorted(of_tensor) for name, of_tensor in places.items()}
 
     def read(self, name: str, start: int, size: int) -> torch.Tensor:
-        """Elements `start` to `start + size` of the flattened tensor. Raises ValueError where some lack."""
-        parts = list(self._parts(name, start, start + size))
-        found = sum(part.numel() for part in parts)
-        if found != size:
-            raise ValueError(f"{self.checkpoint} lacks {size - found:,} elements of {name}")
+        """Elements `start` to `start + size` of the flattened tensor.
+
+        Raises ValueError where some lack, or a file does not hold what the manifest says.
+        """
+        parts, read_to, end = [], start, start + size
+        for first, last, file in self._places.get(name, []):
+            if first <= read_to < min(last, end):
+                part = self._tensor(file, name, _FLOATS)
+                parts.append(part[read_to - first : min(end, last) - first])
+                read_to = min(end, last)
+        if read_to < end:
+            raise ValueError(
+                f"{self.checkpoint} lacks {end - read_to:,} elements of {name}, from {read_to:,} on\n"
+                f"hint: {_HINT}"
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _parts(self, name: str, start: int, end: int) -> Iterator[torch.Tensor]:
-        for first, last, file in self._places.get(name, []):
-            if first < end and start < last:
-                if file not in self._open:
-                    self._open[file] = safe_open(self.checkpoint / file, framework="pt")
-                part = self._open[file].get_slice(name)
-                yield part[max(start, first) - first : min(end, last) - first]
-
     def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
-        """A tensor that every rank has for itself; None where there was no such rank."""
-        if not any(f"rank_{rank}.safetensors" == file for *_, file in self._places.get(name, [])):
-            return None
-        with safe_open(self.checkpoint / f"rank_{rank}.safetensors", framework="pt") as file:
-            return file.get_tensor(name)
+        """Bytes that every rank has for itself; None where there are none of such a rank."""
+        file = file_of_rank(rank)
+        is_there = any(file == of_file for *_, of_file in self._places.get(name, []))
+        return self._tensor(file, name, _BYTES)[:] if is_there else None
+
+    def _tensor(self, file: str, name: str, dtypes: tuple[str, ...]) -> Any:
+        """A tensor of a file, to be sliced. Raises ValueError where it is not there as the manifest says."""
+        path = self.checkpoint / file
+        if file not in self._open:
+            try:
+                opened = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} can't be read: {error}\nhint: {_HINT}") from None
+            self._open[file] = opened, frozenset(opened.keys())
+        opened, names = self._open[file]
+        if name not in names:
+            raise ValueError(f"{path} lacks the tensor {name}\nhint: {_HINT}")
+        tensor = opened.get_slice(name)
+        (size,) = (of_file.sizes[name] for of_file in self.manifest.files if of_file.name == file)
+        if (shape := tensor.get_shape()) != [size]:
+            raise ValueError(f"{path}: {name} has shape {shape}, not {[size]}\nhint: {_HINT}")
+        if (dtype := tensor.get_dtype()) not in dtypes:
+            raise ValueError(f"{path}: {name} is {dtype}, not {' or '.join(dtypes)}\nhint: {_HINT}")
+        return tensor
 
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of what a manifest says, but for the format and this."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Let the names in a folder be on disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

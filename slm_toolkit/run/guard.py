@@ -1,5 +1,6 @@
 """Between two steps: checkpoints are written, a request to stop is obeyed, a bad step is found out."""
 
+import dataclasses
 import math
 import signal
 from pathlib import Path
@@ -40,6 +41,10 @@ class Guard:
         """`progress`: rank 0's, None on the others."""
         self.config, self.accelerator, self.run_dir = job.config, job.accelerator, job.run_dir
         self.job, self.prepared, self.progress = job, prepared, progress
+        self.losses: list[float] = []
+        "of each step, the mean over the ranks; complete after `end`, empty in a rehearsal"
+        self.grad_norms: list[float | None] = []
+        "of each step, as this rank knows it"
         self.max_loss = max_loss(job.config, job.spec.vocab_size)
         self.skipped: list[int] = []
         "steps that changed nothing, since a loss or gradient was no number or too large"
@@ -64,12 +69,13 @@ class Guard:
         )
 
     def after(self, step: int, loss: torch.Tensor, norm: Any) -> None:
-        """`loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows."""
+        """`loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows.
+
+        The numbers of a step are read when the ranks have exchanged them: nothing of it stays on the device.
+        """
         if self.config.rehearse is not None:  # no other rank is there, and losses mean nothing
             return
         writer, config = self._writer, self.config
-        if self.accelerator.mixed_precision == "fp16":  # its scaler tries scales until gradients are finite
-            norm = None
         is_writing = writer is not None and writer.is_writing
         seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)
         self._judge(seen, step)
@@ -111,6 +117,12 @@ class Guard:
     def _judge(self, seen: list[Seen], step: int | None) -> None:
         """`step`: the one that has just ended, None after the last, when nobody needs to be stopped."""
         for of_step in seen:
+            self.losses.append(sum(of_step.losses) / len(of_step.losses))
+            self.grad_norms.append(of_step.grad_norms[self.accelerator.process_index])
+            if (
+                self.accelerator.mixed_precision == "fp16"
+            ):  # its scaler tries scales until gradients are finite
+                of_step = dataclasses.replace(of_step, grad_norms=(None,) * len(of_step.losses))
             self._look_at(of_step)
         if step is not None and (numbers := [s.stop_signal for s in seen if s.stop_signal]):
             self._stop(numbers[0], step)

@@ -93,7 +93,7 @@ from slm_toolkit.run.smaller_batch import (
 from slm_toolkit.run.step_size import describe_batch, sequences_per_step
 from slm_toolkit.run.tokenizers import tokenizer_of
 from slm_toolkit.run.watch import GpuBefore, look_at_gpu
-from slm_toolkit.saved_files import MODEL_DIR
+from slm_toolkit.saved_files import MODEL_DIR, check_replaceable, model_damage
 from slm_toolkit.secret_words import without_secrets
 from slm_toolkit.strategy import as_flags_say, contradictions
 from slm_toolkit.user_files import exists, typed_path
@@ -188,11 +188,16 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     run_dir = Path(config.output_dir).resolve() / run_name
     ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and ended:
+        lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
         if os.environ.get("RANK", "0") == "0":
-            print(f"note: this run has ended: {run_dir / RECORD_FILE}", file=sys.stderr)
-        raise SystemExit(0)
-    if (config.save_final_model or config.overwrite_output_dir) and spec.path is not None:
-        check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
+            again = f", but {lacks}: its last steps are done again" if lacks else ""
+            print(f"note: this run has ended{again}: {run_dir / RECORD_FILE}", file=sys.stderr)
+        if lacks is None:
+            raise SystemExit(0)
+    if config.save_final_model or config.overwrite_output_dir:
+        check_replaceable(run_dir / MODEL_DIR)
+        if spec.path is not None:
+            check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
     if config.save_steps or config.resume_from_checkpoint:
         flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
         machines.check_shared(run_dir.parent, flag=flag)
@@ -322,8 +327,9 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         prefetch_as_asked(model, config.fsdp_prefetch)
         num_micro_steps = accelerator.gradient_accumulation_steps
         num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
-        is_done = record.first_step >= num_steps
-        if is_done and not (config.resume_from_checkpoint == "auto" and record.first_step == num_steps):
+        # killed after its last checkpoint, before its record: what comes after the steps is left to do
+        may_end = {"auto": True, "latest": not has_ended(job.run_dir)}.get(config.resume_from_checkpoint)
+        if record.first_step > num_steps or (record.first_step == num_steps and not may_end):
             raise ValueError(
                 f"{job.checkpoint.path} has all {num_steps} steps done\n"
                 f"hint: to go on, --max_steps above {record.first_step} "

@@ -1,4 +1,4 @@
-"""Errors of a run that are nobody's bug, in a line: a full disk, data that went bad."""
+"""Errors of a run that are nobody's bug, in a line: a folder that can't be written, data that went bad."""
 
 import os
 import shutil
@@ -19,7 +19,19 @@ def one_line(error: BaseException, run_dir: Path | None) -> str | None:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     full = next((link for link in chain if _is_disk_full(link)), None)
-    return None if full is None else _no_room(full, run_dir)
+    if full is not None:
+        return _no_room(full, run_dir)
+    barred = next((link for link in chain if run_dir is not None and _is_of(link, run_dir)), None)
+    return barred and (
+        f"can't write {barred.filename}: {barred.strerror}\n"
+        f"hint: is {run_dir} still there, and its disk writable?"
+    )
+
+
+def _is_of(error: BaseException, run_dir: Path) -> bool:
+    """Whether it is the system's, about a file in the run's folder."""
+    names = (error.filename, error.filename2) if isinstance(error, OSError) else ()
+    return any(isinstance(name, str) and Path(name).is_relative_to(run_dir) for name in names)
 
 
 def _is_disk_full(error: BaseException) -> bool:

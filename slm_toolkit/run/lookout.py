@@ -28,7 +28,8 @@ class Seen:
     step: int
     losses: tuple[float, ...]
     "of each rank"
-    grad_norms: tuple[float, ...]
+    grad_norms: tuple[float | None, ...]
+    "of all gradients before clipping, as each rank knows it; None where the engine tells none"
     stop_signal: int
     "that some rank got, 0 if none"
     is_writing: bool
@@ -42,7 +43,8 @@ class Seen:
         """Those whose loss is no number; else all, where the mean is too large or the norm no number."""
         if odd := [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]:
             return odd
-        is_bad = self.is_loss_bad(max_loss) or not all(map(math.isfinite, self.grad_norms))
+        norms = [norm for norm in self.grad_norms if norm is not None]
+        is_bad = self.is_loss_bad(max_loss) or not all(map(math.isfinite, norms))
         return list(range(len(self.losses))) if is_bad else []
 
 
@@ -93,13 +95,13 @@ class Lookout:
 
     def after(self, step: int, loss: torch.Tensor, norm: Any, *, stop: int, is_writing: bool) -> list[Seen]:
         """Every rank must call it after each step; returns what is known by now of earlier ones, in order."""
-        told = torch.empty(4, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        told[2], told[3] = stop, is_writing
+        told = torch.zeros(5, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        told[2], told[3], told[4] = stop, is_writing, norm is not None
         told[0].copy_(loss.detach(), non_blocking=True)
         if isinstance(norm, torch.Tensor):
             told[1].copy_(norm.detach(), non_blocking=True)
-        else:
-            told[1] = 0.0 if norm is None else norm
+        elif norm is not None:
+            told[1] = norm
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
@@ -136,5 +138,6 @@ class Lookout:
 
 
 def _seen(step: int, columns: Sequence[Sequence[float]]) -> Seen:
-    losses, norms, stops, writing = columns
-    return Seen(step, tuple(losses), tuple(norms), int(max(stops)), any(writing))
+    losses, norms, stops, writing, has_norm = columns
+    known = tuple(norm if has else None for norm, has in zip(norms, has_norm, strict=True))
+    return Seen(step, tuple(losses), known, int(max(stops)), any(writing))

@@ -5,6 +5,8 @@ import gc
 import resource
 import sys
 import time
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,20 +19,27 @@ class StepClock:
     """Seconds of each step on this rank, and of its phases, as the device sees them.
 
     On a GPU: CUDA events on the training stream, so that measuring never makes the host wait; a step is as
-    long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock.
+    long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock. Events are
+    kept until the GPU has passed them, numbers for good.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._steps: list[tuple[Any, Any]] = []
-        self._phases: list[list[tuple[str, Any, Any]]] = []
+        self._phases: list[tuple[str, Any, Any]] = []
+        "of the step that is going on"
+        self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
+        "start, end and phases of steps that the device may not have done yet"
+        self._seconds = array("d")
+        self._phase_seconds: dict[str, array] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
         start = self._now()
-        self._phases.append([])
+        self._phases = []
         yield
-        self._steps.append((start, self._now()))
+        self._unread.append((start, self._now(), self._phases))
+        while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
+            self._read_first()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,27 +47,22 @@ class StepClock:
         start = self._now()
         with torch.profiler.record_function(f"phase:{name}"):
             yield
-        self._phases[-1].append((name, start, self._now()))
+        self._phases.append((name, start, self._now()))
 
     @property
     def seconds(self) -> list[float]:
         self._drain()
-        return [self._between(start, end) for start, end in self._steps]
+        return self._seconds.tolist()
 
     @property
     def last_seconds(self) -> float:
         self._drain()
-        return self._between(*self._steps[-1])
+        return self._seconds[-1]
 
     def phase_seconds(self) -> dict[str, list[float]]:
         """Of each phase, its seconds in each step."""
         self._drain()
-        of_step = [
-            _summed((name, self._between(start, end)) for name, start, end in phases)
-            for phases in self._phases
-        ]
-        names = dict.fromkeys(name for summed in of_step for name in summed)
-        return {name: [summed.get(name, 0.0) for summed in of_step] for name in names}
+        return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -75,13 +79,18 @@ class StepClock:
     def _drain(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        while self._unread:
+            self._read_first()
 
-
-def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for name, seconds in pairs:
-        total[name] = total.get(name, 0.0) + seconds
-    return total
+    def _read_first(self) -> None:
+        start, end, phases = self._unread.popleft()
+        for name, phase_start, phase_end in phases:
+            of_phase = self._phase_seconds.setdefault(name, array("d"))
+            of_phase.extend([0.0] * (len(self._seconds) + 1 - len(of_phase)))
+            of_phase[-1] += self._between(phase_start, phase_end)
+        self._seconds.append(self._between(start, end))
+        for of_phase in self._phase_seconds.values():
+            of_phase.extend([0.0] * (len(self._seconds) - len(of_phase)))
 
 
 def num_compiled_graphs() -> int:

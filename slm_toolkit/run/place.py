@@ -1,7 +1,6 @@
 """A run's folder: whether it can be written to, whether the run has ended there, and how it is emptied."""
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -9,17 +8,23 @@ from accelerate import Accelerator
 
 from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
-from slm_toolkit.run.checkpoint_files import remove, sweep
-from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.run.checkpoint_files import remove
+from slm_toolkit.saved_files import (
+    CHECKPOINTS_DIR,
+    delete_model,
+    finished,
+    saved_model,
+    sweep_checkpoints,
+)
 
 
-def has_ended(run_dir: Path, identity: str) -> bool:
-    """Whether the record of the same run lies there, and is of one that did all its steps."""
+def has_ended(run_dir: Path, identity: str | None = None) -> bool:
+    """Whether the record of a run that did all its steps lies there; with `identity`, of the same run."""
     try:
         record = read_record(run_dir / RECORD_FILE)
     except ValueError:  # there is none, or of another version
         return False
-    return record.status == "ok" and record.identity == identity
+    return record.status == "ok" and identity in (None, record.identity)
 
 
 def check_writable(run_dir: Path) -> None:
@@ -47,12 +52,9 @@ def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
             (run_dir / RECORD_FILE).unlink(missing_ok=True)
             for checkpoint in finished(run_dir / CHECKPOINTS_DIR):
                 remove(checkpoint)
-            sweep(run_dir / CHECKPOINTS_DIR)
+            sweep_checkpoints(run_dir / CHECKPOINTS_DIR)
             while (model := saved_model(run_dir)) is not None:
-                deleted = model.with_name(".model.deleted")
-                shutil.rmtree(deleted, ignore_errors=True)
-                model.rename(deleted)
-                shutil.rmtree(deleted, ignore_errors=True)
+                delete_model(model)
         except OSError as error:
             raise ValueError(
                 f"--overwrite_output_dir can't delete {error.filename}: {error.strerror}\n"

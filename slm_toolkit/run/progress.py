@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,8 @@ class TrainingProgress:
         self.path = run_dir / PROGRESS_FILE
         self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
+        self.has_warned = False
+        "that the file can't be written"
         self.bar: Progress | None = None
         if sys.stderr.isatty():
             self.bar = Progress(
@@ -62,8 +65,13 @@ class TrainingProgress:
             "loss": loss,
             "tokens_per_second": tokens_per_second,
         }
-        beside.write_text(json.dumps(state))
-        beside.replace(self.path)
+        try:
+            beside.write_text(json.dumps(state))
+            beside.replace(self.path)
+        except OSError as error:  # `slm compare` would show it, no more
+            if not self.has_warned:
+                self.say(f"warning: can't write {self.path}: {error.strerror}; training goes on")
+            self.has_warned = True
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -79,4 +87,5 @@ class TrainingProgress:
 
     def close(self) -> None:
         self.stop()
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from slm_toolkit.run.checkpoint_files import (
     Manifest,
     Reader,
     damage,
+    file_of_rank,
     read_manifest,
 )
 from slm_toolkit.run.ranks import gather_to_all
@@ -51,7 +52,7 @@ def find_checkpoints(
 ) -> list[Checkpoint]:
     """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
 
-    `latest` and `auto` mean this run's newest, `auto` the newest before `num_steps`, its last step; a run's
+    `latest` and `auto` mean this run's newest, `auto` first those before `num_steps`, its last step; a run's
     folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
     Raises ValueError where there is none, or none that this run can go on from.
     """
@@ -60,9 +61,8 @@ def find_checkpoints(
         return _newest(run_dir, run, can_be_none=False)
     if asked == "auto":
         found = _newest(run_dir, run, can_be_none=True)
-        # of a run killed after its last checkpoint, before its record: that step again
-        unended = [one for one in found if num_steps is None or one.manifest.step < num_steps]
-        return unended or found
+        # of a run killed after its last checkpoint, before its record: its last steps again
+        return sorted(found, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
     of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
     if (of_run / CHECKPOINTS_DIR).is_dir():
         return _newest(of_run, run, can_be_none=False)
@@ -221,15 +221,28 @@ def load_state(
 
 
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again."""
+    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again.
+
+    Raises ValueError where torch does not take this rank's state.
+    """
     if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
         return
     reader = Reader(checkpoint.path, checkpoint.manifest)
     rank = accelerator.process_index
-    torch.set_rng_state(reader.of_rank(rank, RANDOM_CPU))
-    on_gpu = reader.of_rank(rank, RANDOM_CUDA) if torch.cuda.is_available() else None
-    if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
+    setters = {RANDOM_CPU: torch.set_rng_state}
+    if torch.cuda.is_available():
+        setters[RANDOM_CUDA] = torch.cuda.set_rng_state
+    for name, set_state in setters.items():
+        state = reader.of_rank(rank, name)
+        if state is None and name == RANDOM_CUDA:  # written on a CPU
+            continue
+        try:
+            set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{checkpoint.path / file_of_rank(rank)}: {name} is no state of torch's random numbers: "
+                f"{str(error).splitlines()[0]}\nhint: resume from another checkpoint"
+            ) from None
 
 
 def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The final model of a run, as a folder that Hugging Face's libraries load."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from slm_toolkit.errors import RunEnded
 from slm_toolkit.run.adapters import save_merged
+from slm_toolkit.saved_files import (
+    beside_model,
+    check_replaceable,
+    delete,
+    delete_model,
+    list_model_files,
+    sync,
+)
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -33,9 +41,9 @@ def save_model(
         hf_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         floats = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
         hf_model.config.dtype = floats.pop() if len(floats) == 1 else None
-        with _in_place_of(folder) as beside:
-            hf_model.save_pretrained(beside, state_dict=state_dict)
-            written = [beside, save_merged(hf_model, state_dict, beside)] if merge else [beside]
+        with _in_place_of(folder) as unfinished:
+            hf_model.save_pretrained(unfinished, state_dict=state_dict)
+            written = [unfinished, save_merged(hf_model, state_dict, unfinished)] if merge else [unfinished]
             for place in written if tokenizer is not None else []:
                 tokenizer.save_pretrained(place)
     accelerator.wait_for_everyone()
@@ -43,20 +51,32 @@ def save_model(
 
 
 @contextmanager
-def _in_place_of(folder: Path) -> Iterator[Path]:
-    """A folder to write into; when all is written it takes the place of an earlier run's."""
-    folder = folder.resolve()  # a link stays one
-    beside, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("unfinished", "replaced"))
-    if replaced.exists() and not folder.exists():  # a kill between the two renames below
-        replaced.rename(folder)
-    shutil.rmtree(beside, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
+def _in_place_of(model: Path) -> Iterator[Path]:
+    """A folder to write into; when all of it is on the disk it takes the place of an earlier run's model.
+
+    Raises RunEnded where what is there now was not written by a run.
+    """
+    unfinished, replaced = (beside_model(model, state) for state in ("unfinished", "replaced"))
     try:
-        yield beside
+        check_replaceable(model)
+        check_replaceable(replaced)
+    except ValueError as error:
+        raise RunEnded(str(error)) from None
+    if replaced.exists() and not model.exists():  # a kill between the two renames below
+        replaced.rename(model)
+    delete(unfinished)
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        list_model_files(unfinished)
+        for written in (*unfinished.rglob("*"), unfinished):
+            sync(written)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        delete(unfinished)
         raise
-    if folder.exists():
-        folder.rename(replaced)
-    beside.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    delete_model(replaced)
+    if model.exists():
+        model.rename(replaced)
+    unfinished.rename(model)
+    sync(model.parent)
+    delete_model(replaced)
