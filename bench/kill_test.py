@@ -2,11 +2,12 @@
 
     python bench/kill_test.py --kills 50 --seed 0
 
-Of each strategy a run of two CPU processes is killed (SIGKILL, of one rank or of all processes), started
-again with --resume_from_checkpoint auto, killed again, ..., until one comes to its end. Then its losses must
-be, bit by bit, those of a run that nobody disturbed. After each kill no process may be left, and every folder
-called step_<k> must be a whole checkpoint. Checkpoints are written every 2 steps, half of the runs' while
-training goes on. Exits with 1 where something was lost.
+Of each strategy a run of two CPU processes is killed (SIGKILL, of one rank, of all processes or of the
+launcher alone; while it starts or resumes, while it trains, or while it saves its model), started again with
+--resume_from_checkpoint auto, killed again, ..., until one comes to its end. Then its losses must be, bit by
+bit, those of a run that nobody disturbed, and its model whole. After each kill no process may be left, and
+every folder called step_<k> must be a whole checkpoint. Checkpoints are written every 2 steps, half of the
+runs' while training goes on. Exits with 1 where something was lost.
 """
 
 import argparse
@@ -25,15 +26,18 @@ from pathlib import Path
 import psutil
 
 from slm_toolkit.run.checkpoint_files import damage, read_manifest
-from slm_toolkit.saved_files import finished
+from slm_toolkit.saved_files import beside_model, finished, model_damage
 
 ROOT = Path(__file__).parent.parent
 STRATEGIES = ("ddp", "fsdp_full_shard", "ds_zero3")
 NUM_STEPS, SAVE_STEPS = 30, 2
 ORPHAN_SECONDS = 60
 "the launcher ends the others after a rank, by force after 30 s"
-SHARE_OF_STARTUP = 0.15
-"of the kills, before the first step"
+MOMENTS = {"starting": 0.3, "training": 0.5, "saving_model": 0.2}
+"shares of the kills, by what the run is doing"
+START_SECONDS = 3.0
+"after the ranks began, in which a launcher is killed while they import torch"
+VICTIMS = ("rank", "all", "launcher")
 
 
 @dataclass
@@ -41,10 +45,15 @@ class Count:
     """Of one strategy."""
 
     kills: int = 0
+    starting: int = 0
+    training: int = 0
+    saving_model: int = 0
+    of_launcher: int = 0
     resumes: int = 0
     runs_to_the_end: int = 0
     orphans: int = 0
     half_checkpoints: int = 0
+    half_models: int = 0
     other_losses: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -109,6 +118,9 @@ def kill_runs(strategy: str, kills: int, chance: random.Random, folder: Path, co
             count.problems.append(
                 f"{run.name}: other losses after step {first}: {losses}, {expected[first:]}"
             )
+        if lacks := model_damage(run / "run" / "model"):
+            count.half_models += 1
+            count.problems.append(f"{run.name}: {lacks}")
 
 
 def to_the_end(
@@ -124,17 +136,18 @@ def to_the_end(
     """Start or go on, and kill it at a random moment; whether it came to its end before."""
     process = start(strategy, run, *more)
     if may_kill:
-        at_start = chance.random() < SHARE_OF_STARTUP
-        if not at_start:
-            wait_for_training(process, run)
-        time.sleep(chance.uniform(0, pace.start_seconds if at_start else pace.training_seconds))
+        (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
+        victim_is = chance.choice(VICTIMS)
+        wait_for(moment, process, run, victim_is, pace, chance)
     if may_kill and process.poll() is None:
-        victims = ranks_of(run) or [psutil.Process(process.pid)]
-        victims = [chance.choice(victims)] if chance.random() < 0.5 else processes_of(run)
-        for victim in victims:
+        launcher, ranks = psutil.Process(process.pid), ranks_of(run)
+        of_one = [chance.choice(ranks or [launcher])]
+        for victim in {"rank": of_one, "all": processes_of(run), "launcher": [launcher]}[victim_is]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(signal.SIGKILL)
         count.kills += 1
+        setattr(count, moment, getattr(count, moment) + 1)
+        count.of_launcher += victim_is == "launcher"
         print(f"{strategy}: kill {count.kills}", file=sys.stderr, flush=True)
     _, err = process.communicate()
     look_around(run, count)
@@ -183,7 +196,8 @@ def undisturbed(strategy: str, folder: Path, pace: Pace) -> list[float]:
 
 def start(strategy: str, folder: Path, *more: str) -> subprocess.Popen:
     words = ("--model", "slm-1m", "--max_steps", str(NUM_STEPS), "--save_steps", str(SAVE_STEPS))
-    words += ("--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", "auto", *more)
+    words += ("--output_dir", str(folder), "--run_name", "run", "--resume_from_checkpoint", "auto")
+    words += ("--save_final_model", "true", *more)
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
     config = ["--config_file", str(ROOT / "accel_configs" / f"{strategy}.yaml")]
     return subprocess.Popen(
@@ -193,6 +207,31 @@ def start(strategy: str, folder: Path, *more: str) -> subprocess.Popen:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def wait_for(
+    moment: str,
+    process: subprocess.Popen,
+    run: Path,
+    victim: str,
+    pace: Pace,
+    chance: random.Random,
+) -> None:
+    """Until a random time of a moment of a run; returns at once where the run has ended."""
+    if moment == "starting" and victim == "launcher":
+        while process.poll() is None and not ranks_of(run):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, START_SECONDS))
+    elif moment == "starting":
+        time.sleep(chance.uniform(0, pace.start_seconds))
+    elif moment == "training":
+        wait_for_training(process, run)
+        time.sleep(chance.uniform(0, pace.training_seconds))
+    else:
+        unfinished = beside_model(run / "run" / "model", "unfinished")
+        while process.poll() is None and not unfinished.exists():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
 
 
 def wait_for_training(process: subprocess.Popen, run: Path) -> None:

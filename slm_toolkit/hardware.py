@@ -136,7 +136,7 @@ def this_machine() -> Machine:
         "import json, torch; n = torch.cuda.device_count(); "
         "print(json.dumps([n, torch.cuda.get_device_name(0) if n else None]))"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    answer = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     if answer.returncode != 0:
         raise RuntimeError(f"torch does not work here:\n{answer.stderr}")
     num_gpus, gpu = json.loads(answer.stdout.splitlines()[-1])

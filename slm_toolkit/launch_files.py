@@ -10,6 +10,7 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import group_options
 from slm_toolkit.predict.plans import Plan
+from slm_toolkit.run_files import write_new
 from slm_toolkit.skypilot import SKYPILOT_FILE, skypilot_task
 from slm_toolkit.strategy import config_dir, config_options, num_machines, on_nodes, write_resolved
 
@@ -64,7 +65,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     num_nodes = row.num_gpus // row.gpus_per_node
     yaml_path = write_resolved(on_nodes(plan.strategy, num_nodes), folder, row.num_gpus)
     # the JSON by its name, so that the folder works wherever it is copied to
-    yaml_path.write_text(yaml_path.read_text().replace(f"{yaml_path.parent}/", ""))
+    write_new(yaml_path, yaml_path.read_text().replace(f"{yaml_path.parent}/", ""))
     lines = [
         "#!/bin/sh",
         f"# {row.model} on {row.num_gpus} x {row.gpu}: {plan.num_tokens:.3g} tokens, "
@@ -74,12 +75,12 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
         lines.append("# on each node, with NODE_RANK from 0 and HEAD_NODE, the address of the node of rank 0")
     lines += ["set -e", launch_command(plan, str(yaml_path))]
     script = folder / SCRIPT
-    script.write_text("\n".join(lines) + "\n")
+    write_new(script, "\n".join(lines) + "\n")
     script.chmod(0o755)
     task = skypilot_task(plan, launch_command(plan, yaml_path.name), folder)
     if task is None:
         return [yaml_path, script]
-    (folder / SKYPILOT_FILE).write_text(task)
+    write_new(folder / SKYPILOT_FILE, task)
     return [yaml_path, script, folder / SKYPILOT_FILE]
 
 

@@ -23,6 +23,7 @@ from slm_toolkit.meeting import (
     own_addresses,
 )
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
+from slm_toolkit.python_environment import SAFE_PATH, safe_environment
 from slm_toolkit.strategy import Strategy, read_strategy
 from slm_toolkit.training_command import MODULE, check_training, training_config
 
@@ -107,9 +108,12 @@ def start(words: list[str]) -> int:
         if (interface := link.interface) is not None:  # or gloo takes that of the host's name, the loopback
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         link.socket.close()
-    command = [sys.executable, "-m", "slm_toolkit.launcher", *planned.words]
+    command = [sys.executable, "-P", "-m", "slm_toolkit.launcher", *planned.words]
+    env = safe_environment()
+    if arguments_of(words, MODULE) is None:  # a user's script imports from its own folder
+        env = {name: value for name, value in env.items() if name in os.environ or name != SAFE_PATH}
     print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
-    os.execv(command[0], command)
+    os.execve(command[0], command, env)
     return 1  # never
 
 

@@ -5,6 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from slm_toolkit.run_files import open_new
 from slm_toolkit.user_files import read_text
 
 PARTS = (
@@ -50,7 +51,7 @@ class MemoryTimeline:
 def write_timeline(timeline: MemoryTimeline, path: Path) -> Path:
     """A row per segment: phase, module, bytes in all and by part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with open_new(path, newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS)))
         for segment in timeline.segments:

@@ -14,6 +14,7 @@ import orjson
 from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record_check import is_deep, may_be_deep, wrong_fields
+from slm_toolkit.run_files import write_new
 from slm_toolkit.saved_files import delete, sync
 from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
 
@@ -28,7 +29,7 @@ def write_record(record: RunRecord, folder: Path) -> Path:
     path = folder / RECORD_FILE
     unfinished = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
     try:
-        unfinished.write_text(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
+        write_new(unfinished, json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n")
         sync(unfinished)
         unfinished.replace(path)
     except OSError:

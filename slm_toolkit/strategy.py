@@ -13,6 +13,7 @@ import yaml
 from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.run_files import make_folder, write_new
 from slm_toolkit.secret_words import check_no_secrets
 from slm_toolkit.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
 
@@ -209,14 +210,14 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
 
 def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:
     """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
     if strategy.engine == "deepspeed" and "deepspeed_config_file" in (config.get("deepspeed_config") or {}):
-        json_path = (folder / "deepspeed.json").resolve()
-        json_path.write_text(json.dumps(strategy.deepspeed_config, indent=2) + "\n")
+        json_path = folder.resolve() / "deepspeed.json"
+        write_new(json_path, json.dumps(strategy.deepspeed_config, indent=2) + "\n")
         config["deepspeed_config"] = {**config["deepspeed_config"], "deepspeed_config_file": str(json_path)}
-    yaml_path = (folder / f"{strategy.name}.yaml").resolve()
-    yaml_path.write_text(yaml.safe_dump(config, sort_keys=False))
+    yaml_path = folder.resolve() / f"{strategy.name}.yaml"
+    write_new(yaml_path, yaml.safe_dump(config, sort_keys=False))
     return yaml_path
 
 

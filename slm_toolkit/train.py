@@ -11,10 +11,12 @@ train, record.
 import sys
 
 from slm_toolkit.interrupts import end_at_once
+from slm_toolkit.launcher_gone import end_with_launcher
 from slm_toolkit.quick_imports import imports_done  # before all that it is for
 from slm_toolkit.training_command import check_command_line, training_config
 
 if __name__ == "__main__":
+    end_with_launcher()
     end_at_once()  # torch is imported for seconds, then the model is built
     check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
 
@@ -46,7 +48,7 @@ from slm_toolkit.run.guard import Guard
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
 from slm_toolkit.run.measure import deepspeed_engine
-from slm_toolkit.run.place import remove_earlier_run
+from slm_toolkit.run.place import hold_run, remove_earlier_run
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
 from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
@@ -65,7 +67,9 @@ imports_done()
 
 def main(argv: list[str] | None = None) -> None:
     answer_signals()
-    with Watchdog() as watchdog:
+    with user_errors():
+        watchdog = Watchdog()
+    with watchdog:
         run(sys.argv[1:] if argv is None else argv, watchdog)
 
 
@@ -88,6 +92,9 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
     try:
         with tensors_of(job.config):
             prepared, record = prepare(job, record)
+            if job.accelerator.is_main_process:
+                with user_errors():
+                    hold_run(job.run_dir)
             if job.config.overwrite_output_dir and job.checkpoint is None:
                 with user_errors():
                     remove_earlier_run(job.run_dir, job.accelerator)

@@ -13,6 +13,7 @@ from slm_toolkit.groups import fit_groups, group_options, is_hybrid
 from slm_toolkit.hardware import Machine, gpus_here
 from slm_toolkit.model_names import find_model
 from slm_toolkit.output_flags import count
+from slm_toolkit.run_files import make_folder, write_new
 from slm_toolkit.strategy import (
     Strategy,
     as_flags_say,
@@ -135,7 +136,7 @@ def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> 
     if not strategy.is_bare_json:
         return Path(strategy.path)
     folder = output_dir / f"launch-{strategy.name}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
-    (folder / f"{strategy.name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    write_new(folder / f"{strategy.name}.yaml", yaml.safe_dump(config, sort_keys=False))
     return folder / f"{strategy.name}.yaml"

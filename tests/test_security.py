@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, SMALL_LLAMA, plans_of
+from conftest import ROOT, SMALL_LLAMA, plans_of, slm
 
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
 from slm_toolkit.config import RunConfig
@@ -23,6 +23,7 @@ from slm_toolkit.record import run_name_of
 from slm_toolkit.record_files import find_records
 from slm_toolkit.report.trackers import TRACKERS, TrackedRun
 from slm_toolkit.strategy import find_strategy
+from slm_toolkit.training_command import MODULE
 from slm_toolkit.user_files import YAML_LOADER
 
 SOURCES = sorted((ROOT / "slm_toolkit").rglob("*.py"))
@@ -298,3 +299,28 @@ def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
         assert (done.returncode, "bytes" in done.stderr, "hint: " in done.stderr) == (2, True, True), (
             done.stderr
         )
+
+
+@pytest.mark.parametrize("verb", ["compare", "train", "launch"])
+def test_python_files_of_the_working_folder_are_not_imported(verb: str, tmp_path: Path) -> None:
+    """A model repository that was cloned, with modules called as packages are that a run imports."""
+    for name in ("yaml", "psutil", "tokenizers", "safetensors"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    tiny = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "1", "--output_dir", "runs")
+    config = ROOT / "accel_configs" / "ddp.yaml"
+    words = {
+        "compare": ("compare", "--strategy", "ddp"),
+        "train": ("train", "--strategy", "ddp", "--main_process_port", "0"),
+        "launch": ("launch", "--main_process_port", "0", "--config_file", str(config), "-m", MODULE),
+    }
+    done = slm(*words[verb], *tiny, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_users_script_still_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'imported'\n")
+    (tmp_path / "script.py").write_text("import beside; print(beside.WORD)\n")
+    config = ROOT / "accel_configs" / "single.yaml"
+    done = slm("launch", "--config_file", str(config), "script.py", cwd=tmp_path)
+    assert (done.code, done.out) == (0, "imported\n"), done.err

@@ -279,3 +279,28 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path
     done = launch(*more, config="accel_configs/ddp.yaml")
     assert done.code == 0, done.err
     assert record_under(tmp_path)["first_step"] == 2
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "slm"])
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_launcher_that_is_killed_while_its_ranks_start_leaves_none(
+    launcher: str, strategy: str, tmp_path: Path
+) -> None:
+    """At moments of the three seconds in which they import torch, and of those after."""
+    command = [str(Path(sys.executable).with_name(launcher)), "launch", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / f"accel_configs/{strategy}.yaml"), "-m", "slm_toolkit.train"]
+    command += words(tmp_path, "--max_steps", "100000")
+    for seconds in (0.0, 0.7, 2.0, 3.5):
+        process = start(*command)
+        deadline = time.monotonic() + 120
+        while len(left_over(tmp_path)) < (2 if strategy == "single" else 3):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(seconds)
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 40
+        while left_over(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left_over(tmp_path) == [], f"killed {seconds} s after the ranks began"

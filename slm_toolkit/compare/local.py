@@ -1,7 +1,6 @@
 """Run planned runs on this machine, each as a process tree of its own that ends as a record."""
 
 import json
-import os
 import random
 import shutil
 import socket
@@ -26,8 +25,10 @@ from slm_toolkit.compare.stacks import explain, look_at_ranks
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import num_cores
+from slm_toolkit.python_environment import safe_environment
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
+from slm_toolkit.run_files import open_new
 from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy import config_options, write_resolved
 
@@ -187,7 +188,7 @@ def _launch(
     folder, before = run.folder, look_at_host_ram()
     least_available_bytes, timed_out, hung = before.available_bytes, False, None
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    with (folder / LOG_FILE).open("wb") as log:
+    with open_new(folder / LOG_FILE, "xb") as log:
         keeper = start_kept(command, folder, log, _environment(run, slot))
         try:
             while keeper.poll() is None and not stop.is_set():
@@ -219,7 +220,8 @@ def _killed_by(before: HostRam, least_available_bytes: int) -> str:
 
 def _environment(run: PlannedRun, slot: Slot) -> dict[str, str]:
     """As a user's shell, with CPU threads shared out among CPU processes, on the slot's GPUs alone."""
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env = safe_environment()
+    env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // (run.num_processes * slot.num_slots))))
     if slot.visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.visible_devices)

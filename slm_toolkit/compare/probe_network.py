@@ -1,6 +1,5 @@
 """Launch `slm_toolkit.run.network_probe` on this machine, as runs are launched."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from slm_toolkit.compare.keeper import end_kept, start_kept
 from slm_toolkit.compare.local import free_port
 from slm_toolkit.hardware import Machine
 from slm_toolkit.network import COLLECTIVES
+from slm_toolkit.python_environment import safe_environment
+from slm_toolkit.run_files import open_new
 from slm_toolkit.strategy import find_strategy, write_resolved
 
 
@@ -58,8 +59,8 @@ def probe_network(
     ]
     log_path = folder / LOG_FILE
     started = time.monotonic()
-    with log_path.open("wb") as log:
-        keeper = start_kept(command, folder, log, {**os.environ, "PYTHONUNBUFFERED": "1"})
+    with open_new(log_path, "xb") as log:
+        keeper = start_kept(command, folder, log, {**safe_environment(), "PYTHONUNBUFFERED": "1"})
         try:
             while keeper.poll() is None:
                 on_progress(_last_measured(log_path))

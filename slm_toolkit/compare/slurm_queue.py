@@ -4,6 +4,8 @@ import dataclasses
 import subprocess
 from dataclasses import dataclass
 
+from slm_toolkit.python_environment import safe_environment
+
 UNKNOWN = "UNKNOWN"
 "the state, in our word, of a job that ended while nobody looked, on a cluster without accounting"
 
@@ -55,7 +57,9 @@ def accounted(job: Job) -> Job:
 def command(*words: str) -> str:
     """What one of Slurm's commands prints. Raises ValueError with what it says where it fails."""
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(  # a job gets the environment of its sbatch
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=safe_environment()
+        )
     except FileNotFoundError:
         raise ValueError(
             f"no {words[0]} here\nhint: --launcher slurm works where jobs are submitted, on a login node"

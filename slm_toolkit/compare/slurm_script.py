@@ -11,6 +11,7 @@ from slm_toolkit.compare.causes import LOG_FILE
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import Machine
+from slm_toolkit.run_files import write_new
 from slm_toolkit.strategy import Strategy, num_machines, on_nodes, write_resolved
 from slm_toolkit.user_files import check_name, read_text
 
@@ -96,7 +97,7 @@ def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) 
     }
     assert tuple(filled) == _NAMES
     script = script_path(run)
-    script.write_text(re.sub(r"\{\{(.*?)\}\}", lambda match: filled[match[1]], nodes.template))
+    write_new(script, re.sub(r"\{\{(.*?)\}\}", lambda match: filled[match[1]], nodes.template))
     return script
 
 

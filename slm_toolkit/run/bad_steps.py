@@ -13,6 +13,7 @@ from slm_toolkit.run.batches import place_in_data
 from slm_toolkit.run.job import Job, Prepared
 from slm_toolkit.run.lookout import Seen
 from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.run_files import write_new
 
 _SHOWN_TOKENS = 64
 "of each sequence, as text"
@@ -39,7 +40,7 @@ def describe_bad_step(job: Job, prepared: Prepared, seen: Seen, *, max_loss: flo
                 for of_rank, sequences in enumerate(of_ranks)
             ],
         }
-        path.write_text(json.dumps(told, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+        write_new(path, json.dumps(told, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
     losses = " and ".join(f"{seen.losses[rank]:.4g} on rank {rank}" for rank in bad_ranks)
     if seen.is_loss_bad(max_loss):
         return f"the loss is {losses}", path

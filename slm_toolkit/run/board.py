@@ -41,6 +41,7 @@ class Board:
 def open_board(*, of_launch: bool = False) -> Board | None:
     """None for a process that is alone, and under launchers other than torch's, which have no store.
 
+    Raises ValueError where the launcher does not answer.
     of_launch: one board for all attempts of a launch (--max_restarts, --find_batch_size), not one for each.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -48,7 +49,9 @@ def open_board(*, of_launch: bool = False) -> Board | None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_SECONDS))
-    except RuntimeError:  # who makes the process group is about to say that nobody is there
-        return None
+    except RuntimeError:
+        raise ValueError(
+            f"the launcher does not answer at {address}:{port}\nhint: was it killed while its ranks started?"
+        ) from None
     again = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Board(dist.PrefixStore(f"slm_toolkit/{again}/board", store))

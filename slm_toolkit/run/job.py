@@ -68,7 +68,7 @@ from slm_toolkit.run.machines import Machines, num_machines
 from slm_toolkit.run.measure import num_trainable
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
-from slm_toolkit.run.place import check_writable, has_ended
+from slm_toolkit.run.place import check_writable, has_ended, hold_run
 from slm_toolkit.run.ranks import rank_0_first
 from slm_toolkit.run.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
 from slm_toolkit.run.resume import (
@@ -186,6 +186,9 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     identity = identity_of(asked, versions, gpu)
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
     run_dir = Path(config.output_dir).resolve() / run_name
+    if os.environ.get("RANK", "0") == "0" and exists(run_dir):
+        check_writable(run_dir)
+        hold_run(run_dir)
     ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and ended:
         lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None

@@ -1,7 +1,6 @@
 """EleutherAI's lm-eval on the model that a run saved, in a process of its own once training is over."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.extras import pip_install
+from slm_toolkit.python_environment import safe_environment
 from slm_toolkit.run.adapters import MERGED
 from slm_toolkit.user_files import is_file, read_text
 
@@ -43,7 +43,8 @@ def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
     """
     command = lm_eval_command(tasks, model_dir, folder)
     print(f"lm-eval: {shlex.join(command)}", file=sys.stderr)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_LAUNCH)}
+    env = safe_environment()
+    env = {name: value for name, value in env.items() if not name.startswith(_OF_THE_LAUNCH)}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     written = sorted(folder.rglob("results_*.json"), key=lambda path: path.stat().st_mtime_ns)
     if done.returncode or not written:

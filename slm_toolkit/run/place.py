@@ -1,14 +1,16 @@
-"""A run's folder: whether it can be written to, whether the run has ended there, and how it is emptied."""
+"""A run's folder: who may write there, whether the run has ended, and how it is emptied."""
 
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from accelerate import Accelerator
 
 from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
 from slm_toolkit.run.checkpoint_files import remove
+from slm_toolkit.run_files import hold
 from slm_toolkit.saved_files import (
     CHECKPOINTS_DIR,
     delete_model,
@@ -37,6 +39,31 @@ def check_writable(run_dir: Path) -> None:
         raise ValueError(
             f"can't write into {run_dir}: {error.strerror}\nhint: --output_dir and --run_name say where"
         ) from None
+
+
+_LOCK_FILE = ".train.lock"
+_held: dict[Path, IO[str]] = {}
+"locks that this process has until it ends"
+
+
+def hold_run(run_dir: Path) -> None:
+    """Keep other trainings out of a run's folder until this process ends; on rank 0.
+
+    Raises ValueError where one is at work there.
+    """
+    if run_dir in _held:
+        return
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _held[run_dir] = hold(run_dir / _LOCK_FILE)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{error.strerror} is training in {run_dir}\n"
+            "hint: wait until it has ended, or end it; --run_name trains in another folder"
+        ) from None
+    except OSError as error:
+        where = run_dir / _LOCK_FILE
+        raise ValueError(f"can't write {where}: {error.strerror}\nhint: is it a link?") from None
 
 
 def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from slm_toolkit.record import PROGRESS_FILE
+from slm_toolkit.run_files import write_new
 
 
 class TrainingProgress:
@@ -66,7 +67,7 @@ class TrainingProgress:
             "tokens_per_second": tokens_per_second,
         }
         try:
-            beside.write_text(json.dumps(state))
+            write_new(beside, json.dumps(state))
             beside.replace(self.path)
         except OSError as error:  # `slm compare` would show it, no more
             if not self.has_warned:

@@ -42,9 +42,10 @@ def explain(stalls: list[Stall], silent: list[str]) -> str:
     """Who hangs and where, while which others waited. `silent`: a clause for each rank that said nothing."""
     stuck = [stall for stall in stalls if not stall.is_waiting]
     waiting = [stall for stall in stalls if stall.is_waiting]
+    stands = "waits" if silent else "hung"  # beside a rank that does not answer, nobody knows of the others
     clauses = silent + [
         f"rank {stall.rank} (pid {stall.pid}) "
-        + (f"is still at work in {stall.place}" if stall.has_moved else f"hung in {stall.place}")
+        f"{'is still at work' if stall.has_moved else stands} in {stall.place}"
         for stall in stuck
     ]
     if not clauses:  # of one rank: its GPU

@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.launcher_gone import end_with_launcher, launcher_pid
 from slm_toolkit.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record import RunRecord
 from slm_toolkit.run.board import open_board
@@ -61,7 +62,7 @@ class Watchdog:
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._board = open_board()
         self._siblings = Siblings(self._board)
-        self._launcher = os.getppid() if self._board is not None else None
+        self._launcher = launcher_pid()
         by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
@@ -79,6 +80,7 @@ class Watchdog:
             signal.signal(signal.SIGTERM, self._terminated)
         threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
+        end_with_launcher(how=False)  # from here on the thread looks, and says what happened
         return self
 
     def __exit__(
@@ -221,7 +223,7 @@ class Watchdog:
         if alone:
             first = self.rank < min(self._siblings.living(), default=self.rank + 1)
         if first:
-            self._say(found, hint)
+            self._say(found, hint, alone=alone)
             time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
             self._siblings.kill(silent or [])
             if self._board is not None:
@@ -232,11 +234,12 @@ class Watchdog:
                 time.sleep(_LOOK_SECONDS / 10)
         os._exit(1)  # the thread that trains may wait for ever
 
-    def _say(self, found: str, hint: str) -> None:
+    def _say(self, found: str, hint: str, *, alone: bool) -> None:
         saved = by_order(self._run.run_dir / CHECKPOINTS_DIR) if self._run is not None else []
         hints = [hint] if hint else []
         if saved:
-            hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}")
+            newer = ", or from one that the other ranks write meanwhile" if alone else ""
+            hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}{newer}")
         with suppress(OSError):  # it may be what is full
             lines = [f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
             sys.stderr.write("\n".join(lines) + "\n")  # at once: others may be writing
