@@ -193,7 +193,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     if config.resume_from_checkpoint == "auto" and ended:
         lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
         if os.environ.get("RANK", "0") == "0":
-            again = f", but {lacks}: its last steps are done again" if lacks else ""
+            again = f", but {lacks}, so it goes on to save its model again" if lacks else ""
             print(f"note: this run has ended{again}: {run_dir / RECORD_FILE}", file=sys.stderr)
         if lacks is None:
             raise SystemExit(0)
