@@ -30,7 +30,7 @@ from slm_toolkit.prices import find_price
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import write_record
 from slm_toolkit.slurm_flags import add_slurm_flags, nodes_asked, print_scripts
-from slm_toolkit.strategy import find_strategy, precision_asked, precision_note
+from slm_toolkit.strategy import check_one_machine, find_strategy, precision_asked, precision_note
 from slm_toolkit.training_command import check_training
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ def _compare(args: argparse.Namespace) -> int:
             if args.dry_run and (files := exports_asked(args)):
                 raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
             baseline = read_baseline(args.baseline)
-            check_training(every_config(_given(args)), [find_strategy(name) for name in args.strategy or ()])
+            named = [find_strategy(name) for name in args.strategy or ()]
+            check_training(every_config(_given(args)), named)
             if nodes is None:
+                check_one_machine(named)
                 with console.status("looking at this machine"):
                     machine = this_machine()
             else:

@@ -7,7 +7,7 @@ from typing import Any
 SEVERITIES = ("wrong", "unwise", "could be faster")
 "wrong: does not run, does other than it says, or wastes most of what is paid"
 TOPICS = (
-    *("launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
+    *("security", "launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
     *("alignment", "memory", "network", "strategy", "kernels"),
 )
 

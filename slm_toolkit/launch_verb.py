@@ -24,7 +24,7 @@ from slm_toolkit.meeting import (
 )
 from slm_toolkit.patience import PATIENCE_SECONDS, PATIENCE_VARIABLE, Patience, patience_seconds
 from slm_toolkit.python_environment import SAFE_PATH, safe_environment
-from slm_toolkit.strategy import Strategy, read_strategy
+from slm_toolkit.strategy import Strategy, check_passed_on, find_strategy, read_strategy
 from slm_toolkit.training_command import MODULE, check_training, training_config
 
 _DEFAULT_PORT = 29500  # accelerate's
@@ -174,9 +174,15 @@ def _check_port(port: int) -> None:
 
 
 def _asked(words: tuple[str, ...]) -> _Asked:
-    """Raises ValueError for a YAML that can't be read, and for a count that is no number."""
-    config_file = option(words, "config_file")
+    """Raises ValueError for a YAML that can't be read or passed on, and for a count that is no number."""
+    config_file, json_file = option(words, "config_file"), option(words, "deepspeed_config_file")
     strategy = read_strategy(Path(config_file).expanduser()) if config_file else None
+    for each in (
+        strategy,
+        find_strategy(json_file) if json_file else None,
+    ):  # the option goes before the YAML
+        if each is not None:
+            check_passed_on(each)
     config = {} if strategy is None else strategy.accelerate_config
     said = {**config, **(config.get("deepspeed_config") or {})}
 
@@ -192,7 +198,8 @@ def _asked(words: tuple[str, ...]) -> _Asked:
 
     return _Asked(
         *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
-        *(text("main_process_ip"), count("main_process_port"), text("deepspeed_multinode_launcher")),
+        option(words, "main_process_ip"),  # no file chooses the host that this machine connects to
+        *(count("main_process_port"), text("deepspeed_multinode_launcher")),
     )
 
 
@@ -205,7 +212,10 @@ def _problems(asked: _Asked) -> list[str]:
     if rank is None or not 0 <= rank < num_machines:
         found.append(f"--machine_rank is {rank}: 0 to {num_machines - 1}, another on each machine")
     if address is None:
-        found.append(f"no --main_process_ip: where machine 0 is found; this one is {own_addresses()}")
+        found.append(
+            "no --main_process_ip on the command line: where machine 0 is found; this one is "
+            f"{own_addresses()}"
+        )
     elif rank == 0 and not is_own_address(address):
         found.append(
             f"--machine_rank 0 is the machine at {address} (--main_process_ip); this one is {own_addresses()}"

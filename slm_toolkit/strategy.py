@@ -13,6 +13,7 @@ import yaml
 from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.passed_on import refused_of_json, refused_of_yaml
 from slm_toolkit.run_files import make_folder, write_new
 from slm_toolkit.secret_words import check_no_secrets
 from slm_toolkit.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
@@ -206,6 +207,32 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         f"{path}: distributed_type {distributed_type!r} is not supported\n"
         "hint: NO, MULTI_GPU, FSDP or DEEPSPEED"
     )
+
+
+def check_passed_on(strategy: Strategy) -> None:
+    """Raises one ValueError with all that a strategy's files may not pass on to accelerate and DeepSpeed."""
+    config = strategy.accelerate_config or {}
+    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    refused = [(strategy.path, one) for one in refused_of_yaml(config)]
+    refused += [(named or strategy.path, one) for one in refused_of_json(strategy.deepspeed_config or {})]
+    if not refused:
+        return
+    lines = [f"{file}: {one.sentence}: {one.why}. Change: {one.change}" for file, one in refused]
+    raise ValueError(
+        "\n".join(lines) + "\nhint: nothing is launched with such settings; "
+        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+    )
+
+
+def check_one_machine(strategies: Iterable[Strategy]) -> None:
+    """Raises ValueError for a YAML that asks for several machines, of which `slm compare` here has one."""
+    for strategy in strategies:
+        if (num := num_machines(strategy)) > 1:
+            raise ValueError(
+                f"{strategy.path}: num_machines is {num}, and a comparison without Slurm is on one machine: "
+                "accelerate would connect to the main_process_ip of the file\n"
+                "hint: num_machines: 1, or --launcher slurm"
+            )
 
 
 def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:

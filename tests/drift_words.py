@@ -51,6 +51,15 @@ def _single_process() -> None:
     assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
 
 
+def _autocast_modules() -> None:
+    from slm_toolkit.passed_on import JSON_SETTINGS
+
+    source = (Path(find_spec("deepspeed").origin).parent / "runtime" / "torch_autocast.py").read_text()
+    default = source.partition("LOWER_PRECISION_SAFE_MODULES = [")[2].partition("]")[0]
+    allowed = JSON_SETTINGS["torch_autocast"]["lower_precision_safe_modules"]
+    assert set(re.findall(r"[\w.]+", default)) == set(allowed), f"DeepSpeed's own are {default}"
+
+
 def _taken_port() -> None:
     from accelerate.utils import launch
 
@@ -267,6 +276,13 @@ WORDS = (
         "ask DeepSpeed for its own figure, in estimate.py; test_deepspeed_estimate.py holds the formula",
         "estimate.py and predict/deepspeed_estimator.py: live_deepspeed_needs",
         _estimator_module,
+    ),
+    Leaning(
+        "deepspeed: the modules that torch_autocast takes by itself",
+        ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
+        "let a JSON name these and import no others",
+        "passed_on.py: JSON_SETTINGS",
+        _autocast_modules,
     ),
     Leaning(
         "torch: the launchers that torchrun is another name of",

@@ -18,6 +18,7 @@ from test_doctor_shipped import MEANT
 from slm_toolkit.checkup import keys
 from slm_toolkit.checkup.examine import examine
 from slm_toolkit.checkup.mend import write_mended
+from slm_toolkit.passed_on import JSON_SETTINGS, YAML_SETTINGS
 
 ACCELERATE = Path(find_spec("accelerate").origin).parent
 DEEPSPEED = Path(find_spec("deepspeed").origin).parent
@@ -25,7 +26,12 @@ PLANTED = [row for row in ALL if row.yaml or row.json or row.more_text]
 REFUSED = {  # rows whose finding says that accelerate or DeepSpeed refuses the files, or fails on them
     *("unknown-key of the file", "distributed-type synonym", "distributed-type small letters"),
     *("distributed-type absent", "unquoted-no mixed_precision", "num-processes absent", "gpu-ids a number"),
-    *("gpu-ids too few", "mixed-precision-unknown", "compute-environment", "reshard-not-boolean"),
+    *(
+        "gpu-ids too few",
+        "mixed-precision-unknown",
+        "not-passed-on compute_environment",
+        "reshard-not-boolean",
+    ),
     *("wrap-policy-unknown", "checkpointing-offload-alone", "ram-efficient-without-sync", "state-dict-type"),
     *("json-unreadable absent", "json-unreadable cut off", "no-zero-section", "set-twice mixed_precision"),
     *("set-twice accumulation", "set-twice clipping", "set-twice stage and offload", "removed-key"),
@@ -111,25 +117,30 @@ def test_the_keys_known_are_those_of_accelerate() -> None:
         for node in definition.body
         if isinstance(node, ast.AnnAssign)
     }
-    assert set(keys.ACCELERATE_KEYS) == fields | {
-        "dynamo_backend",
-        "fp16",
-    }  # process_config turns these into others
+    turned_into_others = {"dynamo_backend", "fp16"}  # by process_config
+    assert set(YAML_SETTINGS) == fields | turned_into_others
     options = set(re.findall(r'^\s+"--(\w+)",$', (ACCELERATE / "commands" / "launch.py").read_text(), re.M))
-    assert set(keys.FSDP_KEYS) - {"fsdp_ignored_modules"} == {
-        name for name in options if name.startswith("fsdp_")
-    }
-    assert set(keys.PARALLELISM_KEYS) == {name for name in options if name.startswith("parallelism_config_")}
-    assert set(keys.DEEPSPEED_YAML_KEYS) <= options
+    for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
+        known = set(YAML_SETTINGS[section]) - {"fsdp_ignored_modules"}
+        assert known == {name for name in options if name.startswith(prefix)}
+    assert {*YAML_SETTINGS["deepspeed_config"], *YAML_SETTINGS["dynamo_config"]} <= options
     assert "fsdp_ignored_modules" in (ACCELERATE / "utils" / "launch.py").read_text()
 
 
 def test_the_keys_known_are_those_of_deepspeed() -> None:
-    assert set(keys.ZERO_KEYS) == _model_keys("config.py", "DeepSpeedZeroConfig")
-    for part, name in (("offload_param", "Param"), ("offload_optimizer", "Optimizer")):
-        assert set(keys.OFFLOAD_KEYS[part]) == _model_keys(
-            "offload_config.py", f"DeepSpeedZeroOffload{name}Config"
-        )
+    zero = JSON_SETTINGS["zero_optimization"]
+    for section, file, model in (
+        (zero, "runtime/zero/config.py", "DeepSpeedZeroConfig"),
+        (zero["offload_param"], "runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
+        (zero["offload_optimizer"], "runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig"),
+        (zero["leaf_module"], "runtime/zero/leaf_module_config.py", "DeepSpeedZeroLeafModuleConfig"),
+        (zero["zenflow"], "runtime/zenflow/zenflow_config.py", "ZenFlowConfig"),
+        (JSON_SETTINGS["bf16"], "runtime/precision_config.py", "DeepSpeedBF16Config"),
+        (JSON_SETTINGS["fp16"], "runtime/precision_config.py", "DeepSpeedFP16Config"),
+        (JSON_SETTINGS["compile"], "compile/config.py", "CompileConfig"),
+        (JSON_SETTINGS["comms_logger"], "comm/config.py", "CommsLoggerConfig"),
+    ):
+        assert set(section) == _model_keys(file, model), model
     removed = _dict_keys(DEEPSPEED / "runtime" / "config.py")
     assert set(keys.REMOVED_FROM_DEEPSPEED) == removed["_REMOVED_TOP_LEVEL_CONFIG_KEYS"]
     assert set(keys.REMOVED_FROM_ZERO) == removed["_REMOVED_ZERO_CONFIG_KEYS"]
@@ -138,13 +149,13 @@ def test_the_keys_known_are_those_of_deepspeed() -> None:
         for path in DEEPSPEED.rglob("*.py")
         if "config" in path.name or "constants" in path.name
     )
-    nowhere = [key for key in keys.JSON_KEYS if f'"{key}"' not in text and f"'{key}'" not in text]
+    nowhere = [key for key in JSON_SETTINGS if f'"{key}"' not in text and f"'{key}'" not in text]
     assert nowhere == ["msamp"]  # accelerate's
 
 
 def _model_keys(file: str, model: str) -> set[str]:
     """Fields of a pydantic model by the names that a JSON has for them."""
-    tree = ast.parse((DEEPSPEED / "runtime" / "zero" / file).read_text())
+    tree = ast.parse((DEEPSPEED / file).read_text())
     (definition,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model]
     found = set()
     for node in definition.body:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,19 +15,12 @@ from test_doctor_shipped import MEANT
 from slm_toolkit.checkup.case import Case, read_files
 from slm_toolkit.checkup.examine import Examined, examine_all
 from slm_toolkit.checkup.host import Host
-from slm_toolkit.checkup.keys import (
-    ACCELERATE_KEYS,
-    DEEPSPEED_YAML_KEYS,
-    FSDP_KEYS,
-    JSON_KEYS,
-    OFFLOAD_KEYS,
-    ZERO_KEYS,
-)
 from slm_toolkit.checkup.mend import mended, write_mended
 from slm_toolkit.config import RunConfig
 from slm_toolkit.finding import REMOVE, Edit, Finding
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.model_names import find_model
+from slm_toolkit.passed_on import JSON_SETTINGS, YAML_SETTINGS
 from slm_toolkit.predict.bandwidth import cluster_of
 from slm_toolkit.predict.site import Site
 from slm_toolkit.strategy import config_dir, find_strategy
@@ -132,6 +126,13 @@ def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path
     find_strategy(str(written[0].path))  # reads it, or raises
 
 
+def all_keys(rules: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, rule in rules.items():
+        yield (*above, key)
+        if isinstance(rule, dict):
+            yield from all_keys(rule, (*above, key))
+
+
 _ODD = (
     *(None, True, False, 0, 2, -1, 1.5, 5e8, 10**30, "auto", "cpu", "nvme", "no", "two", "", [], {}, [1, 2]),
     *("FULL_SHARD", "0,1", "localhost", {"device": "cpu"}, {"enabled": "auto"}, {"stage": 3}),
@@ -145,11 +146,7 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     random = Random(seed)
     base = random.choice(list(MEANT))
     case = planted_case(clean(base), tmp_path)
-    yaml_keys = [(key,) for key in ACCELERATE_KEYS]
-    yaml_keys += [("fsdp_config", key) for key in FSDP_KEYS]
-    yaml_keys += [("deepspeed_config", key) for key in DEEPSPEED_YAML_KEYS]
-    json_keys = [(key,) for key in JSON_KEYS] + [("zero_optimization", key) for key in ZERO_KEYS]
-    json_keys += [("zero_optimization", part, key) for part, keys in OFFLOAD_KEYS.items() for key in keys]
+    yaml_keys, json_keys = list(all_keys(YAML_SETTINGS)), list(all_keys(JSON_SETTINGS))
     odd = [Edit("yaml", random.choice(yaml_keys), random.choice(_ODD)) for _ in range(3)]
     odd += [Edit("json", random.choice(json_keys), random.choice(_ODD)) for _ in range(3)]
     written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd", overwrite=False)

@@ -232,7 +232,9 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "launch", "--config_file", "accel_configs/ddp.yaml", "--num_machines", "2", "--num_processes", "3"
     )
     assert done.code == 2
-    assert "error: no --main_process_ip: where machine 0 is found; this one is " in done.err
+    assert (
+        "error: no --main_process_ip on the command line: where machine 0 is found; this one is " in done.err
+    )
     assert "--num_processes is 3" in done.err
 
 

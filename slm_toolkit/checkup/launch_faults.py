@@ -224,15 +224,6 @@ def _compiler(case: Case) -> Iterator[Finding]:
 
 
 def _odds_and_ends(case: Case) -> Iterator[Finding]:
-    compute = case.config.get("compute_environment", "LOCAL_MACHINE")
-    if compute != "LOCAL_MACHINE":
-        yield _launch(
-            *(case, "wrong", "compute-environment", f"compute_environment is {compute}"),
-            why="accelerate then takes the file for SageMaker's, whose keys are others, and refuses these",
-            change="compute_environment: LOCAL_MACHINE",
-            key="compute_environment",
-            edits=(Edit("yaml", ("compute_environment",), "LOCAL_MACHINE"),),
-        )
     if is_true(case.config.get("use_cpu")) and (case.gpu_names or case.host.gpu_names):
         is_obeyed = case.engine in ("NO", "MULTI_CPU")
         yield _launch(

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from slm_toolkit.run.launched import Launch
 from slm_toolkit.run.machines import process_group_timeout
 from slm_toolkit.run.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.trackers import check_tracker
-from slm_toolkit.strategy import precision_note
+from slm_toolkit.strategy import check_passed_on, precision_note
 from slm_toolkit.torch_extensions import remove_stale_locks, use_extensions_folder
 
 
@@ -43,7 +43,9 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
     accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one
     process. Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
+    Raises ValueError for settings of the YAML or the DeepSpeed JSON that are not passed on.
     """
+    check_passed_on(launch.strategy)
     engine = launch.strategy.engine
     check_tracker(config.report_to)
     if engine == "deepspeed":
@@ -82,6 +84,14 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
             # in pieces and draw other weights than under any other strategy.
             unset_hf_deepspeed_config()
+        check_passed_on(  # the JSON that accelerate has read: an option or a variable may name another
+            replace(
+                launch.strategy,
+                path=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", launch.strategy.path),
+                accelerate_config=None,
+                deepspeed_config=accelerator.deepspeed_plugin.deepspeed_config,
+            )
+        )
         _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
     if engine == "fsdp2" and _reduces_in_fp32(config):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
