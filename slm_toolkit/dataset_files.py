@@ -33,7 +33,12 @@ def local_files(dataset: str) -> list[str]:
                 f"{dataset} holds no .txt, .jsonl or .parquet file\nhint: give a folder that does"
             )
         return found
-    found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
+    if os.path.lexists(path):
+        found = [str(path)]  # also where its name has glob's characters, such as [x].jsonl
+    else:
+        found = sorted(glob.glob(str(path), recursive=True)) if "\0" not in dataset else []
+    if odd := [file for file in found if "::" in file]:  # datasets takes what follows for an archive or a URL
+        raise ValueError(f"can't read {odd[0]}: '::' in its name\nhint: rename the file")
     if odd := [file for file in found if Path(file).suffix.lower() not in FILE_FORMATS]:
         raise ValueError(f"{odd[0]}: not one of {', '.join(FILE_FORMATS)}\nhint: rename or convert the file")
     if odd := [file for file in found if os.path.lexists(file) and not os.path.isfile(file)]:

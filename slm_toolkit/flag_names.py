@@ -84,7 +84,8 @@ HINTS = {  # a name that is refused: what to write instead
         ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
     ),
     **dict.fromkeys(("bf16", "amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
-    "fp16": "there is no fp16, which needs a loss scaler: --numerics aligned, the default, computes in bf16",
+    "fp16": "--numerics aligned (the default) computes in bf16; fp16 needs --numerics stock, a GPU and a "
+    "--strategy file with mixed_precision: fp16",
     "warmup_ratio": "--warmup_steps N: a number of steps",
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "min_lr"), _SCHEDULE),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),

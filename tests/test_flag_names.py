@@ -1,6 +1,7 @@
 """Other trainers' flags, GPUs and models as people type them: accepted, or answered with the right hint."""
 
 import re
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, slm
@@ -12,6 +13,7 @@ from slm_toolkit.flag_names import HINTS, SAME_MEANING
 from slm_toolkit.hardware import gpu_and_count, gpu_of_name
 from slm_toolkit.model_names import find_model
 from slm_toolkit.parser import with_underscores
+from slm_toolkit.strategy import find_strategy, precision_asked, precision_problem
 from slm_toolkit.training_command import training_config
 
 
@@ -67,7 +69,7 @@ def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.Captu
         ("--batch_size 4", "hint: --per_device_train_batch_size N: sequences of one process"),
         ("--bf16", "hint: --numerics: aligned (the default) computes in bf16"),
         ("--bf16 true", "hint: --numerics: aligned (the default) computes in bf16"),
-        ("--fp16", "hint: there is no fp16, which needs a loss scaler: --numerics aligned"),
+        ("--fp16", "hint: --numerics aligned (the default) computes in bf16; fp16 needs --numerics stock"),
         ("--warmup_ratio 0.1", "hint: --warmup_steps N"),
         ("--use_lora", "hint: --peft lora"),
         ("--deepspeed ds.json", "hint: --strategy NAME or FILE"),
@@ -81,6 +83,18 @@ def test_a_name_that_may_mean_something_else_gets_a_hint(
     assert said.startswith(f"error: unknown: {words}\n{hint}")
     assert said.endswith(f"; slm {verb} --help\n")
     assert "find_batch_size" not in said
+
+
+def test_what_the_hint_of_fp16_names_runs_fp16(tmp_path: Path) -> None:
+    """A strategy file with mixed_precision fp16, --numerics stock and a GPU; not one of the three alone."""
+    for word in ("--numerics stock", "mixed_precision: fp16", "a GPU"):
+        assert word in HINTS["fp16"]
+    path = tmp_path / "half.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
+    asked = precision_asked(find_strategy(str(path)))
+    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
+    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None
+    assert precision_problem(asked, RunConfig(numerics="aligned"), has_gpu=True) is not None
 
 
 def test_the_script_says_the_same_and_sends_the_launchers_words_away(

@@ -151,3 +151,182 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     assert "--resume_from_checkpoint latest goes on from" in faulty.hint
     assert faulty.message_seconds < 60
     note(faulty, "a streamed file is removed while it is read", record_property)
+
+
+def chats(path: Path) -> Path:
+    turns = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown the quick"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    return path
+
+
+def tokenizer(folder: Path, *, vocab: dict[str, int], template: str = "x", **parts: object) -> Path:
+    """A tokenizer of whole words, as anybody may publish one."""
+    folder.mkdir()
+    whole = {
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None},
+        **{"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole | parts))
+    names = {"eos_token": "</s>", "unk_token": "[UNK]", "chat_template": template}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | names))
+    return folder
+
+
+WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "quick": 3, "brown": 4}
+
+
+def load_with_tokenizer(data: Path, folder: Path) -> None:
+    config = RunConfig(model="slm-1m", dataset=str(data), tokenizer_name=str(folder), seq_len=16, max_steps=4)
+    load_data(config, PRESETS["slm-1m"], num_sequences=0)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "it calls itself without end"),
+        ("{{ 'x' * 10**10 }}", "it needs more than 1 GiB"),
+        ("{{ '%10000000000d' % 1 }}", "it needs more than 1 GiB"),
+        ("{{ 'x' * 10**7 }}", "it makes 10,000,000 characters of 24"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "it takes too long",
+        ),
+    ],
+    ids=["zero", "overflow", "recursion", "gigabytes", "a wide format", "a long text", "endless"],
+)
+def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
+    template: str, said: str, tmp_path: Path
+) -> None:
+    import resource
+    import signal
+
+    before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA)
+    folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)
+    with pytest.raises(BadData, match=rf"chats\.jsonl, row 1: the chat template refuses .*{said}.*\nhint: "):
+        load_with_tokenizer(chats(tmp_path / "chats.jsonl"), folder)
+    assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "parts", "said"),
+    [
+        ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', model slm-1m only ids below 384"),
+        ({}, {}, "has no tokens of text"),
+        ({"</s>": 0, "zzz": 1}, {}, "the tokenizer fails: WordLevel error: Missing"),
+        (
+            WORDS,
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Replace", "pattern": {"String": "q"}, "content": "qqqq"}] * 30,
+                }
+            },
+            "its normalizer makes over 10,000 characters of one",
+        ),
+    ],
+    ids=["an id too large", "no vocabulary", "no unknown token", "a normalizer that multiplies"],
+)
+def test_a_tokenizer_that_does_not_fit_the_model_or_its_text_is_refused(
+    vocab: dict[str, int], parts: dict, said: str, tmp_path: Path
+) -> None:
+    folder = tokenizer(tmp_path / "mine", vocab=vocab, **parts)
+    with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
+        load_with_tokenizer(lines(tmp_path / "a.jsonl", "", at_line=0, num_lines=4), folder)
+
+
+def deep(folder: Path) -> Path:
+    odd = '{"text": "x", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    return lines(folder / "a.jsonl", odd, at_line=70, num_lines=100)
+
+
+def wide(folder: Path) -> Path:
+    odd = json.dumps({"text": TEXT, **{f"c{n}": n for n in range(10**6)}})
+    return lines(folder / "a.jsonl", odd, at_line=3, num_lines=4)
+
+
+def wider_by_each_row(folder: Path) -> Path:
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": TEXT, f"c{n}": n}) + "\n" for n in range(20_000)))
+    return path
+
+
+def wide_inside(folder: Path) -> Path:
+    path = folder / "a.json"
+    path.write_text(json.dumps([{"text": TEXT, "more": [{f"c{n}": n} for n in range(20_000)]}], indent=1))
+    return path
+
+
+def wide_parquet(folder: Path) -> Path:
+    columns = {f"c{n}": pyarrow.nulls(1, pyarrow.int8()) for n in range(12_000)}
+    pyarrow.parquet.write_table(pyarrow.table({"text": [TEXT], **columns}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (deep, r"a\.jsonl, line 70 has too many objects inside one another"),
+        (wide, r"a\.jsonl, line 3: more than 10,000 columns"),
+        (wider_by_each_row, r"a\.jsonl, line 10,000: more than 10,000 columns"),
+        (wide_inside, r"a\.json, row 1: more than 10,000 columns"),
+        (wide_parquet, r"a\.parquet has 12,001 columns, more than 10,000"),
+    ],
+    ids=["deep", "wide", "wider by each row", "wide inside", "a wide Parquet"],
+)
+def test_what_would_crash_or_stall_the_reader_is_refused_first(
+    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
+        load_and_read(make(tmp_path), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_packed_files_are_refused_by_their_bytes_whatever_their_name(streaming: bool, tmp_path: Path) -> None:
+    import bz2
+    import gzip
+    import lzma
+
+    for name, pack in (("gzip", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        for suffix in ("jsonl", "txt"):
+            path = tmp_path / f"{name}.{suffix}"
+            path.write_bytes(pack((GOOD + "\n").encode() * 100))
+            with pytest.raises(ValueError, match=rf"{path.name} is packed as {name}\nhint: unpack it"):
+                load_and_read(path, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_a_name_with_globs_characters_is_a_file(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "[d]").mkdir()
+    for path in (tmp_path / "[x].jsonl", tmp_path / "a*b?.jsonl", tmp_path / "[d]" / "[y].jsonl"):
+        load_and_read(lines(path, "", at_line=0, num_lines=10), streaming=streaming)
+    load_and_read(tmp_path / "[d]", streaming=streaming)
+    with pytest.raises(ValueError, match=r"a::b\.jsonl: '::' in its name\nhint: rename"):
+        load_and_read(lines(tmp_path / "a::b.jsonl", "", at_line=0, num_lines=10), streaming=streaming)
+
+
+def test_a_json_file_is_read_the_same_whole_and_streamed(tmp_path: Path) -> None:
+    """Lines, an array, objects over several lines, a byte order mark; a column that begins late is kept."""
+    rows = [{"instruction": "do", "output": "yes"}, {"instruction": "do", "input": "it", "output": "no"}] * 4
+    texts = {
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "b.json": json.dumps(rows),
+        "c.json": "[\n" + ",\n".join(json.dumps(row, indent=2) for row in rows) + "\n]\n",
+        "d.jsonl": "\n".join(json.dumps(row, indent=1) for row in rows),
+        "e.jsonl": "\ufeff\n" + "\n\n".join(json.dumps(row) for row in rows),
+    }
+    found = set()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        for streaming in (False, True):
+            config = RunConfig(
+                model="slm-1m", dataset=str(tmp_path / name), seq_len=64, streaming=streaming, max_steps=4
+            )
+            train = load_data(config, PRESETS["slm-1m"], num_sequences=0).train
+            found.add(tuple(tuple(sequence["input_ids"].tolist()) for sequence in train))
+    assert len(found) == 1

@@ -1,6 +1,5 @@
 """What is wrong with a data file in which reading got stuck: which file, which line or row."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.disk_full import DISK_FULL
+from slm_toolkit.run.json_rows import JsonRows, json_rows, kind_of
 
 _SEARCH_SECONDS = 20.0
 "for the place in a file; then the row's number has to do"
@@ -39,7 +39,8 @@ class StreamedRows:
         except Exception as error:  # datasets raises its own, pyarrow's and Python's
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
-            reason = self._lost() or fault_in(list(self.sizes)) or first_line(error)
+            files = [] if isinstance(self.rows, JsonRows) else list(self.sizes)  # whose errors say where
+            reason = self._lost() or fault_in(files) or first_line(error)
             raise BadData(f"{self.path}, after {number:,} rows: {reason}\nhint: {_HINT}") from error
         if (lost := self._lost()) is not None:
             raise BadData(f"{self.path}, after {number:,} rows: {lost}\nhint: {_HINT}")
@@ -67,6 +68,8 @@ def fault_in(files: list[str]) -> str | None:
             found = unreadable.strerror or first_line(unreadable)
         except TimeoutError:
             return None
+        except ValueError as refused:  # names the file
+            return first_line(refused)
         if found is not None:
             return f"{file}, {found}"
     return None
@@ -77,29 +80,18 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def _in_json_lines(path: Path, deadline: float) -> str | None:
-    """Also where a line has another kind of row than the first: pyarrow casts columns of the first block."""
+def _in_json(path: Path, deadline: float) -> str | None:
+    """Also where a row has another kind of value than the first: pyarrow casts columns of the first block."""
     kinds: dict[str, type] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            _check_time(deadline)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except RecursionError:
-                return f"line {number:,} has too many objects inside one another"
-            except ValueError as error:  # UnicodeDecodeError is one
-                return f"line {number:,}: {_of_json(error)}"
-            if not isinstance(row, dict):
-                return f"line {number:,} is {_kind(row)}, not an object with columns"
-            if kinds and row.keys() != kinds.keys():
-                return f"line {number:,} has columns {', '.join(row)}; those before: {', '.join(kinds)}"
-            for name, value in row.items():
-                before = kinds.get(name, type(None))
-                if value is not None and before not in (type(None), type(value)):
-                    return f"line {number:,}: {name!r} is {_kind(value)}, {_kind(before())} before"
-                kinds[name] = before if value is None else type(value)
+    for place, row in json_rows(str(path)):
+        _check_time(deadline)
+        if kinds and row.keys() != kinds.keys():
+            return f"{place} has columns {', '.join(row)}; those before: {', '.join(kinds)}"
+        for name, value in row.items():
+            before = kinds.get(name, type(None))
+            if value is not None and before not in (type(None), type(value)):
+                return f"{place}: {name!r} is {kind_of(value)}, {kind_of(before())} before"
+            kinds[name] = before if value is None else type(value)
     return None
 
 
@@ -135,22 +127,12 @@ def _in_parquet(path: Path, deadline: float) -> str | None:
 
 
 _LOOKS: dict[str, Callable[[Path, float], str | None]] = {
-    ".jsonl": _in_json_lines,
+    ".jsonl": _in_json,
+    ".json": _in_json,
     ".txt": _in_text,
     ".md": _in_text,
     ".parquet": _in_parquet,
 }
-
-
-def _of_json(error: ValueError) -> str:
-    return (
-        f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "no UTF-8 text"
-    )
-
-
-def _kind(value: Any) -> str:
-    names = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number"}
-    return {**names, float: "a number", type(None): "null"}[type(value)]
 
 
 def _check_time(deadline: float) -> None:

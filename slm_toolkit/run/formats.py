@@ -5,8 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from slm_toolkit.run.bad_data import first_line
+from slm_toolkit.run.limits import limits
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
 
+TEMPLATE_SECONDS = 2.0
+"of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
+TEMPLATE_BYTES = 2**30
+"that a chat template may take for a conversation, beyond what the process has"
 _COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row has
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -73,7 +79,7 @@ def documents_of(
 ) -> list[Document]:
     """The documents of some rows, given by column; blank ones and those without any label are left out.
 
-    Raises ValueError for a row that is not what its format wants.
+    Raises ValueError for a row that is not what its format wants, or that the tokenizer can't read.
     """
     if kind == "tokens":
         return _of_tokens(rows)
@@ -101,9 +107,10 @@ def _pieces(
     if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as TRL takes them
     messages, num_asked = _messages(row, kind)
-    if loss_on == "all":
-        return [(_rendered(messages, tokenizer), True)], False
-    return _turns(messages, tokenizer, first=num_asked), False
+    with limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
+        if loss_on == "all":
+            return [(_rendered(messages, tokenizer), True)], False
+        return _turns(messages, tokenizer, first=num_asked), False
 
 
 def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
@@ -180,14 +187,26 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
 
 
 def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
-    from jinja2 import TemplateError
-
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the chat template refuses a conversation: {error}\nhint: its first turns: {str(messages)[:80]}"
-        ) from None
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program: it divides by zero, recurses, takes all memory
+        reason = {
+            TimeoutError: "it takes too long",
+            MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**30:g} GiB",
+            RecursionError: "it calls itself without end",
+        }.get(type(error), str(error) or type(error).__name__)
+        raise _refused(reason, messages) from None
+    num_given = sum(len(message["content"]) for message in messages)
+    if len(text) > 2**20 + 10 * num_given:
+        raise _refused(f"it makes {len(text):,} characters of {num_given:,}", messages)
+    return text
+
+
+def _refused(reason: str, messages: list[dict[str, str]]) -> ValueError:
+    return ValueError(
+        f"the chat template refuses a conversation: {reason[:200]}\n"
+        f"hint: mend the template, or leave the conversation out; its first turns: {str(messages)[:80]}"
+    )
 
 
 def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: bool) -> list[Document]:
@@ -196,7 +215,12 @@ def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: boo
     `end`: with an end-of-text token, which has a label.
     """
     texts = [text for document in pieces for text, _ in document]
-    tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    try:
+        tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    except BaseException as error:  # tokenizers raises a bare Exception, and Rust's panics as a BaseException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails: {first_line(error)}\nhint: try another tokenizer") from None
     documents = []
     for document in pieces:
         tokens: list[int] = []

@@ -113,7 +113,8 @@ def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -
 
 
 def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in group] for name in group[0]}
+    names = dict.fromkeys(name for row in group for name in row)
+    return {name: [row.get(name) for row in group] for name in names}
 
 
 def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:

@@ -1,5 +1,7 @@
 """The rows of a dataset: local files of several kinds, a folder that `datasets` saved, or the hub."""
 
+import contextlib
+import glob
 import math
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from slm_toolkit.config_data import Source
 from slm_toolkit.dataset_files import FILE_FORMATS, is_saved_dataset, local_files
 from slm_toolkit.disk_full import DISK_FULL
 from slm_toolkit.hub import check_hub
-from slm_toolkit.run.bad_data import StreamedRows, fault_in, first_line
+from slm_toolkit.run.bad_data import BadData, StreamedRows, fault_in, first_line
 from slm_toolkit.run.formats import format_of, unreadable_text
+from slm_toolkit.run.json_rows import MOST_COLUMNS, JsonRows
 from slm_toolkit.user_files import typed_path
 
 STREAM_ABOVE_BYTES = 2**30
@@ -60,7 +63,7 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
             raise ValueError(
                 f"{source.path} holds no text: {len(files)} empty files\nhint: give files with text"
             )
-        origin = {"path": kinds.pop(), "data_files": files}
+        origin = {"path": kinds.pop(), "data_files": [glob.escape(file) for file in files]}
         if origin["path"] == "text":
             origin["sample_by"] = "document"  # a file is a document
     else:
@@ -71,6 +74,12 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
         if not files:
             size_bytes = load_dataset_builder(**origin).info.download_size or math.inf  # unknown: may be huge
         streaming = config.streaming if config.streaming is not None else size_bytes > STREAM_ABOVE_BYTES
+        if files and origin["path"] == "json":
+            checked = StreamedRows(JsonRows(tuple(files)), source.path, sizes)
+            if streaming:
+                return checked, True
+            for _ in checked:
+                continue
         rows = load_dataset(**origin, split="train", streaming=streaming)
         next(iter(rows), None)
     except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
@@ -78,6 +87,8 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
             f"can't find dataset {source.path!r}: {str(error).splitlines()[0]}\n"
             "hint: give a hub id, or .txt, .jsonl or .parquet files by path, folder or glob"
         ) from None
+    except BadData:
+        raise
     except (
         Exception
     ) as error:  # datasets raises its own and pyarrow's for files that are not what their names say
@@ -91,14 +102,42 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
 
 
 def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
-    """Bytes of each file. Raises ValueError for one that went away meanwhile, or is a link to nowhere."""
+    """Bytes of each file.
+
+    Raises ValueError for one that went away meanwhile, is a link to nowhere, would be unpacked by `datasets`
+    (2 MB may become 2 GB) or has too many columns.
+    """
+    from datasets.utils.extract import Extractor
+
     try:
+        for file in files:
+            if kind := Extractor.infer_extractor_format(file):
+                raise ValueError(f"{file} is packed as {kind}\nhint: unpack it, and give what is in it")
+            if file.lower().endswith(".parquet"):
+                _check_parquet(file)
         return {file: Path(file).stat().st_size for file in files}
     except OSError as error:
         raise ValueError(
             f"can't read dataset {dataset!r}: {error.filename}: {error.strerror}\n"
             "hint: was it there when the run began? is it a link to nowhere?"
         ) from None
+
+
+def _check_parquet(file: str) -> None:
+    """Raises ValueError for more columns than `datasets` takes in some seconds."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with contextlib.suppress(pyarrow.ArrowException, OSError):  # what is wrong is said when it is read
+        _check_columns(file, pyarrow.parquet.read_metadata(file).num_columns)
+
+
+def _check_columns(file: str, num_columns: int) -> None:
+    if num_columns > MOST_COLUMNS:
+        raise ValueError(
+            f"{file} has {num_columns:,} columns, more than {MOST_COLUMNS:,}\n"
+            "hint: keep only the columns that are trained on"
+        )
 
 
 def _saved(folder: Path) -> Any:

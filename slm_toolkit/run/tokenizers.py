@@ -1,5 +1,7 @@
 """The tokenizer that a run asks for."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 "of tokenizers that have none: every turn ends with the end-of-text token, so that generation stops there"
+
+
+MOST_GROWTH = 10_000
+"of a text by its tokenizer's replacements: 30 of `a` by `aaaa` would make 10^18 characters of one"
 
 
 def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
@@ -48,10 +54,36 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             f"tokenizer {name!r} has no end-of-text token to put between documents\n"
             "hint: set its eos_token, or use --tokenizer_name byte"
         )
-    if len(tokenizer) > spec.vocab_size:
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary.keys() <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"tokenizer {name or 'byte'!r} has {len(tokenizer)} tokens, "
+            f"tokenizer {name!r} has no tokens of text\nhint: --tokenizer_name byte has one for each byte"
+        )
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > MOST_GROWTH:
+        raise ValueError(
+            f"tokenizer {name!r}: its normalizer makes over {MOST_GROWTH:,} characters of one\n"
+            "hint: leave such replacements out of its tokenizer.json, or use another tokenizer"
+        )
+    if len(vocabulary) > spec.vocab_size:
+        raise ValueError(
+            f"tokenizer {name or 'byte'!r} has {len(vocabulary)} tokens, "
             f"model {spec.name} only {spec.vocab_size}\n"
             "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
+    token, largest = max(vocabulary.items(), key=lambda pair: pair[1])
+    if largest >= spec.vocab_size:  # ids need not be without gaps
+        raise ValueError(
+            f"tokenizer {name!r} has the id {largest} for {token!r}, model {spec.name} only ids below "
+            f"{spec.vocab_size}\nhint: choose a model with a larger vocabulary, or --tokenizer_name byte"
+        )
     return tokenizer
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """The most characters that a normalizer's replacements may make of one."""
+    if normalizer["type"] == "Replace":
+        length = len(normalizer["content"])
+        replaced = len(normalizer["pattern"].get("String", ""))
+        return max(1, length / replaced) if replaced else 1 + length  # a Regex may match between characters
+    return math.prod(_growth(each) for each in normalizer.get("normalizers", ()))
