@@ -12,10 +12,10 @@ from slm_toolkit.strategy import contradictions, find_strategy, on_nodes, read_s
 
 QUICK = ("--model", "slm-1m", "--max_steps", "2")
 ONE_GPU = """
-import sys, torch
+import torch
+from slm_toolkit.train import main  # under 2.15 transformers asks the GPU while it is imported
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from slm_toolkit.train import main
 main()
 """
 FSDP1 = """
