@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import yaml
@@ -216,6 +217,149 @@ def made_words(seeds: list[bytes], rng: random.Random) -> bytes:
             text = leaf if isinstance(leaf, str) else json.dumps(leaf) if rng.random() < 0.5 else odd(leaf)
             words[at] = words[at].partition("=")[0] + "=" + text if "=" in words[at] else text
     return "\n".join(words).encode("utf-8", "surrogatepass")
+
+
+_ATOMS = (
+    *(
+        "0",
+        "1",
+        "-1",
+        "1.5",
+        "10**9",
+        "10**10",
+        "99999",
+        "'x'",
+        "''",
+        "'%s%s'",
+        "none",
+        "true",
+        "messages",
+        "m",
+    ),
+    *(
+        "messages[0]",
+        "messages[0].content",
+        "m.content",
+        "range(9999)",
+        "[1, 2]",
+        "{'a': 1}",
+        "ns",
+        "eos_token",
+    ),
+    *(
+        "namespace(x='')",
+        "cycler",
+        "lipsum",
+        "dict",
+        "raise_exception",
+        "strftime_now",
+        "loop",
+        "self",
+        "().n",
+    ),
+)
+_OPERATORS = ("+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or", "is not")
+_FILTERS = (
+    *(
+        "list",
+        "length",
+        "sort",
+        "join",
+        "upper",
+        "trim",
+        "tojson",
+        "int",
+        "first",
+        "last",
+        "reverse",
+        "string",
+    ),
+    *(
+        "center(10**10)",
+        "center(99)",
+        "indent(9)",
+        "batch(2)",
+        "groupby('role')",
+        "map('upper')",
+        "sum",
+        "abs",
+    ),
+    *(
+        "replace('', 'xy')",
+        "wordwrap(1)",
+        "pprint",
+        "items",
+        "default('d')",
+        "urlize",
+        "format(1, 2)",
+        "random",
+    ),
+)
+
+
+def made_template(seeds: list[bytes], rng: random.Random) -> bytes:
+    """A chat template: of a real one, with other statements between its own, or other expressions in them."""
+    if rng.random() < 0.1:
+        return made(seeds, rng)
+    parts = re.split(r"(\{[{%].*?[%}]\})", rng.choice(seeds).decode())
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(parts))
+        if parts[at].startswith("{{") and rng.random() < 0.5:
+            parts[at] = "{{ " + _expression(rng, 3) + " }}"
+        else:
+            parts.insert(at, _statement(rng, 3))
+    return "".join(parts).encode()
+
+
+def _statement(rng: random.Random, levels: int) -> str:
+    value = _expression(rng, levels)
+    inside = _statement(rng, levels - 1) if levels else "x"
+    forms = (
+        *(f"{{{{ {value} }}}}", f"{{{{ {value} }}}}", f"{{% set ns = {value} %}}"),
+        f"{{% for m in {value} %}}{inside}{{% endfor %}}",
+        f"{{% if {value} %}}{inside}{{% endif %}}",
+        f"{{% set s %}}{inside}{{% endset %}}{{{{ s ~ s }}}}",
+        f"{{% macro f(m) %}}{inside}{{{{ f({value}) }}}}{{% endmacro %}}{{{{ f(1) }}}}",
+    )
+    return rng.choice(forms)
+
+
+def _expression(rng: random.Random, levels: int) -> str:
+    if levels == 0 or rng.random() < 0.3:
+        return rng.choice(_ATOMS)
+    left, right = _expression(rng, levels - 1), _expression(rng, levels - 1)
+    forms = (f"({left} {rng.choice(_OPERATORS)} {right})",) * 3 + (f"({left})[{right}]", f"({left})({right})")
+    return rng.choice((*forms, f"({left})|{rng.choice(_FILTERS)}", f"({left})|{rng.choice(_FILTERS)}"))
+
+
+def made_tokenizer(seeds: list[bytes], rng: random.Random) -> bytes:
+    """A tokenizer.json: parts of several, ids and texts replaced by others; or changed as any value."""
+    value = json.loads(rng.choice(seeds))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        chance = rng.random()
+        paths = [path for path in _paths(value) if path]
+        if chance < 0.25:
+            part = rng.choice(("normalizer", "pre_tokenizer", "model", "added_tokens"))
+            value[part] = json.loads(rng.choice(seeds))[part]
+        elif chance < 0.85:
+            path = rng.choice(paths)
+            holder = value
+            for key in path[:-1]:
+                holder = holder[key]
+            old = holder[path[-1]]
+            if isinstance(old, bool):
+                holder[path[-1]] = not old
+            elif isinstance(old, int | float):
+                holder[path[-1]] = rng.choice((0, 1, 5, 383, 384, 10**6, 2**31, 2**32 - 1, -1.0, 1e300))
+            elif isinstance(old, str):
+                holder[path[-1]] = rng.choice(
+                    ("", "q", "the", "kw" * 30, "\u00e9", "(q+)+$", ".*", "\\b", "[UNK]")
+                )
+        else:
+            value = changed(value, rng)
+        if not isinstance(value, dict):
+            break
+    return json.dumps(value).encode("utf-8", "surrogatepass")
 
 
 def odd(leaf: Any) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz_inputs import made, made_checkpoint, made_words
+from fuzz_inputs import made, made_checkpoint, made_template, made_tokenizer, made_words
 from fuzz_reading import (
+    chat_template_input,
     checkpoint_input,
     command_line_input,
     convert_command_input,
@@ -30,6 +31,7 @@ from fuzz_reading import (
     slurm_input,
     strategy_yaml_input,
     timeline_input,
+    tokenizer_input,
 )
 from fuzz_seeds import (
     CHATS,
@@ -43,6 +45,8 @@ from fuzz_seeds import (
     NETWORK,
     ROOT,
     SLM,
+    TEMPLATES,
+    TOKENIZERS,
     TRAINER,
     YAMLS,
     dataset_files,
@@ -109,6 +113,14 @@ READERS = (
     Reader("flags", flags_input, lambda: lines(*FLAGS), 10, made_words),
     Reader("rows", rows_input, lambda: dumped(*CHATS), 10),
     Reader("dataset_file", dataset_file_input, dataset_files, 1),
+    Reader("tokenizer", tokenizer_input, lambda: dumped(*TOKENIZERS), 6, made_tokenizer),
+    Reader(
+        "chat_template",
+        chat_template_input,
+        lambda: [template.encode() for template in TEMPLATES],
+        4,
+        made_template,
+    ),
     Reader(
         "dataset_names",
         dataset_names_input,

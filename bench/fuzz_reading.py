@@ -308,6 +308,46 @@ def dataset_file_input(data: bytes, folder: Path) -> None:
         next(iter(found.train), None)
 
 
+def tokenizer_input(data: bytes, folder: Path) -> None:
+    """A tokenizer.json, and what it makes of some text."""
+    _load_with_tokenizer(folder, data, None)
+
+
+def chat_template_input(data: bytes, folder: Path) -> None:
+    """A chat template, and what it makes of a conversation."""
+    from fuzz_seeds import TOKENIZER
+
+    _load_with_tokenizer(folder, json.dumps(TOKENIZER).encode(), data.decode("utf-8", "replace"))
+
+
+def _load_with_tokenizer(folder: Path, tokenizer: bytes, template: str | None) -> None:
+    from slm_toolkit.models import PRESETS
+    from slm_toolkit.run.pack_rows import Pack
+    from slm_toolkit.run.tokenizers import load_tokenizer
+
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "[UNK]"}
+    (folder / "mine").mkdir()
+    _written(folder / "mine", "tokenizer.json", tokenizer)
+    _written(
+        folder / "mine", "tokenizer_config.json", json.dumps({**names, "chat_template": template}).encode()
+    )
+    config = RunConfig(model="slm-1m", tokenizer_name=str(folder / "mine"), seq_len=16)
+    found = load_tokenizer(config, PRESETS["slm-1m"])
+    kind, rows = (
+        ("text", {"text": ["the quick brown\nfox \u00e9"]}) if template is None else ("messages", _CHAT)
+    )
+    loss_on = ("answers", "all")[len(template or "") % 2]
+    columns = Pack(found, kind, "none", 16, "text", loss_on, PRESETS["slm-1m"].vocab_size)(rows)
+    assert all(0 <= token < PRESETS["slm-1m"].vocab_size for row in columns["input_ids"] for token in row)
+
+
+_CHAT = {
+    "messages": [
+        [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown fox"}] * 2
+    ]
+}
+
+
 def dataset_names_input(data: bytes, folder: Path) -> None:
     """What `--dataset` may say, as far as local files go."""
     from slm_toolkit.dataset_files import local_files

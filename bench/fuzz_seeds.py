@@ -247,6 +247,64 @@ def signed_checkpoints() -> list[bytes]:
     )
 
 
+WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "quick": 3, "brown": 4, "fox": 5}
+TOKENIZER = {
+    **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None},
+    **{"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None},
+    "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"},
+}
+_REPLACE = {"type": "Replace", "pattern": {"String": "q"}, "content": "kw"}
+TOKENIZERS = (
+    TOKENIZER,
+    {
+        **TOKENIZER,
+        "added_tokens": [
+            {
+                **{"id": 0, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False},
+                **{"normalized": False, "special": True},
+            }
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, _REPLACE, {"type": "Lowercase"}]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    **{"type": "Split", "pattern": {"Regex": "\\w+|[^\\w\\s]+"}},
+                    **{"behavior": "Isolated", "invert": False},
+                },
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        "model": {
+            **{"type": "BPE", "dropout": None, "unk_token": "[UNK]", "continuing_subword_prefix": None},
+            **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False},
+            **{"vocab": {**WORDS, "t": 6, "h": 7, "e": 8, "th": 9}, "merges": [["t", "h"], ["th", "e"]]},
+        },
+    },
+    {
+        **TOKENIZER,
+        "pre_tokenizer": {
+            **{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True},
+        },
+        "model": {
+            **{"type": "Unigram", "unk_id": 1, "byte_fallback": False},
+            "vocab": [["</s>", 0.0], ["[UNK]", -1.0], ["_the", -2.0], ["q", -3.0]],
+        },
+    },
+)
+TEMPLATES = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "{%- set ns = namespace(x='', n=2) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.x = ns.x ~ '[INST] ' ~ m.content|trim ~ ' [/INST]' -%}{%- else -%}{%- set ns.n = ns.n * 2 -%}"
+    "{%- set ns.x = ns.x ~ m.content ~ eos_token -%}{%- endif -%}{%- endfor -%}{{ ns.x }}",
+    "{% macro turn(m, n) %}{% if n > 0 %}{{ m.content * n }}{{ turn(m, n - 1) }}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m, 2) }}{{ '%s' % m.role }}{{ m|tojson }}{{ 10 // 3 }}{% endfor %}",
+    "{{ raise_exception('no') if messages|length > 9 else '' }}{% for i in range(9) %}{% for m in messages %}"
+    "{{ m['content'][:i]|center(20)|upper }}{{ 2 ** i }}{% endfor %}{% endfor %}",
+)
+
+
 def records() -> list[bytes]:
     """Shipped ones, and one of a GPU that has a value in every field."""
     shipped = files("results/cpu/*/record.json", "results/rehearsed/*/record.json")[:12]

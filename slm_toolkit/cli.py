@@ -5,6 +5,7 @@ import os
 import sys
 
 from slm_toolkit import __version__
+from slm_toolkit.interrupts import ending_at_once
 from slm_toolkit.parser import Parser, VerbParser, with_underscores
 
 _VERBS = {  # name: the module that fills it, help
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
 def _run(argv: list[str] | None) -> None:
     if sys.stdout is None:  # `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
-    args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
+    with ending_at_once():  # a verb's modules are imported when its name is parsed
+        args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
     try:
         code = args.verb(args)
         sys.stdout.flush()

@@ -1,6 +1,8 @@
 """An OOM, a crash, a kill and a timeout are rows with their reason, never the end of the comparison."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -124,3 +126,20 @@ def test_a_terminated_comparison_takes_its_ranks_along_and_shows_what_is_done(tm
     assert process.returncode == 130
     assert "stopped after 0 of 1 runs" in err
     assert left_over(tmp_path) == []
+
+
+def test_ctrl_c_while_a_module_in_c_is_imported_ends_without_a_crash(tmp_path: Path) -> None:
+    """orjson, in Rust, imports datetime: a KeyboardInterrupt there crashed `slm report`."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Strike:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if 'orjson' in sys.modules and not name.startswith('orjson'):\n"
+        "            print('struck', file=sys.stderr, flush=True)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Strike())\n"
+    )
+    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [ENV.get("PYTHONPATH")])])}
+    slm = str(Path(sys.executable).with_name("slm"))
+    done = subprocess.run([slm, "report", "--paper"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "struck\n")

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.run.bad_data import first_line
 from slm_toolkit.run.limits import limits
 from slm_toolkit.run.loss_kernels import IGNORE_INDEX
+from slm_toolkit.run.tokenizers import tokenizer_errors
 
 TEMPLATE_SECONDS = 2.0
 "of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
@@ -215,12 +215,8 @@ def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: boo
     `end`: with an end-of-text token, which has a label.
     """
     texts = [text for document in pieces for text, _ in document]
-    try:
+    with tokenizer_errors("the tokenizer fails"):
         tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    except BaseException as error:  # tokenizers raises a bare Exception, and Rust's panics as a BaseException
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the tokenizer fails: {first_line(error)}\nhint: try another tokenizer") from None
     documents = []
     for document in pieces:
         tokens: list[int] = []

@@ -1,13 +1,16 @@
 """The tokenizer that a run asks for."""
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.hub import check_hub, is_hub_id
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.run.bad_data import first_line
 from slm_toolkit.user_files import exists, typed_path
 
 CHAT_TEMPLATE = (
@@ -42,13 +45,8 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
     else:
         if is_hub_id(name) and not exists(typed_path(name)):
             check_hub(name, "tokenizer")
-        try:
+        with tokenizer_errors(f"can't load tokenizer {name!r}"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # tokenizers raises a bare Exception for a file that is none of its own
-            raise ValueError(
-                f"can't load tokenizer {name!r}: {(str(error) or type(error).__name__).splitlines()[0]}\n"
-                "hint: --tokenizer_name byte needs none"
-            ) from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer {name!r} has no end-of-text token to put between documents\n"
@@ -78,6 +76,17 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
             f"{spec.vocab_size}\nhint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
     return tokenizer
+
+
+@contextlib.contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Raises ValueError for what a tokenizer raises: a bare Exception, or Rust's panic, a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {first_line(error)}\nhint: --tokenizer_name byte needs none") from None
 
 
 def _growth(normalizer: dict[str, Any]) -> float:
