@@ -10,7 +10,7 @@ from slm_toolkit.flags import flags_of
 from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.groups import group_options
 from slm_toolkit.predict.plans import Plan
-from slm_toolkit.run_files import write_new
+from slm_toolkit.safe_files import write_new
 from slm_toolkit.skypilot import SKYPILOT_FILE, skypilot_task
 from slm_toolkit.strategy import config_dir, config_options, num_machines, on_nodes, write_resolved
 

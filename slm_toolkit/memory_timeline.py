@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.run_files import open_new
+from slm_toolkit.safe_files import open_new
 from slm_toolkit.user_files import read_text
 
 PARTS = (

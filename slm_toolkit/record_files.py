@@ -14,7 +14,7 @@ import orjson
 from slm_toolkit.config import RunConfig
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record_check import is_deep, may_be_deep, wrong_fields
-from slm_toolkit.run_files import write_new
+from slm_toolkit.safe_files import write_new
 from slm_toolkit.saved_files import delete, sync
 from slm_toolkit.user_files import MOST_LEVELS, exists, is_dir, read_bytes
 

@@ -14,7 +14,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.deepspeed_optimizer import optimizer_problems, without_optimizer
 from slm_toolkit.passed_on import refused_of_json, refused_of_yaml
-from slm_toolkit.run_files import make_folder, write_new
+from slm_toolkit.safe_files import make_folder, write_new
 from slm_toolkit.secret_words import check_no_secrets
 from slm_toolkit.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
 

@@ -28,7 +28,7 @@ from slm_toolkit.hardware import num_cores
 from slm_toolkit.python_environment import safe_environment
 from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
 from slm_toolkit.record_files import read_record, write_record
-from slm_toolkit.run_files import open_new
+from slm_toolkit.safe_files import open_new
 from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy import config_options, write_resolved
 

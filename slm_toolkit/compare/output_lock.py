@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slm_toolkit.compare.processes import end_processes_of, processes_of
-from slm_toolkit.run_files import hold
+from slm_toolkit.safe_files import hold
 
 LOCK_FILE = ".compare.lock"
 

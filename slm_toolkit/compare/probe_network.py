@@ -11,7 +11,7 @@ from slm_toolkit.compare.local import free_port
 from slm_toolkit.hardware import Machine
 from slm_toolkit.network import COLLECTIVES
 from slm_toolkit.python_environment import safe_environment
-from slm_toolkit.run_files import open_new
+from slm_toolkit.safe_files import open_new
 from slm_toolkit.strategy import find_strategy, write_resolved
 
 

@@ -11,7 +11,7 @@ from slm_toolkit.compare.causes import LOG_FILE
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.flags import flags_of
 from slm_toolkit.hardware import Machine
-from slm_toolkit.run_files import write_new
+from slm_toolkit.safe_files import write_new
 from slm_toolkit.strategy import Strategy, num_machines, on_nodes, write_resolved
 from slm_toolkit.user_files import check_name, read_text
 

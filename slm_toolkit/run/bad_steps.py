@@ -13,7 +13,7 @@ from slm_toolkit.run.batches import place_in_data
 from slm_toolkit.run.job import Job, Prepared
 from slm_toolkit.run.lookout import Seen
 from slm_toolkit.run.ranks import gather_to_all
-from slm_toolkit.run_files import write_new
+from slm_toolkit.safe_files import write_new
 
 _SHOWN_TOKENS = 64
 "of each sequence, as text"

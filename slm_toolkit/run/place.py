@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
 from slm_toolkit.run.checkpoint_files import remove
-from slm_toolkit.run_files import hold
+from slm_toolkit.safe_files import hold
 from slm_toolkit.saved_files import (
     CHECKPOINTS_DIR,
     delete_model,

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from slm_toolkit.record import PROGRESS_FILE
-from slm_toolkit.run_files import write_new
+from slm_toolkit.safe_files import write_new
 
 
 class TrainingProgress:

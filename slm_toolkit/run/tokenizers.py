@@ -57,7 +57,7 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
         raise ValueError(
             f"tokenizer {name!r} has no tokens of text\nhint: --tokenizer_name byte has one for each byte"
         )
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > MOST_GROWTH:
         raise ValueError(
             f"tokenizer {name!r}: its normalizer makes over {MOST_GROWTH:,} characters of one\n"

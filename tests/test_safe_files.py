@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import ENV, ROOT, record_under, run, slm
 
-from slm_toolkit.run_files import hold
+from slm_toolkit.safe_files import hold
 
 TINY = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "1", "--output_dir", "runs")
 COMPARE = ("compare", "--strategy", "ddp", *TINY)
@@ -80,7 +80,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_has_ended(tmp_
 def test_a_lock_ends_with_its_process_though_a_child_of_it_lives_on(tmp_path: Path) -> None:
     """A data loader's worker is a fork, and outlives a killed rank by seconds."""
     program = (
-        "import os, sys, time; from pathlib import Path; from slm_toolkit.run_files import hold\n"
+        "import os, sys, time; from pathlib import Path; from slm_toolkit.safe_files import hold\n"
         "held = hold(Path(sys.argv[1])); child = os.fork()\n"
         "print(child, flush=True) if child else None\n"
         "time.sleep(60)"
