@@ -40,12 +40,20 @@ _FIRST_RANK_SECONDS = 30.0
 
 def shown(message: str) -> str:
     """A message as a terminal may have it: what a file or a name smuggled in is spelt out, or cut short."""
-    lines = (_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", line) for line in message.split("\n"))
+    lines = without_controls(message).split("\n")
     half = _LONGEST_LINE // 2
     return "\n".join(
         line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}" for line in lines
     )
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+def without_controls(text: str) -> str:
+    """The text, with characters spelt out that a terminal obeys or that can't be seen: `\\x1b`, `\\u202e`."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROL = re.compile(  # all but tab and newline; then marks of direction and of no width, separators, tags
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f"
+    r"\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
+)
 _LONGEST_LINE = 2000  # characters, of lines that quote a user's own words

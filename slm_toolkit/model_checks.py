@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-LARGEST_SIZE, _MOST_LAYERS = 10**9, 10**5
+LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
 
 _KIND = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
@@ -27,8 +27,8 @@ def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
 
 def check_layers(num_layers: int, path: str) -> None:
     """Raises ValueError for more than can be counted one by one."""
-    if num_layers > _MOST_LAYERS:
-        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {_MOST_LAYERS:,}")
+    if num_layers > MOST_LAYERS:
+        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {MOST_LAYERS:,}")
 
 
 def is_size(value: object) -> bool:

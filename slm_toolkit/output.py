@@ -154,10 +154,12 @@ def rows_of(
     args: argparse.Namespace,
     *,
     searches: dict[str, Search] | None = None,
+    problems: list[str] | None = None,
 ) -> list["Row"]:
     """One row for each run, however often it was launched, with parity, marks and ranks.
 
-    `searches`: by record, how the batch of it was found to be the largest.
+    `searches`: by record, how the batch of it was found to be the largest. `problems`: takes a line for each
+    record that can't be shown, since it holds numbers that no run wrote.
     """
     from slm_toolkit.report.ranking import ranked
     from slm_toolkit.report.rows import row_of
@@ -169,7 +171,13 @@ def rows_of(
             launches.setdefault((record.identity, record.gpu or record.cpu), []).append(index)
     rows = []
     for indices in launches.values():
-        row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
+        try:
+            row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
+        except Exception as error:
+            if problems is None:
+                raise
+            problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
+            continue
         judged = [parities[index] for index in indices if parities[index] is not None]
         rows.append(_with_parity(row, judged))
     return [_with_search(row, searches or {}) for row in ranked(rows, strict=args.strict)]

@@ -13,8 +13,9 @@ from slm_toolkit.anatomy import Anatomy
 from slm_toolkit.config import CHECKPOINTING_SYNONYMS, RunConfig
 from slm_toolkit.deepspeed_json import check_shape
 from slm_toolkit.memory_timeline import PARTS
+from slm_toolkit.model_checks import MOST_LAYERS, is_size
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.numerics import LOSS_TOLERANCE, Numerics
+from slm_toolkit.numerics import Numerics
 from slm_toolkit.record import STATUSES, RunRecord
 from slm_toolkit.strategy import check_sections
 from slm_toolkit.user_files import MOST_LEVELS
@@ -106,8 +107,10 @@ def is_deep(value: Any) -> bool:
 
 
 def _unequal(content: dict[str, Any]) -> list[str]:
-    """Series of the same steps that are not equally long, and steps that took no time."""
+    """Series of the same steps that are not equally long, steps that took no time, and ranks of no number."""
     steps, wrong = content.get("step_seconds") or [], []
+    if content["status"] == "ok" and content.get("world_size") is None:
+        wrong.append("world_size")
     if len(set(map(len, steps))) > 1 or any(seconds and min(seconds) <= 0 for seconds in steps):
         wrong.append("step_seconds")
     phases = content.get("phase_seconds") or []
@@ -197,16 +200,19 @@ def _of_record() -> dict[str, Fits]:
 @cache
 def _of_model() -> dict[str, Fits]:
     counts = {name: _number(_INT, 1) for name in _ALWAYS_IN_MODEL if name != "name"}
+    counts["num_layers"] = lambda value: is_size(value) and value <= MOST_LAYERS  # counted one by one
     return {name: fits_of(hint) for name, hint in _of(ModelSpec).items()} | counts
 
 
 @cache
 def _of_config() -> dict[str, Fits]:
     found = {name: fits_of(hint) for name, hint in _of(RunConfig).items()}
+    for field in dataclasses.fields(RunConfig):
+        if (choices := field.metadata["choices"]) is not None:  # of a newer version there are others
+            known = (*choices, *field.metadata["synonyms"], field.default)
+            found[field.name] = lambda value, known=known: value in known
     checkpointing = ("none", "full", "selective_op", "selective_layer", *CHECKPOINTING_SYNONYMS)
     found["gradient_checkpointing"] = lambda value: str(value).lower() in checkpointing
-    found["numerics"] = lambda value: value in tuple(LOSS_TOLERANCE)
-    found["fp8"] = lambda value: value in ("none", "tensorwise", "rowwise")
     for name in ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"):
         found[name] = _number(_INT, 1)
     return found

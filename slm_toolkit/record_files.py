@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import without_controls
 from slm_toolkit.record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record_check import is_deep, may_be_deep, wrong_fields
 from slm_toolkit.safe_files import write_new
@@ -117,21 +118,21 @@ def _record_files(folder: Path) -> list[Path]:
 
 
 def _may_control(data: bytes) -> bool:
-    """Whether some text may hold what a terminal takes for a command; JSON has most of it as \\u00.. only."""
-    return b"\\u00" in data or b"\x7f" in data or (b"\xc2" in data and _C1.search(data) is not None)
+    """Whether some text may hold what a terminal obeys or nobody sees: JSON has nearly all of it as escapes,
+    and a record with other letters is looked at, too."""
+    return not data.isascii() or _ESCAPE.search(data) is not None
 
 
 def _without_controls(value: Any) -> Any:
     """The same, with such characters spelt out: a log's colours, and what somebody hid in a name."""
     if isinstance(value, str):
-        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+        return without_controls(value)
     if isinstance(value, dict):
         return {_without_controls(key): _without_controls(each) for key, each in value.items()}
     return [_without_controls(each) for each in value] if isinstance(value, list) else value
 
 
-_C1 = re.compile(rb"\xc2[\x80-\x9f]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_ESCAPE = re.compile(rb"\\[ubfr]|\x7f")
 _ASKED_LATER = {
     name: getattr(RunConfig, name) for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset")
 }

@@ -63,13 +63,13 @@ def _report(args: argparse.Namespace) -> int:
             nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
             raise ValueError(problems[0] if problems else nothing)
         baseline = read_baseline(args.baseline)
+    records.sort(key=_order)
+    rows = [] if args.errors else rows_of(records, args, problems=problems)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    records.sort(key=_order)
     broken = 1 if problems else 0
     if args.errors:
         return max(print_errors(records, args), broken)
-    rows = rows_of(records, args)
     if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
         write_pictures(rows, records, args, left_out=[f"left out: {problem}" for problem in problems])
     code = print_records(rows, records, args, baseline=baseline)

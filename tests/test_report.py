@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, made_record, slm
 from rich.console import Console
 
+from slm_toolkit.cli import main
 from slm_toolkit.hardware import find_gpu, gpus
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record import RunRecord
@@ -168,3 +170,53 @@ def test_the_machine_is_told_though_the_first_run_did_not_come_to_name_it() -> N
     failed = row_of([(Path("a"), made_record(status="failed", gpu=None))])
     text = heading([failed, row_of([(Path("b"), made_record())])]).plain
     assert "2 x NVIDIA H100" in text
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("asked.config.loss_kernel", lambda record: record["asked"]["config"].update(loss_kernel="newer")),
+        ("world_size", lambda record: record.update(world_size=None)),
+        ("model.num_layers", lambda record: record["model"].update(num_layers=2**53)),
+    ],
+)
+@pytest.mark.parametrize("option", ["", "--plot", "--json", "--errors"])
+def test_a_record_that_no_run_wrote_is_left_out_and_named(
+    named: str, change: Callable[[dict], None], option: str, tmp_path: Path
+) -> None:
+    """Each of them ended the whole report, or kept it for ever."""
+    write_record(made_record(gpu="NVIDIA A100-SXM4-80GB"), tmp_path / "good")
+    path = write_record(made_record(gpu="NVIDIA A100-SXM4-80GB"), tmp_path / "odd")
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    done = slm("report", str(tmp_path), *filter(None, [option]), timeout=60)
+    assert done.code == 1
+    assert done.err.startswith(f"left out: {path} holds no proper {named}\n")
+    assert done.out
+
+
+def test_a_curve_that_begins_at_a_far_step_takes_no_memory(tmp_path: Path) -> None:
+    write_record(made_record(first_step=2**53, losses=[5.0, 4.0, 3.0]), tmp_path / "far")
+    done = slm("report", str(tmp_path), "--plot", timeout=60)
+    assert (done.code, done.err) == (0, "")
+    assert f"step 1 to {2**53 + 3}" in done.out
+
+
+def test_a_record_that_a_report_can_not_compute_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails_for_odd(repeats: list, **options: object) -> Row:
+        if repeats[0][1].run_name == "odd":
+            raise ZeroDivisionError("a number that nobody thought of")
+        return row_of(repeats, **options)
+
+    monkeypatch.setattr("slm_toolkit.report.rows.row_of", fails_for_odd)
+    write_record(made_record(run_name="good", identity="a"), tmp_path / "good")
+    path = write_record(made_record(run_name="odd", identity="b"), tmp_path / "odd")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert err == f"left out: {path} can't be shown: ZeroDivisionError: a number that nobody thought of\n"
+    assert "ddp" in out

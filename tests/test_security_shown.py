@@ -187,3 +187,17 @@ def test_a_comparison_leaves_no_secret_of_the_environment_behind(tmp_path: Path)
     for value in SECRETS.values():
         assert [str(path) for path in files if value.encode() in path.read_bytes()] == []
         assert value not in done.out + done.err
+
+
+def test_characters_that_a_terminal_obeys_or_nobody_sees_are_spelt_out(tmp_path: Path) -> None:
+    """JSON's short escapes, marks of direction, characters of no width; letters of other languages stay."""
+    hidden = "\r\b\f\x1b\x7f\x9b\u202e\u2066\u200b\u200d\ufeff\u2028\U000e0041"
+    path = write_record(
+        made_record(status="failed", strategy=f"grün 中{hidden}", reason=f"é{hidden}"), tmp_path
+    )
+    for text in (path.read_text(), json.dumps(json.loads(path.read_text()), ensure_ascii=False)):
+        path.write_text(text)
+        for option in ((), ("--csv", "-"), ("--markdown", "-"), ("--latex", "-"), ("--json",)):
+            done = slm("report", str(path), *option)
+            assert not set(hidden) & set(done.out + done.err), option
+            assert "é" in done.out or "\\u00e9" in done.out, option

@@ -33,9 +33,7 @@ def terminal_plots(rows: dict[str, Row], *, width: int) -> RenderableType:
         shown = {label: row for label, row in rows.items() if measure.value(row) is not None}
         if shown:
             parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown, measure, width)]
-    curves = {
-        label: [None] * row.first_step + row.losses for label, row in rows.items() if len(row.losses) > 1
-    }
+    curves = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if curves:
         parts += [Text(""), *_curves(curves, width)]
     return Group(*parts) if parts else Text("nothing to draw: no rate, no peak, no loss", style="dim")
@@ -61,21 +59,22 @@ def _bars(rows: dict[str, Row], measure: _Measure, width: int) -> list[Text]:
     return lines
 
 
-def _curves(losses: dict[str, list[float | None]], width: int) -> list[Text]:
+def _curves(rows: dict[str, Row], width: int) -> list[Text]:
     """In braille, two by four dots to a character; where curves meet, the later one has the colour."""
-    shown = dict(list(losses.items())[:_MOST_CURVES])
-    known = [loss for curve in shown.values() for loss in curve if loss is not None]
+    shown = dict(list(rows.items())[:_MOST_CURVES])
+    known = [loss for row in shown.values() for loss in row.losses if loss is not None]
     if not known:
         return []
     lowest, highest = min(known), max(known)
-    longest = max(map(len, shown.values()))
+    longest = max(row.first_step + len(row.losses) for row in shown.values())
     axis_width = max(len(f"{lowest:.3g}"), len(f"{highest:.3g}")) + 1
     num_columns = max(1, width - axis_width - 1)
     dots: dict[tuple[int, int], int] = {}
     styles: dict[tuple[int, int], str] = {}
-    for (_, curve), style in zip(shown.items(), _STYLES, strict=False):
+    for of_curve, style in zip(shown.values(), _STYLES, strict=False):
         for column in range(num_columns * 2):
-            loss = _between(curve, column / (num_columns * 2 - 1) * (longest - 1))
+            position = column / (num_columns * 2 - 1) * (longest - 1) - of_curve.first_step
+            loss = _between(of_curve.losses, position)
             if loss is None:
                 continue
             height = (highest - loss) / ((highest - lowest) or 1)
@@ -94,13 +93,15 @@ def _curves(losses: dict[str, list[float | None]], width: int) -> list[Text]:
     legend = Text()
     for label, style in zip(shown, _STYLES, strict=False):
         legend.append("━╴", style=style).append(f"{label}  ")  # no space: lines could end in it
-    hidden = len(losses) - len(shown)
+    hidden = len(rows) - len(shown)
     more = [Text(f"{hidden} more: --html has all", style="dim")] if hidden else []
     return [*lines, legend, *more]
 
 
 def _between(curve: list[float | None], position: float) -> float | None:
     """On the line from one step to the next."""
+    if position < 0:
+        return None
     before = int(position)
     pair = curve[before : before + 2]
     if not pair or None in pair:
