@@ -79,10 +79,8 @@ def _compare(args: argparse.Namespace) -> int:
             if args.dry_run and (files := exports_asked(args)):
                 raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
             baseline = read_baseline(args.baseline)
-            named = [find_strategy(name) for name in args.strategy or ()]
-            check_training(every_config(_given(args)), named)
+            check_training(every_config(_given(args)), [find_strategy(name) for name in args.strategy or ()])
             if nodes is None:
-                check_one_machine(named)
                 with console.status("looking at this machine"):
                     machine = this_machine()
             else:
@@ -92,6 +90,8 @@ def _compare(args: argparse.Namespace) -> int:
             launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
             taken_out = [run.taken_out for run in runs if run.taken_out is not None]
             found = check_launches(launches, machine, is_here=nodes is None)
+            if nodes is None:
+                check_one_machine(run.strategy for run in runs)
             for note in dict.fromkeys([*taken_out, *found]):
                 print(note, file=sys.stderr)
             jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)

@@ -10,7 +10,7 @@ from slm_toolkit.gpt_configs import check_trainable
 from slm_toolkit.hub import is_hub_id
 from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.parser import Parser, with_underscores
-from slm_toolkit.strategy import Strategy, check_passed_on, contradictions
+from slm_toolkit.strategy import Strategy, contradictions
 from slm_toolkit.user_files import exists, typed_path
 
 MODULE = "slm_toolkit.train"
@@ -33,11 +33,8 @@ def check_command_line(words: list[str]) -> None:
 
 
 def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()) -> None:
-    """Raises ValueError for settings that no launch passes on, for flags that make no sense, alone or under a
-    strategy, and for models, datasets and tokenizers that are not there. The hub is not asked: what may be a
-    hub id passes."""
-    for strategy in strategies:
-        check_passed_on(strategy)
+    """Raises ValueError for flags that make no sense, alone or under a strategy, and for models, datasets and
+    tokenizers that are not there. The hub is not asked: what may be a hub id passes."""
     configs = [config.with_defaults(has_gpu=False) for config in configs]  # the machine decides nothing here
     problems = [problem for config in configs for problem in config.problems()]
     problems += [

@@ -77,7 +77,8 @@ def test_a_deepspeed_json_overwrites_writes_and_imports_nothing(
         assert "mine.json: " in line
         assert value in line
         assert "Change: remove " in line
-    assert "hint: nothing is launched with such settings; `slm doctor --strategy " in done.err
+    assert "nothing is launched" in done.err
+    assert "`slm doctor --strategy " in done.err
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="DeepSpeed's launcher asks ssh first")
@@ -91,8 +92,8 @@ def test_a_hostfile_runs_no_command(tmp_path: Path) -> None:
     done = slm("compare", "--strategy", "mine.yaml", *FLAGS, cwd=tmp_path)
     assert not (tmp_path / "pwned").exists()
     assert done.code == 2
-    assert 'mine.yaml: deepspeed_config.deepspeed_hostfile is "hosts": DeepSpeed\'s launcher ' in done.err
-    assert 'mine.yaml: deepspeed_config.deepspeed_multinode_launcher is "pdsh"' in done.err
+    assert 'deepspeed_config.deepspeed_hostfile is "hosts"' in done.err
+    assert 'deepspeed_config.deepspeed_multinode_launcher is "pdsh"' in done.err
 
 
 @pytest.mark.parametrize("verb", ["compare", "launch"])
@@ -110,7 +111,8 @@ def test_mpirun_is_not_started_by_a_yaml(verb: str, tmp_path: Path) -> None:
     done = slm(verb, *words[verb], *FLAGS, cwd=tmp_path, env={"PATH": path})
     assert not (tmp_path / "pwned").exists()
     assert done.code == 2
-    assert 'mine.yaml: mpirun_config.mpirun_hostfile is "hosts": accelerate would start mpirun' in done.err
+    assert 'mpirun_config.mpirun_hostfile is "hosts"' in done.err
+    assert "accelerate would start mpirun" in done.err
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_section_sets_no_option_of_torchrun(text: str, tmp_path: Path) -> None
     done = slm("compare", "--strategy", "mine.yaml", *FLAGS, cwd=tmp_path)
     assert not (tmp_path / "elsewhere").exists()
     assert done.code == 2
-    assert f"mine.yaml: {text.partition(':')[0]} is {{" in done.err
+    assert f"mine.yaml: {text.partition(':')[0]}" in done.err
 
 
 def test_no_file_chooses_the_host_that_a_launch_connects_to(tmp_path: Path) -> None:
