@@ -1,5 +1,6 @@
 """What we lean on in peft, bitsandbytes, torchao, datasets and accelerate's loaders."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +83,6 @@ def _float8() -> None:
 
 def _datasets_files() -> None:
     import tempfile
-    from pathlib import Path
 
     from datasets import Dataset, interleave_datasets, load_dataset, load_from_disk
     from datasets.exceptions import DatasetNotFoundError
@@ -103,8 +103,25 @@ def _datasets_files() -> None:
             [Dataset.from_dict({"n": [1]}), Dataset.from_dict({"n": [2, 2]})],
             **{"probabilities": [0.5, 0.5], "seed": 0, "stopping_strategy": "all_exhausted"},
         )
+        _datasets_unpacks(Path(folder))
         assert {row["n"] for row in mixed} == {1, 2}
         assert len([1 for row in mixed if row["n"] == 2]) >= 2
+
+
+def _datasets_unpacks(folder: Path) -> None:
+    """What Extractor takes for packed is what load_dataset unpacks; a name with glob's characters escaped."""
+    import glob
+    import gzip
+
+    from datasets import load_dataset
+    from datasets.utils.extract import Extractor
+
+    for name, data in (("packed.txt", gzip.compress(b"text")), ("[x].txt", b"text")):
+        path = folder / name
+        path.write_bytes(data)
+        assert Extractor.infer_extractor_format(path) == ("gzip" if name == "packed.txt" else None)
+        files = {"data_files": [glob.escape(str(path))], "cache_dir": f"{folder}/cache"}
+        assert load_dataset("text", **files, split="train")["text"][:] == ["text"]
 
 
 def _loaders() -> None:
@@ -163,8 +180,8 @@ EXTRAS = (
     ),
     Leaning(
         "datasets: files it leaves and reads",
-        ("load_from_disk", "interleave_datasets", "DatasetNotFoundError"),
-        "read folders that it saved, a document per file, and mixtures",
+        ("load_from_disk", "interleave_datasets", "DatasetNotFoundError", "infer_extractor_format"),
+        "read folders that it saved, a document per file, and mixtures; refuse what it would unpack",
         "run/sources.py, run/data.py",
         _datasets_files,
     ),

@@ -188,8 +188,8 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
         ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "it calls itself without end"),
-        ("{{ 'x' * 10**10 }}", "it needs more than 1 GiB"),
-        ("{{ '%10000000000d' % 1 }}", "it needs more than 1 GiB"),
+        ("{{ 'x' * 10**10 }}", "it needs more than 256 MiB"),
+        ("{{ '%10000000000d' % 1 }}", "it needs more than 256 MiB"),
         ("{{ 'x' * 10**7 }}", "it makes 10,000,000 characters of 24"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

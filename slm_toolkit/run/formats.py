@@ -11,7 +11,7 @@ from slm_toolkit.run.tokenizers import tokenizer_errors
 
 TEMPLATE_SECONDS = 2.0
 "of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
-TEMPLATE_BYTES = 2**30
+TEMPLATE_BYTES = 2**28
 "that a chat template may take for a conversation, beyond what the process has"
 _COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row has
     "tokens": ("input_ids",),
@@ -192,7 +192,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -
     except Exception as error:  # a template is a program: it divides by zero, recurses, takes all memory
         reason = {
             TimeoutError: "it takes too long",
-            MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**30:g} GiB",
+            MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB",
             RecursionError: "it calls itself without end",
         }.get(type(error), str(error) or type(error).__name__)
         raise _refused(reason, messages) from None

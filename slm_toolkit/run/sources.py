@@ -107,11 +107,9 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
     Raises ValueError for one that went away meanwhile, is a link to nowhere, would be unpacked by `datasets`
     (2 MB may become 2 GB) or has too many columns.
     """
-    from datasets.utils.extract import Extractor
-
     try:
         for file in files:
-            if kind := Extractor.infer_extractor_format(file):
+            if kind := _packed_as(file):
                 raise ValueError(f"{file} is packed as {kind}\nhint: unpack it, and give what is in it")
             if file.lower().endswith(".parquet"):
                 _check_parquet(file)
@@ -121,6 +119,18 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
             f"can't read dataset {dataset!r}: {error.filename}: {error.strerror}\n"
             "hint: was it there when the run began? is it a link to nowhere?"
         ) from None
+
+
+def _packed_as(file: str) -> str | None:
+    """The kind of archive or compressed file for which `datasets` would take and unpack it."""
+    from datasets.utils.extract import Extractor
+
+    try:
+        return Extractor.infer_extractor_format(file)
+    except OSError:
+        raise
+    except Exception:  # of what unpacks it: EOFError, zlib.error, ...
+        return "an archive that is cut off or damaged"
 
 
 def _check_parquet(file: str) -> None:
