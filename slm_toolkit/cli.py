@@ -1,10 +1,12 @@
 """The `slm` command: compare runs, estimate them, report on records, write out the configurations."""
 
 import argparse
+import io
 import os
 import sys
 
 from slm_toolkit import __version__
+from slm_toolkit.errors import about_path
 from slm_toolkit.interrupts import ending_at_once
 from slm_toolkit.parser import Parser, VerbParser, with_underscores
 
@@ -55,6 +57,9 @@ def main(argv: list[str] | None = None) -> None:
 def _run(argv: list[str] | None) -> None:
     if sys.stdout is None:  # `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale's letters may be few: others are shown as ?
+            stream.reconfigure(errors="replace")
     with ending_at_once():  # a verb's modules are imported when its name is parsed
         args = _parser().parse_args(with_underscores(sys.argv[1:] if argv is None else argv))
     try:
@@ -63,6 +68,13 @@ def _run(argv: list[str] | None) -> None:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        if (message := about_path(error)) is None:
+            raise
+        if error.filename is None:  # of stdout, which is flushed again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {message}", file=sys.stderr)
+        code = 2
     raise SystemExit(code)
 
 

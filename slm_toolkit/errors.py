@@ -1,5 +1,6 @@
 """A user's mistake becomes one line with a hint and exit code 2; a bug keeps its traceback."""
 
+import errno
 import os
 import re
 import sys
@@ -21,17 +22,38 @@ class RunEnded(RuntimeError):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a ValueError as `error: ...` and exit with 2: once on each machine, by its first rank that can.
+    """Print a ValueError, or what `about_path` knows, as `error: ...` and exit with 2: once on each machine.
 
-    The launcher ends the others at the first one's end: who came sooner must not keep that from speaking.
+    The launcher kills all ranks once one exits, so other ranks wait until local rank 0 has printed the error.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        message = str(error) if isinstance(error, ValueError) else about_path(error)
+        if message is None:
+            raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_FIRST_RANK_SECONDS)
-        print(f"error: {shown(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {shown(message)}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def about_path(error: OSError) -> str | None:
+    """What can be said in a line, with a hint, of a path that can't be used; None for all other errors."""
+    if error.errno not in _HELPS:
+        return None
+    where = "the output" if error.filename is None else error.filename
+    return shown(f"can't use {where}: {error.strerror}\nhint: {_HELPS[error.errno]}")
+
+
+_HELPS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "is it yours, and its disk writable?"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is its disk full?"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file stands where a folder is needed"),
+    errno.EISDIR: "a folder stands where a file is needed",
+    errno.ELOOP: "links there lead to one another",
+    errno.ENAMETOOLONG: "a shorter name",
+}
 
 
 _FIRST_RANK_SECONDS = 30.0

@@ -1,6 +1,7 @@
 """The environment of the Python processes that we start: no module of the working folder is imported."""
 
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -25,3 +26,16 @@ def safe_environment(env: dict[str, str] | None = None) -> dict[str, str]:
     else:
         env.pop("PYTHONPATH", None)
     return env
+
+
+def leave_out_working_folder() -> None:
+    """Import nothing from the working folder where `safe_environment` was asked for: accelerate's launcher of
+    DeepSpeed adds the folder to PYTHONPATH."""
+    here = os.getcwd()
+    if SAFE_PATH not in os.environ or here == str(Path(__file__).parents[1]):
+        return
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        path for path in paths if path and os.path.abspath(path) != here
+    )

@@ -12,11 +12,17 @@ import sys
 
 from slm_toolkit.interrupts import end_at_once
 from slm_toolkit.launcher_gone import end_with_launcher
+from slm_toolkit.python_environment import leave_out_working_folder
 from slm_toolkit.quick_imports import imports_done  # before all that it is for
-from slm_toolkit.training_command import check_command_line, training_config
 
 if __name__ == "__main__":
     end_with_launcher()
+    leave_out_working_folder()
+
+# isort: split
+from slm_toolkit.training_command import check_command_line, training_config
+
+if __name__ == "__main__":
     end_at_once()  # torch is imported for seconds, then the model is built
     check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
 

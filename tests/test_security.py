@@ -301,16 +301,20 @@ def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("verb", ["compare", "train", "launch"])
-def test_python_files_of_the_working_folder_are_not_imported(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verb", "strategy"), [("compare", "ds_zero2"), ("train", "ddp"), ("launch", "ds_zero1")]
+)
+def test_python_files_of_the_working_folder_are_not_imported(
+    verb: str, strategy: str, tmp_path: Path
+) -> None:
     """A model repository that was cloned, with modules called as packages are that a run imports."""
     for name in ("yaml", "psutil", "tokenizers", "safetensors"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     tiny = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "1", "--output_dir", "runs")
-    config = ROOT / "accel_configs" / "ddp.yaml"
+    config = ROOT / "accel_configs" / f"{strategy}.yaml"
     words = {
-        "compare": ("compare", "--strategy", "ddp"),
-        "train": ("train", "--strategy", "ddp", "--main_process_port", "0"),
+        "compare": ("compare", "--strategy", strategy),
+        "train": ("train", "--strategy", strategy, "--main_process_port", "0"),
         "launch": ("launch", "--main_process_port", "0", "--config_file", str(config), "-m", MODULE),
     }
     done = slm(*words[verb], *tiny, cwd=tmp_path)
