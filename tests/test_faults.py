@@ -143,3 +143,50 @@ def test_ctrl_c_while_a_module_in_c_is_imported_ends_without_a_crash(tmp_path: P
     slm = str(Path(sys.executable).with_name("slm"))
     done = subprocess.run([slm, "report", "--paper"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "struck\n")
+
+
+SLM = str(Path(sys.executable).with_name("slm"))
+LONG = "n" * 300
+"longer than a name may be on any file system of Linux: `Path.exists` raises for it"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"configs --copy {LONG}",
+        f"recipes --copy {LONG}",
+        f"recommend --model slm-100m --gpu h100-80gb:8 --tokens 1e9 --write {LONG}",
+        f"convert fsdp_full_shard --to accelerate_deepspeed --output {LONG}",
+        f"report {ROOT}/results --csv {LONG}",
+        f"report {ROOT}/results --html {LONG}",
+        f"compare --strategy ddp --output_dir {LONG}",
+        f"train --strategy single --model slm-1m --output_dir {LONG}",
+        f"train --strategy single --model slm-1m --save_steps 5 --resume_from_checkpoint {LONG}",
+        "configs --copy /etc/passwd",
+    ],
+)
+def test_a_path_that_can_not_be_used_is_one_line(command: str, tmp_path: Path) -> None:
+    done = slm(*command.split(), cwd=tmp_path)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    error, hint = [line for line in done.err.splitlines() if line.startswith(("error: ", "hint: "))]
+    assert error.startswith("error: can't ")
+    assert hint.startswith("hint: ")
+
+
+def test_an_output_without_room_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [SLM, "report", str(ROOT / "results")], stdout=full, stderr=subprocess.PIPE, text=True, env=ENV
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: can't use the output: No space left on device\nhint: is its disk full?\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_an_encoding_lacks_are_shown_as_question_marks(encoding: str) -> None:
+    env = {**ENV, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([SLM, "report", str(ROOT / "results"), "--plot"], capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+    assert b"Traceback" not in done.stderr
