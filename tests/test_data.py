@@ -116,7 +116,7 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
         ({"a.txt": "short"}, {}, "shorter than one sequence"),
         ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
         ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "holds int, not text"),
-        ({"a.jsonl": "{broken"}, {}, "can't read dataset"),
+        ({"a.jsonl": "{broken"}, {}, "a.jsonl, line 1: Expecting property name"),
         ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
         ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
