@@ -36,20 +36,19 @@ def hold(path: Path) -> IO[str]:
     Raises BlockingIOError, whose `strerror` names the process that holds it, and OSError where the file can't
     be opened, a link for one. A file system without locks stops nobody.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-    file = open(os.open(path, flags, 0o666), "a+")  # noqa: SIM115 - open as long as it is held
-    try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        with file:
-            file.seek(0)
-            raise BlockingIOError(error.errno, file.read(200).strip(), str(path)) from None
-    except OSError:  # network file systems without locks
-        return file
+    flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    for access in (os.O_RDONLY, os.O_RDWR):  # open to write it would keep its disk from being made read-only
+        file = open(os.open(path, flags | access, 0o666))  # noqa: SIM115 - open as long as it is held
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            with file:
+                raise BlockingIOError(error.errno, file.read(200).strip(), str(path)) from None
+        except OSError:  # NFS locks only what is open to write, others nothing
+            continue
     os.register_at_fork(after_in_child=file.close)  # a data loader's worker may outlive its rank
-    with suppress(OSError):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    with suppress(OSError), open(os.open(path, flags | os.O_WRONLY | os.O_TRUNC), "w") as name:
+        name.write(f"process {os.getpid()} on {socket.gethostname()}")
     return file
