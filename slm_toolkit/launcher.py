@@ -27,6 +27,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from slm_toolkit.compare.host_ram import HostRam, killed_for_ram, look_at_host_ram
 from slm_toolkit.errors import EXIT_CODE_VARIABLE
 
 _LOGS_OF_TORCH = (
@@ -50,24 +51,26 @@ def launch(words: list[str]) -> int:
         logging.getLogger(name).addFilter(lambda record: " signal" not in record.getMessage())
     with tempfile.NamedTemporaryFile() as said:
         os.environ[EXIT_CODE_VARIABLE] = said.name
+        before = look_at_host_ram()
         try:
             launch_command(launch_command_parser().parse_args(words))
         except SignalException as error:
             return int(Path(said.name).read_text() or 128 + error.sigval)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            return _told(f"rank {rank} (pid {failure.pid})", failure.exitcode)
+            return _told(f"rank {rank} (pid {failure.pid})", failure.exitcode, before)
         except subprocess.CalledProcessError as error:  # of a strategy with one process
-            return _told("the process", error.returncode)
+            return _told("the process", error.returncode, before)
     return 0
 
 
-def _told(who: str, exit_code: int) -> int:
+def _told(who: str, exit_code: int, before: HostRam) -> int:
     """The exit code as shells have it, after a line about a signal; all else the rank has told itself."""
     if exit_code >= 0:
         return exit_code
     name = signal.Signals(-exit_code).name
-    print(f"error: {who} was ended by {name}", file=sys.stderr)
+    cause = killed_for_ram(before, look_at_host_ram()) if name == "SIGKILL" else None
+    print(f"error: {who} was ended by {name}" + (f": {cause}" if cause else ""), file=sys.stderr)
     return 128 - exit_code
 
 

@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 from slm_toolkit.config import SYNTHETIC, RunConfig
 from slm_toolkit.dataset_files import is_saved_dataset, local_files
 from slm_toolkit.errors import user_errors
@@ -14,6 +19,8 @@ from slm_toolkit.strategy import Strategy, contradictions
 from slm_toolkit.user_files import exists, typed_path
 
 MODULE = "slm_toolkit.train"
+_FEWEST_OPEN_FILES = 64
+"twice what two ranks need on a CPU; with too few, torch's ranks wait an hour for each other without a word"
 
 
 def training_config(words: list[str]) -> RunConfig:
@@ -35,6 +42,7 @@ def check_command_line(words: list[str]) -> None:
 def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()) -> None:
     """Raises ValueError for flags that make no sense, alone or under a strategy, and for models, datasets and
     tokenizers that are not there. The hub is not asked: what may be a hub id passes."""
+    _check_open_files()
     configs = [config.with_defaults(has_gpu=False) for config in configs]  # the machine decides nothing here
     problems = [problem for config in configs for problem in config.problems()]
     problems += [
@@ -53,6 +61,14 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
             check_adapter_base(config, specs[config.model])
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
+
+
+def _check_open_files() -> None:
+    if resource is None:
+        return
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
+        raise ValueError(f"only {soft} files may be open at once in this shell\nhint: `ulimit -n 1024`")
 
 
 def _is_here(model: str) -> bool:

@@ -174,6 +174,26 @@ def test_a_path_that_can_not_be_used_is_one_line(command: str, tmp_path: Path) -
     assert hint.startswith("hint: ")
 
 
+def test_a_run_whose_place_is_taken_is_a_row_and_the_grid_goes_on(tmp_path: Path) -> None:
+    command = [SLM, "compare", "--json", "--model", "slm-1m", "--strategy", "single", "--output_dir", "."]
+    command += ["--seq_len", "16", "17", "18", "19"]  # none of them gets as far as a launch
+    asked = subprocess.run([*command, "--dry_run"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    folders = [tmp_path / line.split("--run_name ")[1].split()[0] for line in json.loads(asked.stdout)]
+    folders[0].write_text("a file")
+    for folder, name in zip(folders[1:], ("record.json/kept", "log.txt/kept", "launch"), strict=True):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["status"] for row in rows] == ["failed"] * 4
+    assert [row["reason"].split(": ")[0] for row in rows] == [
+        *("Not a directory", "Is a directory", "Is a directory", "File exists")
+    ]
+    assert (folders[1] / "record.json" / "kept").exists()
+
+
 def test_an_output_without_room_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

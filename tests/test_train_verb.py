@@ -108,6 +108,17 @@ def test_help_shows_every_flag_without_torch(without_torch: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+def test_a_shell_that_allows_too_few_open_files_is_told(entry: str, without_torch: dict[str, str]) -> None:
+    """torch's ranks would wait an hour for each other without a word."""
+    program, *arguments = ENTRIES[entry]
+    words = [str(Path(sys.executable).parent / program), *arguments]
+    done = run("sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *words, env=without_torch)
+    assert done.code == 2
+    error = "error: only 16 files may be open at once in this shell\nhint: `ulimit -n 1024`\n"
+    assert done.err.endswith(error)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

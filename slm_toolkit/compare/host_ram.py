@@ -43,16 +43,23 @@ def look_at_host_ram() -> HostRam:
 
 def who_killed(before: HostRam, after: HostRam, *, least_available_bytes: int) -> str:
     """Who sent the SIGKILL, as far as one can know."""
+    if (known := killed_for_ram(before, after)) is not None:
+        return known
     gib = f"{least_available_bytes / 2**30:.1f} of {after.total_bytes / 2**30:.1f} GiB were free at the least"
-    counted = None not in (before.num_oom_kills, after.num_oom_kills)
-    if counted and after.num_oom_kills > before.num_oom_kills:
-        limit = f"its cgroup may use {after.limit_bytes / 2**30:.1f} GiB" if after.limit_bytes else gib
-        return f"by the kernel, for want of host RAM, as its count of oom_kill says ({limit})"
     if least_available_bytes < _SCARCE * after.total_bytes:
         return f"likely by the kernel, for want of host RAM ({gib})"
-    if counted:
+    if None not in (before.num_oom_kills, after.num_oom_kills):
         return f"likely not for want of host RAM: the kernel counts no oom_kill, and {gib}"
     return f"likely by the kernel, for want of host RAM, or by hand: it does not say ({gib})"
+
+
+def killed_for_ram(before: HostRam, after: HostRam) -> str | None:
+    """That it was the kernel, where it has counted one more; None where nobody knows."""
+    if None in (before.num_oom_kills, after.num_oom_kills) or after.num_oom_kills <= before.num_oom_kills:
+        return None
+    gib = (after.limit_bytes or after.total_bytes) / 2**30
+    may_use = f"its cgroup may use {gib:.1f} GiB" if after.limit_bytes else f"of {gib:.1f} GiB"
+    return f"by the kernel, for want of host RAM, as its count of oom_kill says ({may_use})"
 
 
 def _of_cgroups(names: tuple[str, str]) -> list[Path]:
