@@ -3,10 +3,13 @@
 import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 "of Linux's prctl"
+_ONLY_LAUNCHERS_SET = "ACCELERATE_DYNAMO_MODE"
+"accelerate's launcher does for every script that it starts without torch's launcher"
 _LAUNCHERS = ("accelerate", "accelerate.commands.launch", "slm_toolkit.launcher")
 
 
@@ -15,17 +18,36 @@ def launcher_pid() -> int | None:
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
-    try:  # one process: accelerate starts it without torch's launcher
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return None
+    # one process: accelerate starts it without torch's launcher
+    words = [os.fsdecode(word) for word in _read_of(parent, "cmdline")]
     return parent if any(word in _LAUNCHERS or Path(word).name == "accelerate" for word in words) else None
 
 
 def end_with_launcher(*, how: bool = True) -> None:
     """From now on the kernel kills this process when its launcher ends, in native code too; or no longer.
 
-    For the seconds of importing torch, in which no thread of ours can look. Linux only.
+    For the seconds of importing torch, in which no thread of ours can look. A launcher that has ended by now
+    ends this process, too. Linux only.
     """
-    if launcher_pid() is not None and (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+    launcher = launcher_pid()
+    if launcher is not None and (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if how else 0)
+    if how and (_has_lost_its_launcher() if launcher is None else os.getppid() != launcher):
+        sys.exit("error: the launcher ended while this process started")
+
+
+def _has_lost_its_launcher() -> bool:
+    """Whether accelerate started this process and is not its parent: nor is a script of accelerate's, whose
+    environment would tell."""
+    if _ONLY_LAUNCHERS_SET not in os.environ or not Path("/proc/self/environ").exists():
+        return False
+    of_parent = _read_of(os.getppid(), "environ")
+    return not any(entry.startswith(_ONLY_LAUNCHERS_SET.encode()) for entry in of_parent)
+
+
+def _read_of(pid: int, name: str) -> list[bytes]:
+    """The parts of /proc/`pid`/`name`; none where it is not for us."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
+    except OSError:
+        return []

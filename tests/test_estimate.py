@@ -285,7 +285,7 @@ def test_help_loads_no_verb_and_a_verb_no_other() -> None:
         call = (sys.executable, "-c", program.format(words=words))
         return subprocess.run(call, capture_output=True, text=True, check=True).stderr
 
-    of_the_parser = ("cli", "errors", "flag_names", "garbage", "parser")
+    of_the_parser = ("cli", "errors", "flag_names", "garbage", "interrupts", "parser")
     assert loaded("'--help'").strip() == str([f"slm_toolkit.{name}" for name in of_the_parser])
     estimate = loaded("'estimate', '--json'")
     assert "slm_toolkit.predict.estimate" in estimate

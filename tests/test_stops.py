@@ -299,8 +299,21 @@ def test_a_launcher_that_is_killed_while_its_ranks_start_leaves_none(
             time.sleep(0.02)
         time.sleep(seconds)
         process.kill()
-        process.communicate()
         deadline = time.monotonic() + 40
-        while left_over(tmp_path) and time.monotonic() < deadline:
+        while (left := left_over(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert left_over(tmp_path) == [], f"killed {seconds} s after the ranks began"
+        for rank in left:
+            rank.kill()
+        process.communicate()
+        assert left == [], f"killed {seconds} s after the ranks began"
+
+
+def test_a_rank_that_starts_when_its_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
+    train = (sys.executable, "-m", "slm_toolkit.train", *words(tmp_path, "--max_steps", "100000"))
+    late = ("sh", "-c", 'export ACCELERATE_DYNAMO_MODE=default; (sleep 0.5; exec "$@") & exit', "sh", *train)
+    said, _ = start(*late).communicate(timeout=60)
+    assert said == "error: the launcher ended while this process started\n"
+    script = ("env", "ACCELERATE_DYNAMO_MODE=default", "sh", "-c", '"$@"; exit $?', "sh", *train[:-1], "1")
+    of_a_script = start(*script)
+    said, _ = of_a_script.communicate(timeout=120)
+    assert of_a_script.returncode == 0, said
