@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ _NEEDS_LIBAIO = pytest.mark.skipif(
     not Path("/usr/include/libaio.h").exists(), reason="apt-get install libaio-dev"
 )
 
+_LAUNCHING = {"compare", "train", "launch", "slm_toolkit.train"}
+
 _SHARED = {"aligned", "fp32", "stock"}
 "launches that are done once per process of pytest"
 
@@ -63,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: the summary is half an hour away, or never printed."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        what = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+        print(f"\n{report.nodeid} failed: {what.splitlines()[0][:200] if what else ''}", flush=True)
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that ended."""
@@ -72,7 +82,39 @@ class Finished:
     err: str
 
 
-def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300) -> Finished:
+class _Warm:
+    """What lets a launch begin without its seconds of imports: see tests/warm."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="slm-warm-")
+
+    def env(self) -> dict[str, str]:
+        """For a launch that is not about its processes; it starts as always until the warm one is there."""
+        socket = f"{self._folder.name}/socket"
+        if self._server is None:
+            command = [sys.executable, str(ROOT / "tests" / "warm" / "server.py"), socket]
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            self._server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=ENV, start_new_session=True, **quiet
+            )
+        paths = [str(ROOT / "tests" / "warm"), *filter(None, [ENV.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths), "SLM_WARM_SOCKET": socket}
+
+
+_WARM = _Warm()
+
+
+def run(
+    *words: str,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    cold: bool = False,
+) -> Finished:
+    """cold: all of a launch's processes import for themselves, as a user's do: for tests about processes."""
+    if not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name == "accelerate"):
+        env = {**_WARM.env(), **(env or {})}
     done = subprocess.run(
         words, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
     )
@@ -80,10 +122,15 @@ def run(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeou
 
 
 def slm(
-    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300
+    *arguments: str,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    cold: bool = False,
 ) -> Finished:
-    """Run the `slm` command of this environment."""
-    return run(str(Path(sys.executable).with_name("slm")), *arguments, cwd=cwd, env=env, timeout=timeout)
+    """Run the `slm` command of this environment; `cold` as of `run`."""
+    slm = str(Path(sys.executable).with_name("slm"))
+    return run(slm, *arguments, cwd=cwd, env=env, timeout=timeout, cold=cold)
 
 
 def left_over(folder: Path) -> list[psutil.Process]:
@@ -110,8 +157,10 @@ def launch(
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
     timeout: float = 300,
+    cold: bool = False,
 ) -> Finished:
-    """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGS`, or a script in its place."""
+    """`accelerate launch --config_file CONFIG -m slm_toolkit.train ARGS`, or a script in its place; `cold` as
+    of `run`."""
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     target = ("-m", "slm_toolkit.train") if script is None else (str(script),)
     return run(
@@ -120,6 +169,7 @@ def launch(
         cwd=cwd,
         env=env,
         timeout=timeout,
+        cold=cold,
     )
 
 

@@ -156,7 +156,7 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
     again = train(tmp_path, *words, "auto")
     assert (again["status"], again["first_step"], again["losses"]) == ("ok", 4, [])
     assert f"warning: {folder}/step_3 is damaged and skipped" in again["said"]
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "record.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".train.lock", "checkpoints", "record.json"]
     assert sorted(os.listdir(folder)) == ["step_3", "step_4"]
     (tmp_path / "run" / "record.json").unlink()
     again = train(tmp_path, *words, "latest", "--save_final_model", "true")

@@ -1,0 +1,163 @@
+"""A process with torch, transformers, accelerate and DeepSpeed imported, forked for each launch and rank.
+
+    python tests/warm/server.py SOCKET
+
+Nearly all of the seconds that a small launch takes go into imports, in the launcher and in each rank. This
+process has one thread, so that a fork is a whole process; it ends when its stdin does. Who asks is
+`sitecustomize.py`.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import setproctitle
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sitecustomize import MODULES, fixed
+
+_POLL_SECONDS = 0.01
+
+
+class Server:
+    """Forks, and tells each client how its process ended; `serve` returns when stdin ends."""
+
+    def __init__(self, path: str, before: dict[str, str]) -> None:
+        """before: this process's environment before libraries added to it."""
+        self._environment = fixed(before)
+        self._added = os.environ.keys() - before.keys()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._clients: dict[int, socket.socket] = {}  # by the process that works for each
+
+    def serve(self) -> None:
+        while True:
+            pid_of = {client.fileno(): pid for pid, client in self._clients.items()}
+            wait = _POLL_SECONDS if pid_of else None
+            ready, _, _ = select.select([0, self._listener.fileno(), *pid_of], [], [], wait)
+            for number in ready:
+                if number == 0:
+                    for pid in self._clients:
+                        os.kill(pid, 9)
+                    return
+                if number in pid_of:  # the client was killed: it has nothing to say
+                    os.kill(pid_of[number], 9)
+                else:
+                    self._accept(self._listener.accept()[0])
+            for pid in list(self._clients):
+                self._look_after(pid)
+
+    def _look_after(self, pid: int) -> None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with self._clients.pop(pid) as client:
+                _say(client, status)
+
+    def _accept(self, client: socket.socket) -> None:
+        """Fork for it, or close the connection where a fork would not be what it was started as."""
+        asked, files = _read(client)
+        theirs = {
+            name: value for name, value in asked.get("environment", {}).items() if name not in self._added
+        }
+        if asked and asked["prefix"] == sys.prefix and fixed(theirs) == self._environment:
+            pid = os.fork()
+            if pid == 0:
+                self._become(asked, files, client)
+            self._clients[pid] = client
+            _say(client, pid)
+        else:
+            client.close()
+        for file in files:
+            os.close(file)
+
+    def _become(self, asked: dict[str, Any], files: list[int], client: socket.socket) -> NoReturn:
+        code: Any = 1
+        try:
+            for each in (self._listener, client, *self._clients.values()):
+                each.close()
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+                os.close(file)
+            added = {name: os.environ[name] for name in self._added if name in os.environ}
+            os.environ.clear()
+            os.environ.update({**added, **asked["environment"]})
+            code = run(asked)
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            if code is not None and not isinstance(code, int):
+                print(code, file=sys.stderr)
+                code = 1
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code or 0)
+
+
+def run(asked: dict[str, Any]) -> None:
+    """The program, in a process that looks to it like the client: its folder, command line and parents."""
+    os.chdir(asked["folder"])
+    setproctitle.setproctitle(" ".join(asked["command"]))
+    parents = psutil.Process.parents
+    psutil.Process.parents = lambda process: parents(
+        psutil.Process(asked["pid"]) if process.pid == os.getpid() else process
+    )
+    os.getppid = lambda: asked["parent"]
+    random.seed()
+    importlib.reload(sys.modules["slm_toolkit.run.since_start"])
+    at_once = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in asked["command"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=at_once)
+    option, *words = asked["words"]
+    of_module = option == "-m"
+    first = asked["folder"] if of_module else str(Path(option).parent)
+    sys.path[:] = [*([] if os.environ.get("PYTHONSAFEPATH") else [first]), *asked["path"]]
+    sys.orig_argv = asked["command"]
+    sys.argv = words if of_module else asked["words"]
+    if of_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(option, run_name="__main__")
+
+
+def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What it asks, and its standard streams; nothing of one that ended meanwhile."""
+    data, files, _, _ = socket.recv_fds(client, 1 << 16, 3)
+    while not data.endswith(b"\n"):
+        more = client.recv(1 << 16)
+        if not more:
+            return {}, files
+        data += more
+    return json.loads(data), files
+
+
+def _say(client: socket.socket, number: int) -> None:
+    try:
+        client.sendall(f"{number}\n".encode())
+    except OSError:  # it ended meanwhile
+        return
+
+
+if __name__ == "__main__":
+    found = dict(os.environ)
+    setproctitle.setproctitle("the warm process of these tests")  # takes its room while it can
+
+    for name in (*MODULES, "deepspeed"):
+        importlib.import_module(name)
+    for name in MODULES:
+        sys.modules.pop(name)  # runpy warns of what it finds there
+    Server(sys.argv[1], found).serve()

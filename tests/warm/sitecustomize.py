@@ -1,0 +1,70 @@
+"""Asks the warm process of these tests to run what this Python was started for, and ends as it ends.
+
+Read by each Python that the tests start with this folder on PYTHONPATH. Where the warm process can't do the
+same (another environment, a variable that libraries read when they are imported), Python goes on as always.
+"""
+
+import os
+import sys
+
+SOCKET = os.environ.get("SLM_WARM_SOCKET")
+MODULES = ("slm_toolkit.train", "slm_toolkit.launcher", "accelerate.commands.launch")
+WHILE_RUNNING = (  # by whom it is read: torch's ranks, accelerate, this project, gloo and Python, as they run
+    *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
+    *("PARALLELISM_CONFIG_", "SLM_", "PWD", "OLDPWD", "COLUMNS", "PYTEST_", "PYTHONPATH", "PYTHONSAFEPATH"),
+    *("PYTHONUNBUFFERED", "TORCH_NCCL_", "NCCL_", "GLOO_", "TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR"),
+    *("KMP_", "SHLVL", "LINES", "_", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "NO_COLOR", "TERM", "CUDA_HOME"),
+)
+
+
+def fixed(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that may matter while libraries are imported."""
+    return {name: value for name, value in environment.items() if not name.startswith(WHILE_RUNNING)}
+
+
+def program(words: list[str]) -> list[str] | None:
+    """`-m MODULE ARGUMENTS` or `.../accelerate ARGUMENTS` of a Python's command line; None for all else."""
+    words = [word for word in words[1:] if word not in ("-u", "-P")] if words[1:2] != ["-c"] else []
+    if words[:1] == ["-m"] and words[1:2] and words[1] in MODULES:
+        return words
+    return words if words and os.path.basename(words[0]) == "accelerate" else None
+
+
+def run_there(words: list[str]) -> None:
+    """Ends this process as that one ends; comes back where that one does not run it."""
+    import json
+    import signal
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as warm:
+        try:
+            warm.connect(SOCKET)
+        except OSError:  # it is not there yet, or no more
+            return
+        asked = {
+            "words": words,
+            "command": sys.orig_argv,
+            "folder": os.getcwd(),
+            "path": sys.path,
+            "environment": dict(os.environ),
+            "prefix": sys.prefix,
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+        }
+        socket.send_fds(warm, [json.dumps(asked).encode() + b"\n"], [0, 1, 2])
+        answers = warm.makefile()
+        pid = int(answers.readline() or 0)
+        if not pid:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: os.kill(pid, number))
+        code = os.waitstatus_to_exitcode(int(answers.readline() or 9))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if SOCKET and (words := program(sys.orig_argv)) is not None:
+    run_there(words)
