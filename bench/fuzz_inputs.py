@@ -219,6 +219,54 @@ def made_words(seeds: list[bytes], rng: random.Random) -> bytes:
     return "\n".join(words).encode("utf-8", "surrogatepass")
 
 
+_REPORT_OPTIONS = (
+    *("--json", "--phases", "--memory", "--errors", "--plot", "--strict", "--schema", "--csv -"),
+    *("--markdown -", "--latex -", "--parquet r.parquet", "--csv r.csv", "--baseline runs/0", "--gpu l4"),
+    *("--parity_tolerance 0.1", "--usd_per_gpu_hour 2.5", "--inter_node_gbps 100"),
+)
+_SLOW_REPORT_OPTIONS = ("--html r.html", "--paper")
+
+
+def made_record_set(seeds: list[bytes], rng: random.Random) -> bytes:
+    """One to five records, most of them changed, and options of `slm report`."""
+    records = []
+    for seed in rng.choices(seeds, k=rng.randrange(1, 6)):
+        record = json.loads(seed)
+        for _ in range(rng.choice((0, 1, 1, 2, 4))):
+            record = changed(record, rng)
+        records.append(record)
+    options = rng.sample(_REPORT_OPTIONS, rng.randrange(4))
+    if rng.random() < 0.03:
+        options.append(rng.choice(_SLOW_REPORT_OPTIONS))
+    words = " ".join(options).split()
+    if words and rng.random() < 0.2:
+        words[rng.randrange(len(words))] = odd(rng.choice(LEAVES))
+    return json.dumps({"records": records, "options": words}).encode()
+
+
+PLACES = (
+    *("gone", "gone/deeper", "file", "file/deeper", "folder", "locked", "locked/file", "locked/gone", "loop"),
+    *("loop/x", "dangling", "n" * 300, "folder/" + "n" * 300, "/" + "d/" * 2500, "/dev/full", "/dev/null"),
+    *("", ".", "..", "/proc/self/mem", "/root/x", "[x]", "[x]/*", "*", "~nobody/x", "a\nb", "\x1b[2J"),
+)
+"what stands for a path: `places_input` makes some of them"
+
+
+def made_places(seeds: list[bytes], rng: random.Random) -> bytes:
+    """First whether the working folder can be looked into, then a command's words with such places."""
+    words = [rng.choice(PLACES) if word == "PLACE" else word for word in made_command(seeds, rng)]
+    return "\n".join([rng.choice(("open", "open", "unreadable")), *words]).encode("utf-8", "surrogatepass")
+
+
+def made_command(seeds: list[bytes], rng: random.Random) -> list[str]:
+    """The words of a seed; of one in four, one is left out or doubled."""
+    words = rng.choice(seeds).decode().split("\n")
+    if rng.random() < 0.25:
+        at = rng.randrange(1, len(words))
+        words[at : at + 1] = [words[at]] * rng.choice((0, 2))
+    return words
+
+
 _ATOMS = (
     *(
         "0",

@@ -5,7 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz_inputs import made, made_checkpoint, made_template, made_tokenizer, made_words
+from fuzz_inputs import (
+    made,
+    made_checkpoint,
+    made_places,
+    made_record_set,
+    made_template,
+    made_tokenizer,
+    made_words,
+)
 from fuzz_reading import (
     chat_template_input,
     checkpoint_input,
@@ -24,8 +32,10 @@ from fuzz_reading import (
     model_config_input,
     model_name_input,
     network_input,
+    places_input,
     prices_input,
     record_input,
+    record_set_input,
     rows_input,
     signed_checkpoint_input,
     slurm_input,
@@ -43,6 +53,7 @@ from fuzz_seeds import (
     MPT,
     NEOX,
     NETWORK,
+    PLACED,
     ROOT,
     SLM,
     TEMPLATES,
@@ -98,6 +109,8 @@ READERS = (
     ),
     Reader("network", network_input, lambda: dumped(NETWORK), 6),
     Reader("record", record_input, records, 8),
+    Reader("record_set", record_set_input, records, 8, made_record_set),
+    Reader("places", places_input, lambda: lines(*PLACED), 6, made_places),
     Reader("checkpoint", checkpoint_input, lambda: dumped(CHECKPOINT), 4),
     Reader("signed_checkpoint", signed_checkpoint_input, signed_checkpoints, 6, made_checkpoint),
     Reader("timeline", timeline_input, timeline_seeds, 2),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import encodings.unicode_escape  # noqa: F401 - which another user may not be able to import later
 import hashlib
 import io
 import json
@@ -117,6 +118,63 @@ def record_input(data: bytes, folder: Path) -> None:
         _slm("report", ".", "--errors")
     if len(data) % 8 == 2:
         _slm("report", ".", "--baseline", "good")
+
+
+def record_set_input(data: bytes, folder: Path) -> None:
+    """Several records through `slm report` with options."""
+    asked = _object(data)
+    records, options = asked.get("records"), asked.get("options")
+    if not (isinstance(records, list) and isinstance(options, list)):
+        return
+    for index, record in enumerate(records):
+        (folder / "runs" / str(index)).mkdir(parents=True)
+        _written(folder / "runs" / str(index), "record.json", json.dumps(record).encode())
+    if all(isinstance(word, str) and word != "/" for word in options):  # all records of this machine
+        _slm("report", *([] if "--paper" in options or "--schema" in options else ["runs"]), *options)
+
+
+def places_input(data: bytes, folder: Path) -> None:
+    """A command with paths that are odd, taken or not for us, as another user than root."""
+    first, *words = data.decode("utf-8", "surrogateescape").split("\n")
+    if not words or words[0] not in ("report", "configs", "recipes", "doctor", "convert", *_ESTIMATING):
+        return
+    if words[0] == "compare" and "--dry_run" not in words:
+        return
+    (folder / "file").write_text("a file")
+    (folder / "folder").mkdir()
+    (folder / "locked").mkdir()
+    (folder / "locked" / "file").write_text("not for you")
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    for place in (folder / "locked" / "file", folder / "locked"):
+        place.chmod(0)
+    for place in (folder, folder / "folder"):
+        place.chmod(0o777)
+    if first == "unreadable":
+        folder.chmod(0)
+    folder.parent.chmod(0o755)
+    try:
+        with contextlib.suppress(ValueError):
+            _slm(*words)  # imports what it needs while all of Python's files are for us
+        if os.geteuid() == 0:
+            os.seteuid(_NOBODY)
+        _slm(*words)
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        for place in (folder, folder / "locked"):
+            place.chmod(0o755)
+
+
+_ESTIMATING = ("estimate", "recommend", "compare")
+_NOBODY = 65534
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(data)
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def checkpoint_input(data: bytes, folder: Path) -> None:

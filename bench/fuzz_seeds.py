@@ -109,6 +109,28 @@ SLM = (
     "recipes lora",
     "configs --copy here --num_machines 2 --gpus_per_node 4",
 )
+PLACED = (
+    *("report PLACE", "report PLACE PLACE --json", "report --baseline PLACE PLACE", "report . --csv PLACE"),
+    *(
+        "report . --markdown PLACE",
+        "report . --latex PLACE",
+        "report . --parquet PLACE",
+        "report . --html PLACE",
+    ),
+    *("configs --copy PLACE", "recipes --copy PLACE", "recipes PLACE", "doctor --strategy PLACE"),
+    *("doctor --model PLACE", "doctor --model slm-1m --strategy PLACE --fix PLACE", "doctor --dataset PLACE"),
+    *("convert PLACE --to accelerate_fsdp", "convert ddp --to accelerate_deepspeed --output PLACE"),
+    *("estimate --model PLACE", "estimate --strategy PLACE --gpu l4", "estimate --prices PLACE --gpu l4"),
+    "recommend --model slm-1m --gpu l4:1 --tokens 1e6 --strategy ddp --per_device_train_batch_size 8 "
+    "--gradient_checkpointing none --loss_kernel hf --write PLACE",
+    *("compare --dry_run --strategy PLACE --output_dir PLACE", "compare --dry_run --output_dir PLACE"),
+    "compare --dry_run --dataset PLACE --model slm-1m --strategy ddp --baseline PLACE",
+    *(
+        "compare --dry_run --tokenizer_name PLACE --model slm-1m",
+        "compare --dry_run --model PLACE --csv PLACE",
+    ),
+)
+"commands of which each PLACE is replaced by a path that is odd, taken or not for us"
 FLAGS = (
     "--model slm-1m --seq_len 128 --max_steps 3 --learning_rate 3e-4 --weight_decay 0.1 --max_grad_norm 1.0",
     "--num_train_epochs 1.5 --dataset a=3,b=1 --eval_steps 2 --eval_dataset c "

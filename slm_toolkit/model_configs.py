@@ -1,5 +1,6 @@
 """Hugging Face's config.json of a model, read and checked."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ def spec_from_config_file(path: Path) -> ModelSpec:
     """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
     text = read_text(path, what="the model configuration", hint="give a folder with config.json")
     config = json_of(text, path, hint="give a Hugging Face config.json")
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    name = os.path.basename(os.path.realpath(path.parent)) if path.name == "config.json" else path.stem
     return spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
 
 

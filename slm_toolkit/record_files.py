@@ -94,7 +94,7 @@ def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[
             raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
         files += _record_files(path) if is_dir(path) else [path]
     if len(paths) > 1:  # a record that two of them reach was launched once
-        files = list({file.resolve(): file for file in files}.values())
+        files = list({os.path.realpath(file): file for file in files}.values())
     records, problems = [], []
     for file in files:
         try:

@@ -106,7 +106,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     ("fault", "says"),
     [
         ("stop", "is stopped (SIGSTOP, a debugger?), while rank 0 waited"),
-        ("hold", "does not answer: it is in a call that never gives Python the word, while rank 0 waited"),
+        ("hold", "does not answer: it is in a call of C that does not let Python run, while rank 0 waited"),
     ],
 )
 def test_a_rank_that_can_say_nothing_is_named_and_ended(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class PlannedRun:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.output_dir).resolve() / self.run_name
+        return Path(os.path.realpath(self.config.output_dir), self.run_name)
 
 
 def plan_runs(
@@ -212,7 +213,7 @@ def _planned(
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
-    folder = str(Path(config.output_dir).resolve())
+    folder = os.path.realpath(config.output_dir)  # which Path.resolve refuses for links in a circle
     config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
     launched = 1 if config.rehearse is not None else num_processes
     return PlannedRun(config, spec, strategy, launched, gpu, asked, versions, identity, run_name)

@@ -89,7 +89,7 @@ def unchanged_json(draft: Draft, to: str) -> Row:
 def shown(path: Path) -> str:
     """A path as seen from the working folder, absolute where it lies outside."""
     relative = os.path.relpath(path)
-    return str(path.resolve()) if relative.startswith("..") else relative
+    return os.path.realpath(path) if relative.startswith("..") else relative
 
 
 def in_folder(folder: Path | None, name: str) -> str:

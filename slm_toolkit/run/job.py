@@ -185,7 +185,7 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
     run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
-    run_dir = Path(config.output_dir).resolve() / run_name
+    run_dir = Path(os.path.realpath(config.output_dir), run_name)
     if os.environ.get("RANK", "0") == "0" and exists(run_dir):
         check_writable(run_dir)
         hold_run(run_dir)

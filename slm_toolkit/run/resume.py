@@ -1,5 +1,6 @@
 """A run goes on from a checkpoint: which is meant, whether it is whole, and its state under any engine."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def find_checkpoints(
     folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
     Raises ValueError where there is none, or none that this run can go on from.
     """
-    folder = typed_path(asked).resolve()
+    folder = Path(os.path.realpath(typed_path(asked)))
     if asked == "latest":
         return _newest(run_dir, run, can_be_none=False)
     if asked == "auto":

@@ -59,7 +59,7 @@ class Siblings:
                 return f"{who} is stopped (SIGSTOP, a debugger?)"
             if status == psutil.STATUS_DISK_SLEEP:
                 return f"{who} waits for a disk or a network file system"
-            return f"{who} does not answer: it is in a call that never gives Python the word"
+            return f"{who} does not answer: it is in a call of C that does not let Python run"
         return f"rank {rank} has ended"
 
     def kill(self, ranks: list[int]) -> None:

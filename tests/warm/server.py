@@ -7,7 +7,6 @@ process has one thread, so that a fork is a whole process; it ends when its stdi
 `sitecustomize.py`.
 """
 
-import atexit
 import importlib
 import json
 import os
@@ -16,12 +15,13 @@ import runpy
 import select
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import setproctitle
+
+from slm_toolkit import launcher_gone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sitecustomize import MODULES, fixed
@@ -82,30 +82,17 @@ class Server:
             os.close(file)
 
     def _become(self, asked: dict[str, Any], files: list[int], client: socket.socket) -> NoReturn:
-        code: Any = 1
-        try:
-            for each in (self._listener, client, *self._clients.values()):
-                each.close()
-            for number, file in enumerate(files):
-                os.dup2(file, number)
-                os.close(file)
-            added = {name: os.environ[name] for name in self._added if name in os.environ}
-            os.environ.clear()
-            os.environ.update({**added, **asked["environment"]})
-            code = run(asked)
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            if code is not None and not isinstance(code, int):
-                print(code, file=sys.stderr)
-                code = 1
-            threading._shutdown()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code or 0)
+        """The client's program, to its end: this fork serves nobody."""
+        for each in (self._listener, client, *self._clients.values()):
+            each.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        added = {name: os.environ[name] for name in self._added if name in os.environ}
+        os.environ.clear()
+        os.environ.update({**added, **asked["environment"]})
+        run(asked)
+        sys.exit()
 
 
 def run(asked: dict[str, Any]) -> None:
@@ -117,6 +104,7 @@ def run(asked: dict[str, Any]) -> None:
         psutil.Process(asked["pid"]) if process.pid == os.getpid() else process
     )
     os.getppid = lambda: asked["parent"]
+    launcher_gone.end_with_launcher = lambda **_: None  # this process ends with its client
     random.seed()
     importlib.reload(sys.modules["slm_toolkit.run.since_start"])
     at_once = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in asked["command"]
