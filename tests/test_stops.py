@@ -281,16 +281,23 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path
     assert record_under(tmp_path)["first_step"] == 2
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "slm"])
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "moments"),
+    [
+        ("accelerate", "single", (0.0, 2.0)),
+        ("slm", "ddp", (0.7, 3.5)),
+        pytest.param("accelerate", "ddp", (0.0, 0.7, 2.0, 3.5), marks=pytest.mark.slow),
+        pytest.param("slm", "single", (0.0, 0.7, 2.0, 3.5), marks=pytest.mark.slow),
+    ],
+)
 def test_a_launcher_that_is_killed_while_its_ranks_start_leaves_none(
-    launcher: str, strategy: str, tmp_path: Path
+    launcher: str, strategy: str, moments: tuple[float, ...], tmp_path: Path
 ) -> None:
     """At moments of the three seconds in which they import torch, and of those after."""
     command = [str(Path(sys.executable).with_name(launcher)), "launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / f"accel_configs/{strategy}.yaml"), "-m", "slm_toolkit.train"]
     command += words(tmp_path, "--max_steps", "100000")
-    for seconds in (0.0, 0.7, 2.0, 3.5):
+    for seconds in moments:
         process = start(*command)
         deadline = time.monotonic() + 120
         while len(left_over(tmp_path)) < (2 if strategy == "single" else 3):
