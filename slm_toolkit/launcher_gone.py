@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,14 +14,16 @@ _ONLY_LAUNCHERS_SET = "ACCELERATE_DYNAMO_MODE"
 _LAUNCHERS = ("accelerate", "accelerate.commands.launch", "slm_toolkit.launcher")
 
 
+_STORE_SECONDS = 5.0
+"for torch's launcher to take a connection, which it does in milliseconds"
+
+
 def launcher_pid() -> int | None:
     """The process that started this one as a rank; None without a launcher."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
-    # one process: accelerate starts it without torch's launcher
-    words = [os.fsdecode(word) for word in _read_of(parent, "cmdline")]
-    return parent if any(word in _LAUNCHERS or Path(word).name == "accelerate" for word in words) else None
+    return parent if _is_launcher(parent) else None  # one process: accelerate starts it without torch's
 
 
 def end_with_launcher(*, how: bool = True) -> None:
@@ -32,17 +35,41 @@ def end_with_launcher(*, how: bool = True) -> None:
     launcher = launcher_pid()
     if launcher is not None and (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if how else 0)
-    if how and (_has_lost_its_launcher() if launcher is None else os.getppid() != launcher):
+    if how and (launcher not in (None, os.getppid()) or _has_lost_its_launcher()):
         sys.exit("error: the launcher ended while this process started")
 
 
 def _has_lost_its_launcher() -> bool:
-    """Whether accelerate started this process and is not its parent: nor is a script of accelerate's, whose
-    environment would tell."""
-    if _ONLY_LAUNCHERS_SET not in os.environ or not Path("/proc/self/environ").exists():
+    """Whether a launcher started this process and had ended by its first line, so that its parent is another.
+
+    torch's launcher holds a store, which then refuses connections. accelerate alone would stand in the
+    parent's command line, or, of a script that it started, in the parent's environment.
+    """
+    if _is_launcher(os.getppid()) or not Path("/proc/self/environ").exists():
+        return False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _refuses(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        )
+    if _ONLY_LAUNCHERS_SET not in os.environ:
         return False
     of_parent = _read_of(os.getppid(), "environ")
     return not any(entry.startswith(_ONLY_LAUNCHERS_SET.encode()) for entry in of_parent)
+
+
+def _is_launcher(pid: int) -> bool:
+    words = [os.fsdecode(word) for word in _read_of(pid, "cmdline")]
+    return any(word in _LAUNCHERS or Path(word).name == "accelerate" for word in words)
+
+
+def _refuses(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), _STORE_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # a network's trouble is told where the ranks meet
+        return False
 
 
 def _read_of(pid: int, name: str) -> list[bytes]:
