@@ -31,6 +31,7 @@ events = [(e.name(), e.shapes(), e.dtypes()) for e in profiled.profiler.kineto_r
 said = {"rank": state.process_index, "environment": dict(os.environ), "events": events}
 said["board"] = on_board
 Path(sys.argv[1], f"{state.process_index}.json").write_text(json.dumps(said))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which may come before the error is seen
 torch.distributed.barrier()
 if state.process_index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
