@@ -113,7 +113,7 @@ def run(
     cold: bool = False,
 ) -> Finished:
     """cold: all of a launch's processes import for themselves, as a user's do: for tests about processes."""
-    if not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name == "accelerate"):
+    if not cold and (_LAUNCHING & set(words[:3]) or Path(words[0]).name in ("accelerate", "bash")):
         env = {**_WARM.env(), **(env or {})}
     done = subprocess.run(
         words, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout

@@ -119,7 +119,7 @@ def failing(
 
 
 def slurm(*words: str, env: dict[str, str]) -> str:
-    done = run(*words, env=env)
+    done = run(*words, env=env, cold=True)
     assert done.code == 0, done.err
     return done.out
 
@@ -253,7 +253,7 @@ def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
 def test_the_recipe_submits_its_comparison_and_its_training(cluster: dict[str, str], tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**cluster, "PATH": path, "TRY": "1"}
-    done = run("bash", str(ROOT / "recipes" / "slurm.sh"), cwd=tmp_path, env=env)
+    done = run("bash", str(ROOT / "recipes" / "slurm.sh"), cwd=tmp_path, env=env, cold=True)
     assert done.code == 0, done.err
     records = [json.loads(path.read_text()) for path in tmp_path.rglob("record.json")]
     assert [len(record["losses"]) for record in records] == [2, 2]

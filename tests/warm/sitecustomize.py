@@ -9,11 +9,12 @@ import sys
 
 SOCKET = os.environ.get("SLM_WARM_SOCKET")
 MODULES = ("slm_toolkit.train", "slm_toolkit.launcher", "accelerate.commands.launch")
-WHILE_RUNNING = (  # by whom it is read: torch's ranks, accelerate, this project, gloo and Python, as they run
+WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gloo and Python as they run
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
     *("PARALLELISM_CONFIG_", "SLM_", "PWD", "OLDPWD", "COLUMNS", "PYTEST_", "PYTHONPATH", "PYTHONSAFEPATH"),
     *("PYTHONUNBUFFERED", "TORCH_NCCL_", "NCCL_", "GLOO_", "TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR"),
     *("KMP_", "SHLVL", "LINES", "_", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "NO_COLOR", "TERM", "CUDA_HOME"),
+    *("TRY", "SLURM_CONF"),
 )
 
 
