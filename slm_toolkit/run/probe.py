@@ -76,7 +76,11 @@ class NumericsProbe:
         ]
         self.clip_grad_norm, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, self._saw_clip
         self.steps_before = self.engine.global_steps if self.engine is not None else 0
-        self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU],
+            record_shapes=True,
+            acc_events=True,  # of one cycle the same, without torch 2.11's warning
+        )
         self.profile.start()
         return self
 

@@ -32,6 +32,7 @@ class StepProfiler:
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
             record_shapes=False,
             with_stack=False,
+            acc_events=True,  # of one cycle the same, without torch 2.11's warning
         )
 
     def start(self) -> None:
