@@ -257,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=place, prefix="fuzz-") as scratch:
         folder = Path(scratch) / "work"
         os.environ["HF_DATASETS_CACHE"] = f"{scratch}/cache"
+        os.environ["HOME"] = scratch  # `~` is as empty on every machine
         for reader, count in zip(chosen, shares(chosen, args.inputs).values(), strict=True):
             outcome = outcomes[reader.name] = fuzz(reader, count, args.seed, folder)
             for key, (index, said) in outcome.finds.items():
