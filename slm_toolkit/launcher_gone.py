@@ -12,8 +12,6 @@ _PR_SET_PDEATHSIG = 1
 _ONLY_LAUNCHERS_SET = "ACCELERATE_DYNAMO_MODE"
 "accelerate's launcher does for every script that it starts without torch's launcher"
 _LAUNCHERS = ("accelerate", "accelerate.commands.launch", "slm_toolkit.launcher")
-
-
 _STORE_SECONDS = 5.0
 "for torch's launcher to take a connection, which it does in milliseconds"
 
