@@ -15,9 +15,10 @@ def one_line(error: BaseException, run_dir: Path | None) -> str | None:
     """What to say of it, with a hint on a second line; None for a bug, whose traceback says more."""
     if isinstance(error, BadData):  # of a DataLoader's worker after the worker's traceback
         return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+    chain, cause = [], error
+    while cause is not None and not any(cause is link for link in chain):  # pynvml's errors can't be compared
         chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     full = next((link for link in chain if _is_disk_full(link)), None)
     if full is not None:
         return _no_room(full, run_dir)
