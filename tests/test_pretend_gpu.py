@@ -48,6 +48,7 @@ print(json.dumps([
 def test_the_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
     script = """
 import json, torch
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 def refusal(call):
     try:
         return call() and None
@@ -59,14 +60,16 @@ allowed = [gpu[index].tolist(), (gpu * torch.tensor(2.0)).tolist(), gpu.copy_(ho
 print(json.dumps(allowed + [
     refusal(lambda: host + gpu), refusal(gpu.numpy), refusal(gpu.pin_memory),
     refusal(lambda: torch.empty(2**28, device="cuda")),
+    refusal(lambda: torch.distributed.all_reduce(host)),
 ]))
 """
-    *allowed, mixed, numpy, pinned, full = answers(script, memory_gib=0.5)
+    *allowed, mixed, numpy, pinned, full, reduced = answers(script, memory_gib=0.5)
     assert allowed == [[1.0, 1.0], [2.0] * 4, [1.0] * 4]
     assert mixed.startswith("RuntimeError: Expected all tensors to be on the same device")
     assert numpy.startswith("TypeError: can't convert cuda:0 device type tensor to numpy")
     assert pinned.startswith("RuntimeError: cannot pin")
     # 2**28 numbers of 4 bytes are 1024 MiB; the GPU has 512
+    assert reduced == "RuntimeError: No backend type associated with device type cpu"
     assert full.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB")
 
 
