@@ -249,7 +249,7 @@ def _enter_modes(gpu: _Gpu) -> None:
             hosts = [tensor for tensor in inputs if gpu.is_on_host(tensor)]
             target = getattr(gpu.target, "device", None)
             if target is None:
-                mixes = func.namespace == "aten" and func.overloadpacket not in across
+                mixes = func.namespace == "aten" and func.overloadpacket not in copies | indexing
                 if held and mixes and any(tensor.dim() for tensor in hosts):
                     raise RuntimeError(
                         "Expected all tensors to be on the same device, but found at least two devices, "
