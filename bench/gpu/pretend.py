@@ -217,19 +217,8 @@ def _enter_modes(gpu: _Gpu) -> None:
 
     aten, Tensor, base = torch.ops.aten, torch.Tensor, torch._C.TensorBase
     real_device, real_is_cpu = base.device.__get__, base.is_cpu.__get__
-    across = {  # operations that take tensors of both devices on a real GPU
-        getattr(aten, name)
-        for name in [
-            "copy_",
-            "_to_copy",
-            "set_",
-            "equal",
-            "index",
-            "index_put",
-            "index_put_",
-            "_index_put_impl_",
-        ]
-    }
+    copies = {aten.copy_, aten._to_copy, aten.set_, aten.equal}
+    indexing = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
     constructors = _device_constructors()
 
     def on_gpu() -> torch.device:
