@@ -216,8 +216,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
             accelerator.log(logged, step=done)
         if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
             evaluate_after(done)
+            watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
-        guard.after(step, step_loss, norm)
+        if guard.after(step, step_loss, norm):
+            watch.clock.pause()
     guard.end()
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
