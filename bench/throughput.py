@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from throughput_rows import Result, rows_of, table_of
+from throughput_rows import Result, rows_of, table_of, tells_apart
 
 HERE = Path(__file__).parent
 FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head is then half of the work
@@ -58,8 +58,6 @@ ALLOCATORS = {  # for every arm alike
     "huge_pages": {"THP_MEM_ALLOC_ENABLE": "1"},
     "tcmalloc": {"LD_PRELOAD": "libtcmalloc_minimal.so.4"},
 }
-LOSS_TOLERANCE = {"bf16": 0.02, "fp32": 0.002}
-"of a step's loss, some 10 at first; bf16 itself moves it by 0.001 to 0.01"
 
 
 def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -224,15 +222,14 @@ def main() -> None:
                 title += f"{args.rounds} rounds" + ("" if on_gpu else f", allocator {args.allocator}")
                 Console(width=150).print(table_of(rows, baselines, title))
                 everything.append({"model": Path(model).stem, "numerics": numerics, "rows": rows})
-                allowed = LOSS_TOLERANCE[numerics]
                 apart = [
-                    row["arm"]
-                    for row in rows
-                    if any(against["loss_difference"] > allowed for against in row["against"].values())
+                    arm
+                    for arm in results
+                    if any(tells_apart(results[arm], results[base], numerics) for base in baselines)
                 ]
                 if apart:
                     all_equal = False
-                    print(f"losses differ by more than {allowed}: {', '.join(apart)}")
+                    print(f"losses differ by more than rounding: {', '.join(apart)}")
     if args.out is not None:
         args.out.write_text(json.dumps(everything, indent=1))
     sys.exit(0 if all_equal else 1)

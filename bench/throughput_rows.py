@@ -6,6 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
+FIRST_LOSS_TOLERANCE = {"bf16": 0.02, "fp32": 0.002}
+"of the first step's loss, some 10, from the same weights: bf16 itself moves it by 0.001 to 0.01"
+LATER_LOSS_TOLERANCE = {"bf16": 0.02, "fp32": 0.0002}
+"as a share: each step's rounding moves the weights of all later ones, those of larger models further"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -32,6 +37,16 @@ def farthest_loss(of: list[Result], to: list[Result]) -> float:
         abs(a - b)
         for one, other in zip(of, to, strict=True)
         for a, b in zip(one.losses, other.losses, strict=True)
+    )
+
+
+def tells_apart(of: list[Result], to: list[Result], numerics: str) -> bool:
+    """Whether losses differ by more than rounding: the first step's, or a later one's by a larger share."""
+    first, later = FIRST_LOSS_TOLERANCE[numerics], LATER_LOSS_TOLERANCE[numerics]
+    return any(
+        abs(a - b) > (later * abs(b) if step else first)
+        for one, other in zip(of, to, strict=True)
+        for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=True))
     )
 
 

@@ -120,7 +120,8 @@ class RunRecord:
     lm_eval: dict[str, Any] | None = None
     "lm-eval's results by task, of the saved model"
     step_seconds: list[list[float]] = field(default_factory=list)
-    "of each rank, of each step"
+    """of each rank, of each step: from the end of the step before to its own end, or from its own beginning
+    after an evaluation, a checkpoint or a probed step, and in older records always"""
     phase_seconds: list[dict[str, list[float]]] = field(default_factory=list)
     """of each rank: seconds of each step by phase, data, forward, backward and optimizer; under DeepSpeed,
     where backward and the optimizer's step are one call, data alone"""
@@ -142,7 +143,8 @@ class RunRecord:
     """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
     the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
     peak_allocated_bytes: list[int] | None = None
-    "of each rank; None on CPU; in a rehearsal of rank 0 alone, traced where there is no GPU"
+    """of each rank, after the probed steps if there are others; None on CPU; in a rehearsal of rank 0 alone,
+    traced where there is no GPU"""
     peak_reserved_bytes: list[int] | None = None
     peak_rss_bytes: list[int] | None = None
     "peak resident memory of each rank's process"

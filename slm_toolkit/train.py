@@ -57,7 +57,14 @@ from slm_toolkit.run.measure import deepspeed_engine
 from slm_toolkit.run.place import hold_run, remove_earlier_run
 from slm_toolkit.run.profile import profile_steps
 from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.rehearse import TraceWatch, fake_batches, is_fake, tensors_of, trace_memory
+from slm_toolkit.run.rehearse import (
+    TraceWatch,
+    check_stepped,
+    fake_batches,
+    is_fake,
+    tensors_of,
+    trace_memory,
+)
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import save_model
 from slm_toolkit.run.schedule import set_learning_rate
@@ -109,6 +116,8 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
             fake = is_fake(job.config)
             with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
                 observed = rehearse(job, prepared) if fake else train(job, prepared, record, watchdog)
+                if job.config.rehearse is not None:
+                    check_stepped(job.accelerator, prepared.model, prepared.optimizer)
             watchdog.rest()
         record = dataclasses.replace(record, status="ok", **observed)
     except RunEnded as ended:
@@ -207,8 +216,10 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
             accelerator.log(logged, step=done)
         if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
             evaluate_after(done)
+            watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
-        guard.after(step, step_loss, norm)
+        if guard.after(step, step_loss, norm):
+            watch.clock.pause()
     guard.end()
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps

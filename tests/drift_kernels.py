@@ -115,6 +115,10 @@ def _dynamo_counters() -> None:
     assert counters["stats"]["unique_graphs"] == before + 1, dict(counters["stats"])
 
 
+def _ddp_optimizer() -> None:
+    assert torch._dynamo.config.optimize_ddp is not False, "DDP's layers are whole by now: leave it out"
+
+
 def _saved_operators() -> None:
     from slm_toolkit.run.checkpointing import _ALWAYS_SAVED, _MATMULS
 
@@ -164,10 +168,17 @@ KERNELS = (
     ),
     Leaning(
         "torch: dynamo's counters",
-        ("torch._dynamo.utils",),
+        ("torch._dynamo.utils", "counters"),
         "count graphs, so that steps which compile are not timed",
         "run/measure.py: num_compiled_graphs",
         _dynamo_counters,
+    ),
+    Leaning(
+        "torch: dynamo cuts graphs under DDP",
+        ("_dynamo", "optimize_ddp"),
+        "compile a layer whole under DDP",
+        "run/model.py: build_model",
+        _ddp_optimizer,
     ),
     Leaning(
         "torch: operators whose results selective checkpointing keeps",

@@ -1,7 +1,6 @@
 """What we lean on in transformers."""
 
 import inspect
-import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -142,20 +141,6 @@ def _packed_sequences() -> None:
     assert calls, "masks are made without find_packed_sequence_indices"
 
 
-def _checkpointing() -> None:
-    model = small_llama()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(layer.gradient_checkpointing is True for layer in model.model.layers)
-    model.model.layers[0].gradient_checkpointing = False
-    forwards = []
-    for index, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, index=index: forwards.append(index))
-    model.train()(input_ids=_TOKENS, labels=_TOKENS).loss.backward()
-    assert forwards == [0, 1, 1], f"of layers 0 and 1 only the second is computed again: {forwards}"
-
-
 def _whole_models() -> None:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
     from transformers.modeling_utils import set_zero3_state
@@ -237,13 +222,6 @@ MODELS = (
         "keep fake tensors from being read in a rehearsal",
         "run/fake.py: what reads values there now",
         _packed_sequences,
-    ),
-    Leaning(
-        "transformers: activation checkpointing, layer by layer",
-        ("gradient_checkpointing", "gradient_checkpointing_enable"),
-        "compute every second layer again",
-        "run/checkpointing.py: enable_checkpointing",
-        _checkpointing,
     ),
     Leaning(
         "transformers: a model built whole though ZeRO-3 is announced",

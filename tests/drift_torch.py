@@ -2,7 +2,6 @@
 
 import inspect
 import weakref
-from datetime import timedelta
 from unittest.mock import patch
 
 import torch
@@ -104,12 +103,14 @@ def _wrapper_names() -> None:
 def _group_timeout() -> None:
     parameters = list(inspect.signature(torch.distributed.distributed_c10d._set_pg_timeout).parameters)
     assert parameters[:2] == ["timeout", "group"], parameters
-    with patch.object(torch.distributed.distributed_c10d, "_get_default_group", side_effect=LookupError):
-        try:
-            torch.distributed.distributed_c10d._set_pg_timeout(timedelta(hours=1))
-        except LookupError:
-            return
-    raise AssertionError("without a group it no longer means the default one")
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        other = torch.distributed.new_group(backend="gloo")
+        groups = list(torch.distributed.distributed_c10d._world.pg_map)
+        assert len(groups) == 2, f"of two groups it knows {len(groups)}"
+        assert other in groups, "groups of one's own are not in it"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _group_names() -> None:
@@ -185,9 +186,9 @@ TORCH = (
     ),
     Leaning(
         "torch: the timeout of a process group that is there",
-        ("_set_pg_timeout",),
-        "let collectives take an hour once the machines have met",
-        "run/machines.py: Machines.connecting, by torch's new function",
+        ("_set_pg_timeout", "pg_map", "_get_backend", "_timeout"),
+        "let collectives of every group take as long as --ddp_timeout may be",
+        "run/machines.py: let_collectives_wait, by torch's new function",
         _group_timeout,
     ),
     Leaning(

@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import ROOT, compare, launch, record_under
 from test_training_options import TIED
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -122,9 +123,11 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
             assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
 
 
-def test_compiled_layer_kernels_have_the_gradients_of_plain_layers() -> None:
-    """The MLP's were all zero under torch 2.11."""
-    plain, model = made(), made(norm_kernel="fused", mlp_kernel="fused", torch_compile=True)
+@pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
+def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
+    """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
+    flags = {**ALL, "loss_kernel": "hf", "gradient_checkpointing": checkpointing}
+    plain, model = made(), made(**flags, torch_compile=True)
     for each in (plain, model):
         each.model.layers = each.model.layers[:1]
     model.load_state_dict(plain.state_dict())
@@ -238,6 +241,36 @@ def test_backward_computes_again_what_was_not_saved(mode: str, num_matmuls: int,
     again = in_backward(mode) - in_backward("none")
     assert again["aten::mm"] == num_matmuls
     assert again["aten::_scaled_dot_product_flash_attention_for_cpu"] == num_attentions
+
+
+def test_a_compiled_layer_is_one_graph_under_ddp_too(tmp_path: Path) -> None:
+    """Its 19 MB of fp32 weights are more than the 1 MB of DDP's first bucket, where Dynamo cut it in two."""
+    wide = {**TIED, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    model = made(str(tmp_path), torch_compile=True)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")  # the same graphs in a tenth of the time
+    tokens = torch.arange(64).view(1, 64)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        replicated = torch.nn.parallel.DistributedDataParallel(model)
+        replicated(input_ids=tokens, labels=tokens).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("mode", ["full", "selective_op"])
+def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: str) -> None:
+    """As FSDP2's do, which gather; transformers 5.17 ran them again in backward."""
+    model, seen = made(gradient_checkpointing=mode), []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("layer"))
+    model.model.layers[0].mlp.act_fn.register_forward_pre_hook(lambda *_: seen.append("inside"))
+    tokens = torch.arange(64).view(1, 64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert seen == ["layer", "inside", "inside"]
 
 
 def test_a_head_that_is_no_plain_matrix_is_refused() -> None:

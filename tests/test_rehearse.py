@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import made_record, slm
+from conftest import made_record, record_under, run, slm
 from rich.console import Console
 
 from slm_toolkit.compare.grid import plan_runs
@@ -186,6 +186,44 @@ def test_several_processes_are_no_rehearsal(
     assert error == "error: --rehearse 8 in 2 processes: one plays rank 0"
     assert hint.startswith("hint: slm train --rehearse N, or accelerate launch --num_processes 1")
     assert not (tmp_path / "runs").exists()
+
+
+_REAL_TENSORS = """
+import sys
+import torch
+import slm_toolkit.run.rehearse as rehearse
+rehearse.is_fake = lambda config: False  # as on a GPU
+torch.use_deterministic_algorithms(True)  # what is not written holds NaN
+if sys.argv.pop(1) == "bad":
+    torch.isfinite = lambda tensor: torch.zeros_like(tensor, dtype=torch.bool)
+from slm_toolkit.train import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("gradients", ["good", "bad"])
+def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: str) -> None:
+    """torch 2.11's fake group reduced gradients to whatever memory held: no step was taken, the record ok."""
+    script = tmp_path / "real.py"
+    script.write_text(_REAL_TENSORS)
+    done = run(
+        *("accelerate", "launch", "--config_file", "accel_configs/fsdp_full_shard.yaml"),
+        *("--num_processes", "1", "--main_process_port", "0", str(script), gradients),
+        *("--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "2", "--max_steps", "2"),
+        *("--rehearse", "4", "--numerics", "stock", "--save_final_model", "false"),
+        *("--output_dir", str(tmp_path / "runs")),
+        cold=True,
+    )
+    record = record_under(tmp_path / "runs")
+    if gradients == "good":
+        assert done.code == 0, done.err
+        held = record["state_bytes"][0]
+        # two moments as large as the fp32 shards, and one fp32 count of steps for each of 39 parameters
+        assert held["optimizer"] == 2 * held["parameters"] + 39 * 4
+    else:
+        assert done.code == 1, done.err
+        assert record["status"] == "failed"
+        assert "took no optimizer step" in record["reason"]
 
 
 def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:

@@ -11,8 +11,15 @@ import torch
 from accelerate import Accelerator
 from conftest import run
 
+from slm_toolkit.config import RunConfig
+from slm_toolkit.model_names import find_model
+from slm_toolkit.run import watch as watch_module
 from slm_toolkit.run.dataset_losses import DatasetLosses
+from slm_toolkit.run.gpu import GpuState
+from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import StepClock
+from slm_toolkit.run.model import build_model
+from slm_toolkit.run.watch import GpuBefore
 
 COUNTING = """
 import gc, sys, torch
@@ -85,6 +92,43 @@ def test_a_step_has_the_seconds_of_its_phases() -> None:
     of_steps = zip(*found.values(), clock.seconds, strict=True)
     assert all(0.01 <= sum(of_phases) <= whole for *of_phases, whole in of_steps)
     assert clock.last_seconds == clock.seconds[-1]
+
+
+def test_peaks_are_those_after_the_probed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling and probing take more than training: a GPU's peaks were counted from step 1."""
+    config = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
+    accelerator, model = Accelerator(cpu=True), build_model(find_model("slm-1m"), config)
+    recorder = RecordedLoss(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    resets = []
+    monkeypatch.setattr(watch_module, "reset_peak_memory", lambda _: resets.append(len(losses)))
+    losses: list[float] = []
+    nothing = GpuBefore(None, GpuState(None, None))
+    watch = watch_module.RunWatch(accelerator, model, optimizer, recorder, nothing)
+    tokens = torch.arange(32).view(1, 32)
+    for _ in range(3):
+        with watch.step():
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            watch.gradients.count()
+            optimizer.step()
+        losses.append(loss.item())
+    assert watch.num_probed_steps == 1
+    assert resets == [0, 1]
+
+
+def test_a_step_begins_where_the_one_before_ended_but_after_a_pause() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for between in ("", "losses are read", "a checkpoint"):
+        time.sleep(0.05 if between else 0)
+        if between == "a checkpoint":
+            clock.pause()
+        with clock.step():
+            time.sleep(0.01)
+    own, with_reading, after_checkpoint = clock.seconds
+    assert 0.01 <= own < 0.04
+    assert with_reading >= 0.06
+    assert 0.01 <= after_checkpoint < 0.04
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

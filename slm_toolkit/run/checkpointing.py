@@ -1,14 +1,14 @@
 """Activation checkpointing: which decoder layers, or which operators in them, backward computes again."""
 
-import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 # torchtitan's policy: https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/activation_checkpoint.py
@@ -35,15 +35,26 @@ def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective_op":
-        options["context_fn"] = _contexts_for_compiler if compiled else _contexts
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    if mode == "selective_layer":
-        for number, layer in enumerate(model.model.layers, start=1):
-            layer.gradient_checkpointing = number % 2 == 0
+    contexts = _contexts_for_compiler if compiled else _contexts
+    options = {"context_fn": contexts} if mode == "selective_op" else {}
+    for number, layer in enumerate(model.model.layers, start=1):
+        if mode != "selective_layer" or number % 2 == 0:
+            layer.forward = _checkpointed(layer.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A layer's forward that backward computes again, with torch.compile's and the engine's hooks around it.
+
+    transformers 5.17 has its own checkpoint around all of these: compiled layers then run where operators
+    can't be chosen ("Tensor cached during selective activation checkpoint has been mutated"). A function,
+    since torch.compile does not look into a partial of `checkpoint`.
+    """
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    return checkpointed
 
 
 def _contexts() -> tuple["_Save", "_Replay"]:

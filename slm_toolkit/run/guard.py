@@ -68,25 +68,29 @@ class Guard:
             keep=job.config.save_total_limit,
         )
 
-    def after(self, step: int, loss: torch.Tensor, norm: Any) -> None:
-        """`loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows.
+    def after(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
+        """Whether a checkpoint was begun or finished, whose time is no part of a step.
 
-        The numbers of a step are read when the ranks have exchanged them: nothing of it stays on the device.
+        `loss`: this rank's mean; `norm`: of all gradients before clipping, None where nobody knows. The
+        numbers of a step are read when the ranks have exchanged them: nothing of it stays on the device.
         """
         if self.config.rehearse is not None:  # no other rank is there, and losses mean nothing
-            return
+            return False
         writer, config = self._writer, self.config
         is_writing = writer is not None and writer.is_writing
         seen = self._lookout.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)
         self._judge(seen, step)
         if writer is None:
-            return
-        if writer.is_unfinished and any(s.step > self._begun_after and not s.is_writing for s in seen):
+            return False
+        finishes = writer.is_unfinished and any(s.step > self._begun_after and not s.is_writing for s in seen)
+        saves = (step + 1) % config.save_steps == 0
+        if finishes:
             self._finish()
-        if (step + 1) % config.save_steps == 0:
+        if saves:
             self._save(step)
             if not config.async_save:
                 self._finish()
+        return finishes or saves
 
     def say(self, line: str) -> None:
         if self.progress is not None:

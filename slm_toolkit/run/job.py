@@ -64,7 +64,7 @@ from slm_toolkit.run.launched import (
 from slm_toolkit.run.lm_eval_hook import check_lm_eval
 from slm_toolkit.run.lookout import control_group
 from slm_toolkit.run.loss import RecordedLoss
-from slm_toolkit.run.machines import Machines, num_machines
+from slm_toolkit.run.machines import Machines, let_collectives_wait, num_machines
 from slm_toolkit.run.measure import num_trainable
 from slm_toolkit.run.model import build_model
 from slm_toolkit.run.optional_kernels import check_optional
@@ -315,6 +315,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
     loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
     with trace or nullcontext():
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
+    let_collectives_wait()
     loader = loaders[0] if loaders else None
     reduce_as_asked(model, config)
     held_out = job.data.held_out if job.data is not None else {}

@@ -52,6 +52,22 @@ def process_group_timeout() -> timedelta:
     return timedelta(seconds=patience_seconds() + _SILENT_SECONDS)
 
 
+def interface_variable(error: RuntimeError, *, on_gpu: bool) -> str:
+    """What names the network interface to the library that failed; on GPUs the control group is gloo's."""
+    return "NCCL_SOCKET_IFNAME" if on_gpu and "gloo" not in str(error).lower() else "GLOO_SOCKET_IFNAME"
+
+
+def let_collectives_wait() -> None:
+    """Of all process groups that exist now, HSDP's and DeepSpeed's too: it is --ddp_timeout that ends a wait.
+
+    Those that engines make for themselves would end it after NCCL's 10 minutes, or gloo's 30.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    for group in dist.distributed_c10d._world.pg_map:  # private
+        dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # private
+
+
 class Machines:
     """Rank 0's connections to the first rank of every other machine, or one such rank's to rank 0."""
 
@@ -147,13 +163,13 @@ class Machines:
         except RuntimeError as error:
             if not UNREACHED.search(str(error)):
                 raise
-            variable = "NCCL_SOCKET_IFNAME" if torch.cuda.is_available() else "GLOO_SOCKET_IFNAME"
+            variable = interface_variable(error, on_gpu=torch.cuda.is_available())
             raise ValueError(
                 f"the machines met, but their ranks don't reach each other: {str(error).splitlines()[0]}\n"
                 f"hint: {variable} ({os.environ.get(variable, 'not set')}) names the interface between the "
                 "machines; all TCP ports above 1024 must be open between them"
             ) from error
-        dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)  # private
+        let_collectives_wait()
 
     @contextmanager
     def recorded(self, record: RunRecord, run_dir: Path, *, mark: int | None) -> Iterator[None]:

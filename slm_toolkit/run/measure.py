@@ -18,9 +18,11 @@ from accelerate import Accelerator
 class StepClock:
     """Seconds of each step on this rank, and of its phases, as the device sees them.
 
-    On a GPU: CUDA events on the training stream, so that measuring never makes the host wait; a step is as
-    long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock. Events are
-    kept until the GPU has passed them, numbers for good.
+    A step lasts from the end of the step before it to its own end: what happens between two steps, such as
+    reading losses and sampling the GPU, costs a training run its time, too. After `pause` it lasts from its
+    own beginning. On a GPU: CUDA events on the training stream, so that measuring never makes the host wait;
+    a step is as long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock.
+    Events are kept until the GPU has passed them, numbers for good.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,17 +31,24 @@ class StepClock:
         "of the step that is going on"
         self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
         "start, end and phases of steps that the device may not have done yet"
+        self._last_end: Any = None
+        "of the step before, None after a pause"
         self._seconds = array("d")
         self._phase_seconds: dict[str, array] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        start = self._now()
+        start = self._now() if self._last_end is None else self._last_end
         self._phases = []
         yield
-        self._unread.append((start, self._now(), self._phases))
+        self._last_end = self._now()
+        self._unread.append((start, self._last_end, self._phases))
         while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
             self._read_first()
+
+    def pause(self) -> None:
+        """What happened since the last step, an evaluation or a checkpoint, is no part of the next."""
+        self._last_end = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

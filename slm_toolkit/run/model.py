@@ -83,6 +83,8 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
         for param in _whole_params(model):  # not the buffers: RoPE's frequencies in bf16 are another model
             param.data = param.data.bfloat16()
     if config.torch_compile:
+        # DDP reduces what a layer's backward gave as one graph; else Dynamo would cut each layer every 25 MB
+        torch._dynamo.config.optimize_ddp = False  # private
         for layer in model.model.layers:
             # in place: names in the state dict stay, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.errors import RunEnded
 from slm_toolkit.memory_timeline import MemoryTimeline
 from slm_toolkit.run.allocations import AllocationTrace, following_modules, timeline_of
 from slm_toolkit.run.fake import fake_tensors
@@ -47,7 +49,34 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")  # nobody listens there, nobody asks
         torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+        if torch.__version__ < (2, 13):
+            for name in ("reduce_scatter_tensor", "all_to_all_single"):
+                setattr(torch.distributed, name, _filling(getattr(torch.distributed, name)))
     return dataclasses.replace(launch, strategy=strategy, num_processes=num_ranks)
+
+
+def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective whose output is finite: a part of the input, as torch 2.13's fake process group has it.
+
+    That of 2.11 leaves it as allocated. A NaN there, in what stands for a gradient, stops every step.
+    """
+
+    @wraps(collective)
+    def filling(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        output.view(-1).copy_(input.reshape(-1)[: output.numel()])
+        return collective(output, input, *args, **options)
+
+    return filling
+
+
+def check_stepped(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises RunEnded where no step of a rehearsal was taken: its peak is not that of training."""
+    if not training_state(accelerator, model, optimizer)["optimizer"]:
+        raise RunEnded(
+            "the rehearsal took no optimizer step, since its gradients were not finite: memory and seconds "
+            "are not those of training\n"
+            "hint: --numerics fp16 leaves out its first steps, so more --max_steps; any other, with --seed 1?"
+        )
 
 
 def is_fake(config: RunConfig) -> bool:

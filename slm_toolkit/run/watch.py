@@ -18,7 +18,6 @@ from slm_toolkit.run.measure import (
     GradientCounter,
     StepClock,
     deepspeed_engine,
-    give_back_memory,
     num_compiled_graphs,
     peak_memory,
     reset_peak_memory,
@@ -82,6 +81,8 @@ class RunWatch:
     def step(self) -> Iterator[None]:
         """One optimizer step; the first is probed too, and the next while they compile: tracing is no run."""
         probing = self._probe_next
+        if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
+            reset_peak_memory(self.accelerator.device)  # compiling and probing took more than training does
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
         self._before_step = self.num_tokens_drawn, self.num_padding
@@ -97,8 +98,7 @@ class RunWatch:
             self.num_probed_steps += 1
             self.numerics = dataclasses.asdict(probe.result(self.gradients))
             self._probe_next = max(gather_to_all(compiled)) > 0 and self.num_probed_steps < MOST_PROBED_STEPS
-            if self.accelerator.device.type == "cpu":  # a GPU's "reserved" is watched, and stays as it grows
-                give_back_memory(self.accelerator.device)
+            self.clock.pause()
 
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
         """Count the tokens of a batch that came from the data."""
