@@ -9,7 +9,8 @@ storage is on the GPU or on the host, as on a real machine: an operation that mi
 clocks are the CPU's, so times and dollars mean nothing.
 
 Not pretended: kernels in a profile (`--profile` finds no step breakdown), CUDA graphs, and the insides of
-compiled code, which sees CPU tensors. Memory that compiled code allocates is not counted.
+compiled code, which sees CPU tensors and whose memory is not counted; libraries with CUDA code of their own
+(bitsandbytes, flash-attn, Liger, TransformerEngine).
 """
 
 import argparse
