@@ -16,10 +16,10 @@ from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.bandwidth import Cluster, cluster_of, transfer_seconds
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.kernels import layer_traffic
-from slm_toolkit.predict.matmul import Rates, product_seconds, wave_efficiency
+from slm_toolkit.predict.matmul import Rates, product_seconds, rates_of, wave_efficiency
 from slm_toolkit.predict.site import Site
 from slm_toolkit.predict.software import MEMORY_SHARE, SOFTWARE, TODAY
-from slm_toolkit.predict.speed import PARTS, StepTime, step_time
+from slm_toolkit.predict.speed import PARTS, StepTime, optimizer_bytes, step_time
 from slm_toolkit.predict.traffic import Transfer
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
@@ -127,6 +127,44 @@ def test_an_h200_is_never_slower_than_an_h100() -> None:
     grid |= {"model": list(PRESETS), "per_device_train_batch_size": [1, 8], "gradient_checkpointing": "full"}
     h100, h200 = (rows_of(*STUDIED_STRATEGIES, on=(name,), **grid) for name in ("h100-80gb", "h200"))
     assert all(b.step_seconds <= a.step_seconds * (1 + 1e-9) for a, b in zip(h100, h200, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "per_param"),
+    [
+        # as traced: norm 2, to fp32 6, clip 8, AdamW 28, copy back 6
+        ("ddp", {}, 50),
+        ("ds_zero1", {}, 50),
+        ("ddp", {"max_grad_norm": 0.0}, 42),
+        # fp32 gradients and parameters: norm 4, clip 8, AdamW 28
+        ("fsdp_full_shard", {"numerics": "stock"}, 40),
+        # all in bf16: norm 2, clip 4, AdamW 14
+        ("ddp", {"numerics": "pure_bf16"}, 20),
+        # AdamW alone takes more by its for-each kernels: 22 + 1.8 x 28 = 72.4
+        ("ddp", {"optim": "adamw_torch"}, 72.4),
+    ],
+)
+def test_an_optimizer_step_moves_what_its_operations_move(
+    strategy: str, flags: dict, per_param: float
+) -> None:
+    config = RunConfig(**{"max_grad_norm": 1.0, "optim": "adamw_torch_fused", **flags})
+    assert optimizer_bytes(find_strategy(strategy), config) == pytest.approx(per_param)
+
+
+def test_llamas_query_key_and_value_are_three_products() -> None:
+    flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "loss_kernel": "hf"}
+    (row,) = rows_of("single", num_gpus=(1,), **flags)
+    rates = rates_of(gpu_of_name("h100-80gb"), TODAY)
+    spec = PRESETS["slm-100m"]
+    width, h, f = spec.num_heads * spec.head_dim, spec.hidden_size, spec.ffn_size
+
+    def seconds(inputs: int, outputs: int) -> float:
+        shape = {"rows": 1024, "inputs": inputs, "outputs": outputs, "padded": False}
+        return product_seconds(rates, **shape).total
+
+    layer = 3 * seconds(h, width) + seconds(width, h) + 2 * seconds(h, f) + seconds(f, h)
+    head = seconds(h, spec.vocab_size)
+    assert row.parts_seconds["matmul"] == pytest.approx(spec.num_layers * layer + head)
 
 
 def test_attention_computes_the_causal_half_and_eager_moves_its_scores() -> None:

@@ -13,6 +13,7 @@ from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.activations import AUTOCAST, FP32
 from slm_toolkit.predict.adapters import Weights, adapters_of, weights_of
 from slm_toolkit.predict.bandwidth import Cluster, transfer_seconds
+from slm_toolkit.predict.engine_bytes import dtypes_of
 from slm_toolkit.predict.matmul import Rates, rates_of
 from slm_toolkit.predict.memory import compute_of
 from slm_toolkit.predict.software import Software
@@ -26,12 +27,10 @@ PARTS = (
 )
 """of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss and
 accumulation; 4-bit weights to bf16; what checkpointing does again; the optimizer; communication not hidden;
-waiting for the host to launch kernels; what no operation explains"""
+waiting for the host to launch kernels; what the host does between two steps"""
 
-_ADAM_BYTES = {"pure_bf16": 20, "other": 28}
-"""per parameter: gradient 2 read; master 8, both moments 16 read and written; weight 2 written. pure_bf16:
-the same in bf16, with the temporaries of the norm"""
-_UNFUSED_ADAM = 1.8  # reads and writes of the for-each kernels over the fused one's; hand count
+_UNFUSED_ADAM = 1.8  # reads and writes of AdamW's for-each kernels over the fused one's; hand count
+_STEP_KERNELS = 30  # of a step beside its passes and parameters: loss and norm summed, tokens copied, counted
 _SHARDED_KERNELS = (
     30  # per layer and pass, what FSDP's and ZeRO-3's hooks cost the host, in kernels; unverified
 )
@@ -93,6 +92,10 @@ def step_time(
     sharded = strategy.engine in ("fsdp1", "fsdp2") or strategy.zero_stage == 3
     num_kernels = work.num_kernels + (3 * spec.num_layers * _SHARDED_KERNELS if sharded else 0)
     device = work.total
+    optimizer_seconds = _optimizer_seconds(weights, strategy, config, rates, num_shards)
+    optimizer_launch = max(
+        0.0, _optimizer_kernels(spec, config) * software.kernel_seconds - optimizer_seconds
+    )
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
     communication = _communication(
@@ -114,9 +117,9 @@ def step_time(
             + (micro_steps - 1) * _accumulation_seconds(weights, compute, rates),
             "dequantization": micro_steps * work.dequantization,
             "recomputation": micro_steps * work.recomputation,
-            "optimizer": _optimizer_seconds(weights, strategy, config, rates, num_shards),
+            "optimizer": optimizer_seconds,
             "communication": exposed,
-            "launch_overhead": micro_steps * launch,
+            "launch_overhead": micro_steps * launch + optimizer_launch,
             "fixed": software.step_seconds + (software.first_step_seconds if first_step else 0),
         },
         tokens=num_gpus * micro_steps * config.per_device_train_batch_size * config.seq_len,
@@ -163,9 +166,30 @@ def _optimizer_seconds(
     weights: Weights, strategy: Strategy, config: RunConfig, rates: Rates, num_shards: int
 ) -> float:
     shards = num_shards if strategy.sharded_parts else 1
-    per_param = _ADAM_BYTES.get(config.numerics, _ADAM_BYTES["other"])
-    per_param *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
+    per_param = optimizer_bytes(strategy, config)
     return per_param * weights.trained / shards / rates.memory_bytes
+
+
+def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
+    """Read and written per parameter by one optimizer step: `aligned` 2 + 6 + 8 + 28 + 6 = 50.
+
+    bf16's rounding is done by whoever holds the masters: `run/optimizer.py`, or DeepSpeed the same way.
+    """
+    dtypes = dtypes_of(config.numerics, strategy.engine, fp32_reduction=config.reduce_dtype == "fp32")
+    gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
+    norm = gradient
+    cast = gradient + updated if gradient != updated else 0
+    clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock: times 1, if none
+    adamw = 3 * updated + 2 * dtypes.moments  # gradient read; master and moments read and written
+    adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
+    copy_back = updated + dtypes.parameter if dtypes.master else 0
+    return norm + cast + clip + adamw + copy_back
+
+
+def _optimizer_kernels(spec: ModelSpec, config: RunConfig) -> int:
+    """A gradient is cast by itself, all else is done for a list of them at once."""
+    num_params = spec.num_layers * (2 + 4 + spec.num_ffn_matrices) + 3
+    return _STEP_KERNELS + (num_params if config.numerics == "aligned" else 0)
 
 
 def _accumulation_seconds(weights: Weights, compute: str, rates: Rates) -> float:

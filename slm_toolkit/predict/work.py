@@ -13,6 +13,7 @@ from slm_toolkit.predict.activations import AUTOCAST, FP32
 from slm_toolkit.predict.adapter_speed import NO_ADAPTERS, adapter_work
 from slm_toolkit.predict.adapters import Adapters, weights_of
 from slm_toolkit.predict.kernels import LOGIT_BYTES, layer_traffic
+from slm_toolkit.predict.loss_memory import chunk_rows
 from slm_toolkit.predict.matmul import Rates, next_aligned, product_seconds
 from slm_toolkit.predict.software import Software
 
@@ -68,11 +69,16 @@ def micro_step_work(
         spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen
     )
     forward, backward, aligned = (spec.num_layers * seconds for seconds in products)
+    chunk = tokens
+    if loss_kernel == "fused_linear":
+        chunk = chunk_rows(num_tokens=tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
     head, ideal_head = (
-        sum(
+        tokens
+        / chunk
+        * sum(
             _forward_and_backward(
                 *(rates, is_frozen),
-                rows=tokens,
+                rows=chunk,
                 inputs=spec.hidden_size,
                 outputs=width,
                 padded=loss_kernel == "compiled",
@@ -137,7 +143,9 @@ def _products(
     """Forward and backward seconds of one layer's matrix products, and both if all widths were aligned."""
     h, f = spec.hidden_size, spec.ffn_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = ((h, query + 2 * key, 1), (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
+    # GPT's query, key and value are one matrix, Llama's are three
+    qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
+    shapes = (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
     forward = backward = aligned = 0.0
     for inputs, outputs, count in shapes:
         size = {"rows": tokens, "element_bytes": element_bytes, "padded": padded}
