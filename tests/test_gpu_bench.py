@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ENV, ROOT, left_over, run
 
 sys.path.insert(0, str(ROOT / "bench" / "gpu"))
@@ -124,6 +125,7 @@ def test_a_call_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(commands) == 2
 
 
+@pytest.mark.slow
 def test_forked_arms_train_as_launched_ones_do(tmp_path: Path) -> None:
     out = tmp_path / "out"
     both = [trained("ddp", strategy="ddp"), trained("ds_zero2", strategy="ds_zero2")]

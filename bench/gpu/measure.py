@@ -88,7 +88,7 @@ class Arm:
     fresh: bool = False
     "never forked"
     limit_seconds: float = 0.0
-    "after which it is killed; 0: three times what it is expected to take, and a minute"
+    "after which it is killed; 0: three times what it is expected to take, and a minute, within the budget"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -394,7 +394,7 @@ class Measurement:
         if found["cuda_initialized"]:
             print("an import initialised CUDA: every arm is a fresh process", flush=True)
             self.renew(fork=False)
-        arm = Arm("canary", "machine", (str(HERE / "canary.py"),), kind="script", seconds=10)
+        arm = Arm("canary", "machine", (str(HERE / "canary.py"),), kind="script", limit_seconds=60.0)
         line = self.execute(arm)
         self.show(line)
         machine = line["result"]
@@ -454,8 +454,6 @@ class Measurement:
 
     def limit_seconds(self, arm: Arm, estimate: dict[str, Any]) -> float:
         """After which an arm counts as hanging."""
-        if arm.limit_seconds:
-            return arm.limit_seconds
         return 240.0 if self.smoke else 60 + 3 * self.expected_seconds(arm, estimate)
 
     def num_steps(self, arm: Arm, estimate: dict[str, Any]) -> int:
@@ -516,7 +514,7 @@ class Measurement:
         log.write_text("")
         on_gpu = self.gpu is not None and arm.part != "canary" and arm.strategy != "ds_zero3"
         fresh = arm.fresh or arm.part == "trainer"
-        limit = max(1.0, min(self.left_seconds, self.limit_seconds(arm, estimate)))
+        limit = arm.limit_seconds or max(1.0, min(self.left_seconds, self.limit_seconds(arm, estimate)))
         try:
             ended = self.keeper.run(command, log, limit, fresh=fresh, weights_on_gpu=on_gpu)
         except (ChildProcessError, BrokenPipeError) as error:
