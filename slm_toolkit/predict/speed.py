@@ -165,7 +165,7 @@ def _optimizer_seconds(
     shards = num_shards if strategy.sharded_parts else 1
     per_param = _ADAM_BYTES.get(config.numerics, _ADAM_BYTES["other"])
     per_param *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
-    return per_param * weights.trained / shards / rates.memory_bytes
+    return per_param * weights.trained / shards / rates.optimizer_bytes
 
 
 def _accumulation_seconds(weights: Weights, compute: str, rates: Rates) -> float:
