@@ -180,6 +180,28 @@ def test_noise_shows_in_the_residual_and_held_out_arms_get_better(digest: Module
     assert worst(with_terms) < 0.06 < worst(NOT_CALIBRATED)
 
 
+def test_a_share_beyond_the_data_sheet_is_no_term(digest: ModuleType, tmp_path: Path) -> None:
+    micro = [{**line, "seconds": line["seconds"] / 3} for line in micro_lines()]
+    terms, missing = digest.terms_of(read(digest, write(tmp_path / "a", micro, [])), H200)
+    # heads of 64 forward: 0.50 of the peak, three times as fast
+    assert "attention_forward_share_64: 1.5, more than the data sheet's peak allows" in missing
+    assert not any(term.name in ("matmul_share", "attention_forward_share_64") for term in terms)
+
+
+def test_calibrated_rates_are_those_that_were_measured() -> None:
+    rates = rates_of(H200, calibrated(TODAY, TRUE))
+    assert rates.matmul_flops == pytest.approx(0.70 * FLOPS)
+    assert [rates.misaligned_at(1536, width) for width in (4147, 4148, 4150)] == [0.20, 0.45, 0.153]
+    # 989 TFLOP at 0.50 of 989 TFLOP/s, and half as fast at a sequence of 256; heads of 80 as those of 64
+    forward = rates.flash_seconds("forward", FLOPS, head_dim=80, seq_len=256)
+    backward = rates.flash_seconds("backward", FLOPS, head_dim=64, seq_len=512)
+    assert (forward, backward) == (pytest.approx(4.0), pytest.approx(5.0))
+    assert rates.memory_bytes == pytest.approx(0.90 * MEMORY)
+    assert rates.optimizer_bytes == pytest.approx(0.80 * MEMORY)
+    assert rates.loss_bytes("hf") == pytest.approx(0.75 * MEMORY)
+    assert rates.loss_bytes("fused_linear") == pytest.approx(0.60 * MEMORY)
+
+
 def test_a_pretended_archive_is_refused_unless_it_goes_elsewhere(digest: ModuleType, tmp_path: Path) -> None:
     archive = write(tmp_path / "a", micro_lines(), arm_lines(digest), pretended=True)
     shipped = {path: path.read_bytes() for path in (calibration.FILE, ROOT / "README.md")}

@@ -69,6 +69,9 @@ LARGE_BYTES = 2**26
 TO_STEPS = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
 LEAST_EFFECT = 0.02
 "of step times, per factor e of a term: a term with less is not fitted to them"
+COMPUTED = ("matmul_share", "misaligned_share", "attention_forward_share", "attention_backward_share")
+MOST = 1.1
+"of the data sheet's peak: beyond it a time or its shape is wrong"
 GEMM_ROWS, GEMM_INNER = 16_384, 1536
 "of the alignment table, as micro.py has them"
 
@@ -294,6 +297,9 @@ def terms_of(archive: Archive, gpu: Gpu) -> tuple[list[Term], list[str]]:
         )
     for found in (_context(archive), _slack(archive)):
         (terms if isinstance(found, Term) else missing).append(found)
+    wrong = [term for term in terms if term.value > MOST and term.name.startswith(COMPUTED)]
+    missing += [f"{term.name}: {term.value:.3g}, more than the data sheet's peak allows" for term in wrong]
+    terms = [term for term in terms if term not in wrong]
     more, unfitted = _step_terms(archive, gpu, terms)
     return [*terms, *more], [*missing, *unfitted]
 
