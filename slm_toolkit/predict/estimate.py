@@ -9,6 +9,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import adapters_of, weights_of
+from slm_toolkit.predict.calibration import calibration_of
 from slm_toolkit.predict.deepspeed_estimator import DeepSpeedNeeds
 from slm_toolkit.predict.gpu_memory import (
     allocated_band,
@@ -59,6 +60,8 @@ class Estimate:
     num_trainable_params: int
     software: str
     "generation of torch and transformers, as in `predict.activations.SOFTWARE`"
+    calibration: str | None
+    "what was measured on this GPU, by `predict/calibration.py`; None: constants fitted to published runs"
     peak_allocated_bytes: int
     peak_allocated_low_bytes: int
     peak_allocated_high_bytes: int
@@ -132,6 +135,7 @@ def estimate(
     num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     if memory is None:
         memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks, software=software)
+    calibration = calibration_of(gpu.name if gpu else None, software)
     held = {**memory.parts, "workspace": workspace_bytes(gpu)}
     allocated = allocated_band(held)
     slack = allocator_slack(
@@ -142,9 +146,10 @@ def estimate(
         allocated=allocated.middle,
         num_ranks=num_ranks,
         optimizer_on_gpu=placement.optimizer_device == "none",
+        calibration=calibration,
     )
     reserved = reserved_band(allocated.middle, slack)
-    context = context_bytes(num_gpus=num_gpus)
+    context = context_bytes(num_gpus=num_gpus, calibration=calibration)
     usable = verdict = None
     if gpu is not None:
         usable = gpu.memory_bytes - context
@@ -187,6 +192,7 @@ def estimate(
         adapted_modules=list(adapters.targets) if adapters else None,
         num_trainable_params=weights.trained,
         software=software,
+        calibration=calibration.described,
         peak_allocated_bytes=allocated.middle,
         peak_allocated_low_bytes=allocated.low,
         peak_allocated_high_bytes=allocated.high,

@@ -1,7 +1,7 @@
 """What a GPU adds to a step's bytes (context, workspace, the allocator's slack), and whether that fits.
 
-Nothing here was calibrated on a GPU by us. allocated is what PyTorch's allocator has given out, reserved what
-it holds; the context lies outside both.
+Constants here are other people's but for GPUs with rows in `data/calibration.csv`. allocated is what
+PyTorch's allocator has given out, reserved what it holds; the context lies outside both.
 
 A run fits where its peak allocated is within what is usable: the GPU's memory less the context. It is tight
 where a tenth more activations and logits would not fit, or where the reserved middle does not: the allocator
@@ -14,6 +14,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import adapters_of, weights_of
+from slm_toolkit.predict.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.predict.memory import MemoryEstimate, dtypes_asked
 from slm_toolkit.strategy import Strategy
 
@@ -42,11 +43,12 @@ class Band:
     high: int
 
 
-def context_bytes(*, num_gpus: int) -> int:
+def context_bytes(*, num_gpus: int, calibration: Calibration = NOT_CALIBRATED) -> int:
     """What a process holds outside PyTorch's allocator: CUDA's context, and NCCL's buffers among several."""
+    context = round(calibration.cuda_context_bytes or CUDA_CONTEXT_BYTES)
     if num_gpus == 1:
-        return CUDA_CONTEXT_BYTES
-    return CUDA_CONTEXT_BYTES + (NCCL_BYTES_OF_TWO if num_gpus == 2 else NCCL_BYTES_OF_MORE)
+        return context
+    return context + (NCCL_BYTES_OF_TWO if num_gpus == 2 else NCCL_BYTES_OF_MORE)
 
 
 def workspace_bytes(gpu: Gpu | None) -> int:
@@ -79,6 +81,7 @@ def allocator_slack(
     allocated: int,
     num_ranks: int,
     optimizer_on_gpu: bool,
+    calibration: Calibration = NOT_CALIBRATED,
 ) -> int:
     """What the allocator keeps and nobody uses at the peak.
 
@@ -93,7 +96,7 @@ def allocator_slack(
         gradients = trained / shards * dtypes.kept_gradient
     num_tokens = config.per_device_train_batch_size * config.seq_len
     of_loss = LOGITS_NOT_REUSED * spec.vocab_size * num_tokens if config.loss_kernel == "hf" else 0
-    return round(gradients + of_loss + ROUNDING * allocated)
+    return round((calibration.slack_factor or 1.0) * (gradients + of_loss + ROUNDING * allocated))
 
 
 def verdict_of(parts: dict[str, int], *, allocated: int, reserved: int, usable: int) -> str:

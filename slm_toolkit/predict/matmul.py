@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slm_toolkit.hardware import Gpu
+from slm_toolkit.predict.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.predict.software import MEMORY_SHARE, Software
 
 ALIGNMENT = 8
@@ -45,19 +46,52 @@ class Rates:
     memory_bytes: float
     "that a kernel which only moves bytes moves"
     num_sms: int
+    peak_flops: float = math.inf
+    "dense bf16, as shares of a calibration count it"
+    peak_memory_bytes: float = math.inf
+    calibration: Calibration = NOT_CALIBRATED
+
+    def misaligned_at(self, *widths: int) -> float:
+        """By the largest power of two that divides all widths."""
+        divisor = math.gcd(*widths, ALIGNMENT)
+        measured = getattr(self.calibration, f"misaligned_share_{divisor}")
+        return self.misaligned if measured is None else measured
+
+    def flash_seconds(self, which: str, flop: float, *, head_dim: int, seq_len: int) -> float:
+        """Of attention without scores; `which`: forward or backward."""
+        measured = self.calibration.attention(which, head_dim)
+        if measured is None:
+            return flop / self.flash_flops
+        share, half = measured
+        return flop / (share * self.peak_flops) * (1 + half / seq_len)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        share = self.calibration.optimizer_share
+        return self.memory_bytes if share is None else share * self.peak_memory_bytes
+
+    def loss_bytes(self, loss_kernel: str) -> float:
+        is_hf = loss_kernel == "hf"
+        share = self.calibration.loss_share_hf if is_hf else self.calibration.loss_share_fused
+        return self.memory_bytes if share is None else share * self.peak_memory_bytes
 
 
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, software: Software) -> Rates:
     """No faster than the best product that anyone measured on the GPU."""
+    measured = software.calibration
     peak = gpu.dense_bf16_flops_per_second
     best = gpu.measured_matmul_flops_per_second or peak
+    matmul_flops = min(peak * software.matmul_share.of(gpu.architecture), best)
     return Rates(
-        matmul_flops=min(peak * software.matmul_share.of(gpu.architecture), best),
+        matmul_flops=matmul_flops if measured.matmul_share is None else peak * measured.matmul_share,
         misaligned=software.misaligned_share.of(gpu.architecture),
         flash_flops=peak * software.flash_share.of(gpu.architecture),
-        memory_bytes=gpu.memory_bytes_per_second * MEMORY_SHARE,
+        memory_bytes=gpu.memory_bytes_per_second * (measured.memory_share or MEMORY_SHARE),
         num_sms=gpu.num_sms,
+        peak_flops=peak,
+        peak_memory_bytes=gpu.memory_bytes_per_second,
+        calibration=measured,
     )
 
 
@@ -96,15 +130,15 @@ def product_seconds(
     `padded`: Inductor copies misaligned operands into aligned ones, and the product runs at full rate.
     """
     aligned = is_aligned(inputs, outputs)
-    rate = rates.matmul_flops * (1.0 if aligned or padded else rates.misaligned)
+    rate = rates.matmul_flops * (1.0 if aligned or padded else rates.misaligned_at(inputs, outputs))
     flop = 2.0 * rows * inputs * outputs
     operands = element_bytes * (rows * inputs + rows * outputs + inputs * outputs)
     moved = operands / rates.memory_bytes * (3.0 if padded and not aligned else 1.0)  # and copied: 2 more
-    sms = rates.num_sms
+    sms, start = rates.num_sms, rates.calibration.product_start_seconds or 0.0
 
     def seconds(result_rows: int, result_columns: int, summed: int) -> float:
         busy = flop / rate / wave_efficiency(result_rows, result_columns, summed, num_sms=sms)
-        return max(busy, moved) + _NOT_OVERLAPPED * min(busy, moved)
+        return start + max(busy, moved) + _NOT_OVERLAPPED * min(busy, moved)
 
     return ProductSeconds(
         forward=seconds(rows, outputs, inputs),

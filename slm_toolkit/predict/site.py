@@ -48,10 +48,11 @@ def speed_and_cost(
 
         cluster = cluster or cluster_of(gpu)
     if gpu is not None and not strategy.offloads:
-        from slm_toolkit.predict.software import SOFTWARE
+        from slm_toolkit.predict.calibration import calibration_of
+        from slm_toolkit.predict.software import SOFTWARE, calibrated
         from slm_toolkit.predict.speed import step_time
 
-        constants = SOFTWARE[software]
+        constants = calibrated(SOFTWARE[software], calibration_of(gpu.name, software))
         time = step_time(
             spec,
             strategy,

@@ -5,7 +5,10 @@ them again, says how well they predict what they were not fitted to, and prints 
 hand where it says so.
 """
 
+import dataclasses
 from dataclasses import dataclass
+
+from slm_toolkit.predict.calibration import NOT_CALIBRATED, Calibration
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,17 @@ class Software:
     "times the expected rate: nine of ten published rows were not slower than that, left out of the fit"
     high: float = 1.14
     "and nine of ten not faster"
+    calibration: Calibration = NOT_CALIBRATED
+    "what was measured on the GPU in question"
+
+
+def calibrated(software: Software, calibration: Calibration) -> Software:
+    """With a GPU's measured constants; the same object where nothing was measured."""
+    if calibration == NOT_CALIBRATED:
+        return software
+    names = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
+    measured = {name: value for name in names if (value := getattr(calibration, name)) is not None}
+    return dataclasses.replace(software, calibration=calibration, **measured)
 
 
 MEMORY_SHARE = 0.85

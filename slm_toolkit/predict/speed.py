@@ -167,7 +167,7 @@ def _optimizer_seconds(
 ) -> float:
     shards = num_shards if strategy.sharded_parts else 1
     per_param = optimizer_bytes(strategy, config)
-    return per_param * weights.trained / shards / rates.memory_bytes
+    return per_param * weights.trained / shards / rates.optimizer_bytes
 
 
 def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:

@@ -103,7 +103,7 @@ def micro_step_work(
     slowdown *= _slowdown_of(compute, compiled)
     per_token = traffic.bytes_per_token + beside.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
-    logits = tokens * spec.vocab_size * LOGIT_BYTES[loss_kernel] / rates.memory_bytes
+    logits = tokens * spec.vocab_size * LOGIT_BYTES[loss_kernel] / rates.loss_bytes(loss_kernel)
     weights = weights_of(spec, adapters)
     num_cast = (weights.total + weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
@@ -182,8 +182,10 @@ def _attention(
     """Forward and backward seconds of one layer's attention, projections not counted."""
     width = spec.num_heads * spec.head_dim
     if config.attn_implementation != "eager":
-        forward = 2.0 * config.seq_len * tokens * width / rates.flash_flops  # half of 4 S T width: causal
-        return forward, _FLASH_BACKWARD * forward
+        flop = 2.0 * config.seq_len * tokens * width  # half of 4 S T width: causal
+        shape = {"head_dim": spec.head_dim, "seq_len": config.seq_len}
+        backward = rates.flash_seconds("backward", _FLASH_BACKWARD * flop, **shape)
+        return rates.flash_seconds("forward", flop, **shape), backward
     scores = tokens * config.seq_len * spec.num_heads
     per_score = software.compiled_score_bytes if config.torch_compile else software.score_bytes
     moved = scores * per_score / rates.memory_bytes

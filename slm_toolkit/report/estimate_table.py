@@ -210,8 +210,10 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
         faster = timed.step_seconds / timed.step_low_seconds - 1
         notes.append(
             f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
-            "no kernel was timed"
+            "no kernel was timed" + " but on calibrated GPUs" * any(row.calibration for row in rows)
         )
+    for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
+        notes.append(f"{gpu}: calibrated, {calibration}")
     for name in dict.fromkeys(row.gpu for row in rows if row.gpu):
         row = next(row for row in rows if row.gpu == name)
         if row.usd_per_gpu_hour is None:
