@@ -168,7 +168,7 @@ KERNELS = (
     ),
     Leaning(
         "torch: dynamo's counters",
-        ("torch._dynamo.utils", "counters"),
+        ("torch._dynamo.utils",),
         "count graphs, so that steps which compile are not timed",
         "run/measure.py: num_compiled_graphs",
         _dynamo_counters,
