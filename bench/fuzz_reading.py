@@ -129,8 +129,17 @@ def record_set_input(data: bytes, folder: Path) -> None:
     for index, record in enumerate(records):
         (folder / "runs" / str(index)).mkdir(parents=True)
         _written(folder / "runs" / str(index), "record.json", json.dumps(record).encode())
-    if all(isinstance(word, str) and word != "/" for word in options):  # all records of this machine
+    if all(isinstance(word, str) and word != "/" and _is_word(word) for word in options):  # "/" takes too long
         _slm("report", *([] if "--paper" in options or "--schema" in options else ["runs"]), *options)
+
+
+def _is_word(text: str) -> bool:
+    """Whether a command line can hold it: no half of a surrogate pair."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def places_input(data: bytes, folder: Path) -> None:
