@@ -38,7 +38,7 @@ from slm_toolkit.predict.host_memory import Placement
 from slm_toolkit.predict.kernels import LOGIT_BYTES
 from slm_toolkit.predict.matmul import ALIGNMENT, product_seconds, rates_of
 from slm_toolkit.predict.software import TODAY, calibrated
-from slm_toolkit.predict.speed import step_time
+from slm_toolkit.predict.speed import optimizer_bytes, step_time
 from slm_toolkit.predict.traffic import transfers
 from slm_toolkit.strategy import find_strategy
 
@@ -58,7 +58,7 @@ SHAPES = {
 "fields that a micro-benchmark must have, by kind"
 ADAMW_BYTES = {
     "AdamW": 28,  # fp32: gradient 4 read; weight 8, both moments 16 read and written
-    "AdamWWithMasterWeights": 50,  # norm 2, gradient to fp32 6, clip 8, AdamW 28, weight back to bf16 6
+    "AdamWWithMasterWeights": optimizer_bytes(find_strategy("ddp"), RunConfig()),
 }
 LOSS_BYTES = {
     "hf": LOGIT_BYTES["hf"] - 20,  # the shifted copy, 8 forward and 12 backward, is not in the benchmark
