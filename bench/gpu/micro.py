@@ -371,7 +371,11 @@ def main() -> None:
             num_timed += 1
             out.write(json.dumps(row) + "\n")
             out.flush()
-    print(json.dumps({"num_timed": num_timed, "num_left_out": num_left, "failed": failed}))
+    told: dict[str, Any] = {"num_timed": num_timed, "num_left_out": num_left, "failed": failed}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()  # of a GPU that no other process uses
+        told["cuda_context_bytes"] = total - free - torch.cuda.memory_reserved()
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
