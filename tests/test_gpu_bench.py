@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,30 @@ def test_micro_benchmarks_are_timed_once_each(tmp_path: Path) -> None:
     again = run(*command)
     assert json.loads(again.out) == {"num_timed": 0, "num_left_out": 0, "failed": []}
     assert len(out.read_text().splitlines()) == len(rows)
+
+
+@pytest.mark.slow
+def test_the_packed_folder_is_all_that_a_bare_machine_needs(tmp_path: Path) -> None:
+    """Wheels from pack.sh beside torch, transformers and accelerate alone train all strategies, pretended."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    wheels, bare, site = tmp_path / "whl", tmp_path / "bare", tmp_path / "site"
+    packed = run("bash", "bench/gpu/pack.sh", "--python_version", python, "--out", str(wheels), timeout=900)
+    assert packed.code == 0, packed.err
+    for part in (1, 2, 3):
+        assert f"measure.py --part {part} --budget_minutes 9" in packed.out
+
+    subprocess.run((sys.executable, "-m", "venv", str(bare)), check=True)
+    pip = (str(bare / "bin" / "python"), "-m", "pip", "install", "-q")
+    there = (f"torch=={version('torch').partition('+')[0]}", "transformers==5.17.0", "accelerate==1.15.0")
+    subprocess.run((*pip, *there), check=True)
+    carried = map(str, wheels.glob("*.whl"))
+    subprocess.run((*pip, "--no-index", "--no-deps", "--target", str(site), *carried), check=True)
+
+    env = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "HOME": str(tmp_path)}
+    command = (pip[0], MEASURE, "--pretend", "--only", "canary", "--budget_minutes", "15")
+    done = run(*command, "--out", str(tmp_path / "measured"), env=env, timeout=1100)
+    assert done.code == 0, done.err
+    lines = lines_of(tmp_path / "measured")
+    assert {name: line["reason"] for name, line in lines.items() if line["status"] != "ok"} == {}
+    assert json.loads((tmp_path / "measured" / "about.json").read_text())["pretended"] is True
+    assert (tmp_path / "measured" / "nvidia-h200.tar.gz").stat().st_size < 16 * 2**20
