@@ -671,6 +671,8 @@ def _pretend_collectives(gpu: _Gpu) -> None:
         "all_gather_into_tensor": for_gloo(c10d.all_gather_into_tensor, 99),
         "broadcast": for_gloo(c10d.broadcast, 99),
     }
+    if not hasattr(c10d, "ProcessGroupNCCL"):  # a CPU build's; `_set_pg_timeout` looks for it in each group
+        replaced["ProcessGroupNCCL"] = type("ProcessGroupNCCL", (), {})
     for name, value in replaced.items():
         for module in (c10d, dist):
             setattr(module, name, value)
