@@ -2,9 +2,9 @@
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
 # memory: 23.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 20.5 h
-# cost: $388
-# estimated on 2026-11-22 by the first command below
+# time: 21.0 h
+# cost: $397
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. What each should take. The paper's answer is DDP for what fits; shards make room for a larger batch.

@@ -2,9 +2,9 @@
 # What if the host has less RAM than the model's copies on all its ranks?
 # hardware: 8 x a100-40gb
 # memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 88.2 h
-# cost: $1,671
-# estimated on 2026-11-22 by the first command below
+# time: 89.1 h
+# cost: $1,688
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. Eight ranks that each build a 2B model in fp32 take the RAM above before a GPU is touched, and the kernel

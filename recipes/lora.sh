@@ -2,9 +2,9 @@
 # How is a 1.7B model fine-tuned on chats with one card?
 # hardware: 1 x rtx-4090
 # memory: 7.0 of 23.5 GiB per GPU, 7 GiB of host RAM per node
-# time: 2.6 h
-# cost: $1.95
-# estimated on 2026-11-22 by the first command below
+# time: 2.7 h
+# cost: $1.96
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. LoRA trains small matrices beside the weights, which are frozen: only those have an optimizer state.

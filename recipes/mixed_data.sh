@@ -2,9 +2,9 @@
 # What does each of several datasets gain from training on their mixture?
 # hardware: 1 x rtx-4090
 # memory: 19.5 of 23.5 GiB per GPU, 2 GiB of host RAM per node
-# time: 7.3 h
-# cost: $5.37
-# estimated on 2026-11-22 by the first command below
+# time: 7.5 h
+# cost: $5.54
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. Going on with the pretraining of a 360M model, for a billion tokens more.

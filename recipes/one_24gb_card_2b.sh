@@ -2,9 +2,9 @@
 # How does a 2B model train on one card of 24 GB?
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
-# time: 33.5 h
-# cost: $24.78
-# estimated on 2026-11-22 by the first command below
+# time: 34.0 h
+# cost: $25.14
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. With fp32 master weights the training state alone is 31 GiB: checkpointing, which saves activations, is

@@ -2,9 +2,9 @@
 # How little memory can fine-tuning a 1.5B model take?
 # hardware: 1 x rtx-4090
 # memory: 1.6 of 23.5 GiB per GPU, 7 GiB of host RAM per node
-# time: 2.3 h
-# cost: $1.67
-# estimated on 2026-11-22 by the first command below
+# time: 2.8 h
+# cost: $2.06
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. QLoRA: the frozen weights in 4 bits, adapters in bf16, activations recomputed, one sequence at a time.

@@ -2,9 +2,9 @@
 # How are strategies compared, and a model trained, on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 22.0 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 10.7 h
-# cost: $405
-# estimated on 2026-11-22 by the first command below
+# time: 10.9 h
+# cost: $414
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. What the training of step 3 takes, on two nodes, by strategy; waiting in the queue comes on top.

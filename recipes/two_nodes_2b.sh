@@ -2,9 +2,9 @@
 # How does a 2B model train on two nodes without InfiniBand?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 31.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 68.6 h
-# cost: $2,600
-# estimated on 2026-11-22 by the first command below
+# time: 69.0 h
+# cost: $2,613
+# estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
 # 1. Full shards would gather every parameter over 25 Gbit/s, twice per step. Hybrid shards gather within a
