@@ -356,10 +356,15 @@ OF_CLOSED_FORMS = (
     Planted(
         "batch-past-saturation",
         "single",
-        flags={"per_device_train_batch_size": 128},
+        flags={"per_device_train_batch_size": 128, "gradient_accumulation_steps": 4},
         case={"model": "slm-100m-hw", "gpu_names": ("a100-80gb",)},
     ),
-    Planted("sharding-of-what-fits", ZERO3, case={"model": "slm-100m-hw", "gpu_names": ("h100-80gb",)}),
+    Planted(
+        "sharding-of-what-fits",
+        ZERO3,
+        flags={"per_device_train_batch_size": 2},
+        case={"model": "slm-100m-hw", "gpu_names": ("h100-80gb",)},
+    ),
     Planted("offload-of-what-fits", OFFLOAD, case={"gpu_names": ("h200",)}),
 )
 ALL = (*LAUNCH, *OF_FSDP, *OF_DEEPSPEED, *OF_FLAGS, *OF_MACHINES, *OF_SHELLS, *OF_CLOSED_FORMS)

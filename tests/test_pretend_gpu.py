@@ -140,7 +140,8 @@ def test_a_batch_is_halved_until_it_fits_the_pretended_gpu(tmp_path: Path) -> No
     assert done.code == 0, done.err
     (path,) = tmp_path.rglob("record.json")
     record = json.loads(path.read_text())
-    assert record["config"]["per_device_train_batch_size"] < 16
+    assert record["batch_size_search"]["ran"] < 16
+    assert record["tokens_per_step"] == 16 * 256  # kept, by accumulation
     assert max(record["peak_allocated_bytes"]) < 0.1 * 2**30
 
 

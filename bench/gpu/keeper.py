@@ -239,7 +239,7 @@ def draw_weights_on_gpu() -> None:
 
     from slm_toolkit.run import job, model
 
-    build, draw = job.build_model, model._drawn
+    build, draw = job.build_model, model.drawn_model
 
     def drawn(*arguments: Any) -> torch.nn.Module:
         with torch.device("cuda"):
@@ -251,7 +251,7 @@ def draw_weights_on_gpu() -> None:
         return whole
 
     if torch.cuda.is_available():
-        model._drawn, job.build_model = drawn, built
+        model.drawn_model, job.build_model = drawn, built
 
 
 def main() -> None:

@@ -367,9 +367,9 @@ def _enter_modes(gpu: _Gpu) -> None:
         """Compiled code sees the CPU that it is compiled for; what it returns is on the GPU again."""
         if model is None:
             return functools.partial(compile_hidden, **options)
-        from torch._functorch import config
+        import torch._functorch.config as of_functorch
 
-        config.force_non_lazy_backward_lowering = True  # backward, too, is compiled inside `call`
+        of_functorch.force_non_lazy_backward_lowering = True  # backward, too, is compiled inside `call`
         compiled = compile_for_cpu(model, **options)
 
         @functools.wraps(compiled)

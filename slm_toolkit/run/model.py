@@ -59,7 +59,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if has_weights(spec) and config.rehearse is None:
         model = _with_weights(spec.path, options)
     else:
-        model = _drawn(asked, config, options)
+        model = drawn_model(asked, config, options)
     model.config.use_cache = False
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # of the saved model, which will generate
@@ -91,7 +91,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     return model.train()
 
 
-def _drawn(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
+def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
     """The model with random weights that bf16 can hold, the same from a seed under every strategy.
 
     Under zero3_init_flag transformers draws each tensor in the compute dtype, on a GPU where there is one, so
