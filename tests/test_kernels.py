@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.model_names import find_model
+from slm_toolkit.run import checkpointing
 from slm_toolkit.run.kernels import use_kernels
 from slm_toolkit.run.layer_kernels import FusedMLP, FusedRMSNorm
 from slm_toolkit.run.loss import RecordedLoss
@@ -275,6 +276,29 @@ def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
     with pytest.raises(ValueError, match="--loss_kernel fused_logits works with every head"):
         use_kernels(model, loss_kernel="fused_linear", norm_kernel="hf")
+
+
+def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
+    """DeepSpeed's linear layer adds its bias so under ZeRO-3; backward then had it added twice."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    inputs = torch.randn(4, 8)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        product = x.matmul(weight.t())
+        with torch.no_grad():
+            before = product.clone()
+        product += bias
+        return (product.exp() + before).sin()
+
+    def gradients(output: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(output.square().sum(), [weight, bias]))
+
+    plain = gradients(layer(inputs))
+    contexts = {"use_reentrant": False, "context_fn": checkpointing._contexts}
+    again = gradients(torch.utils.checkpoint.checkpoint(layer, inputs, **contexts))
+    for found, expected in zip(again, plain, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_sharded_engines_with_all_of_them_train_as_one_plain_process_does(tmp_path: Path, tied: str) -> None:

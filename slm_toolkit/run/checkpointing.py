@@ -102,10 +102,23 @@ class _Save(TorchDispatchMode):
         self.results, self.is_saved = results, _policy()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changes = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
+        if changes:  # in place, as DeepSpeed's linear layer adds its bias
+            self._keep(args[0])
         result = op(*args, **(kwargs or {}))
         if self.is_saved(op):  # detached: the tensor itself is about to get its place in autograd's graph
             self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
         return result
+
+    def _keep(self, changing: torch.Tensor) -> None:
+        """Save a copy in the place of what is about to change."""
+        memory = changing.untyped_storage()._cdata
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata == memory else tensor
+
+        for number, result in enumerate(self.results):
+            self.results[number] = tree_map_only(torch.Tensor, kept, result)
 
 
 class _Replay(TorchDispatchMode):
