@@ -2,6 +2,7 @@
 
     python bench/memory_accuracy.py            # reads results/memory/*.csv, which bench/memory_traces.py
     wrote
+    python bench/memory_accuracy.py --halves small_zero small_zero_held_out --write   # and adds estimates
 
 The development half was looked at while the formulas were made, the held-out half never: it is counted
 only. Tracer (`run/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated bytes on
@@ -21,9 +22,15 @@ from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
 from slm_toolkit.strategy import find_strategy
 
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
+MODELS = Path(__file__).parent / "data" / "models"
+"small models that are no presets: a folder with config.json each"
+HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
+"those that README.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
-_NOT_FLAGS = ("strategy", "num_gpus", "status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_ESTIMATED = ("estimated_bytes", "error")
+_NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)
 
 
 def main() -> None:
@@ -32,14 +39,18 @@ def main() -> None:
         "--worst", type=int, default=5, help="rows of the development half to list (default: 5)"
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--halves", nargs="+", default=HALVES, help="files to read, without .csv")
+    parser.add_argument("--write", action="store_true", help="write estimate and error into the files, too")
     args = parser.parse_args()
-    for half in ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"):
+    for half in args.halves:
         rows = traces(args.folder / f"{half}.csv")
         about = json.loads((args.folder / f"{half}.json").read_text())
         print(f"{half}: {summary([error for error, _ in rows])}; traced {about['date']}: {about['command']}")
         for strategy in sorted({row["strategy"] for _, row in rows}):
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
-        if half in ("development", "adapters"):
+        if args.write:
+            write_estimates(args.folder / f"{half}.csv")
+        if half in ("development", "adapters", "small_zero"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
@@ -52,6 +63,20 @@ def traces(path: Path) -> list[tuple[float, dict[str, Any]]]:
     return [(estimate_of(row).peak_bytes / int(row["peak_bytes"]) - 1, row) for row in rows]
 
 
+def write_estimates(path: Path) -> None:
+    """Add columns with today's estimate and its error, a fraction of the traced peak."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        estimated_bytes = estimate_of(row).peak_bytes
+        row["estimated_bytes"] = estimated_bytes
+        row["error"] = f"{estimated_bytes / int(row['peak_bytes']) - 1:.6f}" if row["peak_bytes"] else ""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
     """What the estimator says of a traced configuration."""
     flags = {
@@ -61,8 +86,17 @@ def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
     }
     config = RunConfig(**flags).with_defaults(has_gpu=True)
     return estimate_memory(
-        find_model(row["model"]), find_strategy(row["strategy"]), config, num_gpus=int(row["num_gpus"])
+        find_model(model_named(row["model"])),
+        find_strategy(row["strategy"]),
+        config,
+        num_gpus=int(row["num_gpus"]),
     )
+
+
+def model_named(name: str) -> str:
+    """What `--model` takes: a preset, or the folder of a small model that is none."""
+    folder = MODELS / name
+    return str(folder) if folder.is_dir() else name
 
 
 def summary(errors: list[float]) -> str:

@@ -6,6 +6,8 @@
     python bench/memory_traces.py --half fused_mlp     # a draw with --mlp_kernel fused, which came later
     python bench/memory_traces.py --half adapters      # of --peft lora and ia3; looked at, as development
     python bench/memory_traces.py --half adapters_held_out
+    python bench/memory_traces.py --half small_zero    # ZeRO-1 and ZeRO-2 of small models; looked at
+    python bench/memory_traces.py --half small_zero_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -26,12 +28,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from memory_accuracy import model_named
+
 from slm_toolkit.record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy import Strategy, find_strategy
 
 SEED = 20261120
-HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
-NUM, FRESH, FUSED_MLP, ADAPTERS = 280, 110, 60, 140
+HALVES = (
+    *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("small_zero", "small_zero_held_out"),
+)
+NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
+SMALL_ZERO_SEED = 1
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -71,6 +79,22 @@ OF_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "lora_target_modules": ("all-linear", "all-linear", "q_proj,v_proj", "gate_proj,up_proj,down_proj"),
 }
 "the same with adapters; IA3 has neither rank nor dropout"
+OF_SMALL_ZERO: dict[str, tuple[Any, ...]] = {
+    "model": (
+        *("slm-1m", "slm-3m", "slm-10m", "tied-gqa-3m", "tied-mha-1m", "gqa-6m"),
+        *("tied-wide-28m", "gqa-deep-40m", "qwen-tied-3m"),
+    ),
+    "strategy": ("ds_zero1", "ds_zero2", "ds_zero2"),
+    "num_gpus": (2, 4, 8),
+    "per_device_train_batch_size": (1, 1, 2),
+    "seq_len": (64, 100, 128, 200, 257),
+    "gradient_checkpointing": ("none", "full"),
+    "loss_kernel": ("hf", "hf", "hf", "fused_linear"),
+    "optim": ("adamw_torch_fused", "adamw_torch_fused", "adamw_torch"),
+    "gradient_accumulation_steps": (1, 2),
+    "reduce_dtype": ("bf16", "fp32"),
+}
+"so little is computed that gradients and their buckets are most of the memory; ZeRO-1 can't reduce in fp32"
 
 
 _FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
@@ -90,6 +114,8 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
         drawn = {name: rng.choice(values) for name, values in axes.items()}
         if drawn.get("peft") == "ia3":
             drawn |= {"lora_r": 16, "lora_dropout": 0.0}
+        if drawn["strategy"] == "ds_zero1" and "reduce_dtype" in drawn:
+            drawn["reduce_dtype"] = "bf16"
         if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in (
             "single",
             "ddp",
@@ -106,7 +132,11 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     fused = [{**found, "mlp_kernel": "fused"} for found in sample(FUSED_MLP, seed + 2)]
     adapters = sample(ADAPTERS, seed + 3, OF_ADAPTERS)
     drawn = {"development": shuffled[::2], "held_out": shuffled[1::2], "fresh": fresh, "fused_mlp": fused}
-    return {**drawn, "adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
+    small = {
+        "small_zero": sample(SMALL_ZERO, SMALL_ZERO_SEED, OF_SMALL_ZERO),
+        "small_zero_held_out": sample(SMALL_ZERO_HELD_OUT, SMALL_ZERO_SEED + 1, OF_SMALL_ZERO),
+    }
+    return {**drawn, "adapters": adapters[::2], "adapters_held_out": adapters[1::2], **small}
 
 
 def main() -> None:
@@ -165,6 +195,7 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
     strategy = find_strategy(configuration["strategy"])
     os.environ.update(launch_environment(strategy))
     flags = {name: value for name, value in configuration.items() if name not in ("strategy", "num_gpus")}
+    flags["model"] = model_named(configuration["model"])
     with tempfile.TemporaryDirectory() as folder:
         argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         argv += ["--rehearse", str(configuration["num_gpus"]), "--output_dir", folder, "--run_name", "r"]

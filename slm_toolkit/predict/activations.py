@@ -39,6 +39,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """The gradient of a module's weight in a layer's backward: bytes per token beside it, and below."""
+
+    place: str
+    when_made: float
+    in_hook: float
+    "what the product read is gone"
+
+
+@dataclass(frozen=True)
 class LayerMemory:
     """One decoder layer. Bytes per token, the gradient of the residual stream not counted."""
 
@@ -48,6 +58,8 @@ class LayerMemory:
     "of its backward, recomputation included, in order of time; one of them holds most"
     residual: int
     "bytes of the residual stream's gradient"
+    arrivals: tuple[Arrival, ...] = ()
+    "in order of time; none where adapters alone are trained"
 
 
 @lru_cache(maxsize=4096)
@@ -119,8 +131,20 @@ def layer_memory(
         Moment("self_attn", above + projections, 3, 2, 1),
         Moment("input_layernorm", ln, 3, 2, 2),
     ]
+    of_norm = (2 if fused_norm else 6) * h + 4  # its weight's gradient is made before the six tensors
+    arrivals = [
+        Arrival("down_proj", below_ffn + ffn_inputs + ffn + e * i, below_ffn + ffn_inputs + ffn),
+        Arrival("up_proj", moments[1].num_bytes, moments[1].num_bytes - e * i),
+        Arrival("gate_proj", moments[2].num_bytes, below_ffn + ffn_inputs),
+        Arrival("post_attention_layernorm", norm + attention + of_norm, norm + attention + of_norm),
+        Arrival("o_proj", norm + attention + e * q, norm + attention + e * q),
+        Arrival("v_proj", norm + e * (q + 2 * v + h), norm + e * (q + v + h)),
+        Arrival("k_proj", norm + e * (q + 3 * h), norm + e * (q + h)),
+        Arrival("q_proj", norm + e * (q + 2 * h), norm),
+        Arrival("input_layernorm", of_norm, of_norm),
+    ]
     if checkpointing == "none":
-        return LayerMemory(everything, tuple(moments), residual)
+        return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
     # transformers' bf16 norm copies its input, so the layer's own input comes on top of what is recomputed
     own_input = 2 * h if compute == BF16 and not fused_norm else 0
     saved, extra = residual * h, own_input
@@ -129,7 +153,8 @@ def layer_memory(
         saved += e * (q + v + i + (0 if compiled else h)) + kept_by_attention
         extra += e * h  # backward has no use for down, but it is kept
     recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
-    return LayerMemory(saved, tuple(recomputed), residual)
+    arrivals = [Arrival(one.place, one.when_made + extra, one.in_hook + extra) for one in arrivals]
+    return LayerMemory(saved, tuple(recomputed), residual, tuple(arrivals))
 
 
 def _progress(moment: Moment) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.adapters import Weights, sharded_adapters
+from slm_toolkit.predict.zero_gradients import Where
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,10 @@ class Step:
     at_layer: Callable[[int, float], At]
     at_embedding: At
     at_optimizer: At
-    at_layer_end: Callable[[int], At] | None = None
-    "when a layer's gradients are put together to be sent, its activations gone"
+    at_arrival: Callable[[int, str], At | None] | None = None
+    "when the gradient of one of a layer's matrices is there; None: `at_layer` has room for it"
+    at_reductions: tuple[tuple[Where, At], ...] = ()
+    "when gradients are put together to be sent"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0

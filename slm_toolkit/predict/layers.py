@@ -55,6 +55,7 @@ def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Mome
     """How many of a layer's parameters have a gradient already at a moment of its backward."""
     if adapters is None:
         sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
+        sizes["gate_proj"] *= spec.gated_ffn
     else:
         sizes = dict.fromkeys(matrices_of(spec), 0) | adapter_sizes(spec, adapters)
     ffn, key_and_value, query_and_output = (

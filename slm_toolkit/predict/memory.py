@@ -1,14 +1,17 @@
 """Peak memory of one training step on one rank: closed forms, no torch, some hundred microseconds each.
 
+The first estimate of a model under ZeRO-1 or 2, whose gradients are followed one by one, takes 1-2 ms.
+
 The step is a handful of instants - the loss, the head's and the final norm's backward, some of the first and
 the last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory
+from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory, Moment
 from slm_toolkit.predict.adapters import Weights, adapters_of, weights_of
 from slm_toolkit.predict.engine_bytes import (
     At,
@@ -24,6 +27,7 @@ from slm_toolkit.predict.loss_memory import loss_memory
 from slm_toolkit.predict.optimizer_bytes import optimizer_temporary
 from slm_toolkit.predict.unknown import unknown_to_estimates
 from slm_toolkit.predict.zero_bytes import zero_1_or_2, zero_3, zero_of
+from slm_toolkit.predict.zero_gradients import Where
 from slm_toolkit.strategy import Strategy
 
 BATCH_BYTES_PER_TOKEN = 24
@@ -104,7 +108,7 @@ def estimate_memory(
         consider("backward: lm_head", step.at_norm, saved + fixed, loss.head)
     consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
     last = spec.num_layers - 1
-    for index in {last, max(0, last - 1), step.crowded_layer, 0}:
+    for index in {last, max(0, last - 1), step.crowded_layer, min(1, last), 0}:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
             at = step.at_layer(index, made_at(moment))
@@ -114,8 +118,24 @@ def estimate_memory(
                 at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
                 held -= 2 * spec.ffn_size * num_tokens
                 consider(f"backward: layers.{index}, unpacking", at, held, 0)
-        if step.at_layer_end is not None:
-            consider(f"backward: layers.{index}, reducing", step.at_layer_end(index), below, 0)
+        for arrival in layers[index].arrivals if step.at_arrival else ():
+            at = step.at_arrival(index, arrival.place)
+            if at is not None:
+                held = below + arrival.when_made * num_tokens
+                consider(f"backward: layers.{index}.{arrival.place}", at, held, 0)
+    outside = {
+        "lm_head": saved + fixed + loss.final_norm,
+        "norm": saved + fixed + loss.final_norm,
+        "embed_tokens": fixed,
+        "end": 2 * residual * asks,
+    }
+    for where, at in step.at_reductions:
+        if where.layer is None:
+            consider(f"backward: {where.place}, reducing", at, outside.get(where.place, fixed), 0)
+        else:
+            held = _in_hook(layers[where.layer], where, made_at) + sums[where.layer]
+            name = f"backward: layers.{where.layer}, reducing"
+            consider(name, at, held * num_tokens + residual + fixed, 0)
     consider("backward: embed_tokens", step.at_embedding, (2 if asks else 1) * residual + fixed, 0)
     consider("optimizer step", step.at_optimizer, 2 * residual * asks, 0)
 
@@ -133,6 +153,15 @@ def estimate_memory(
         "temporary": at.temporary,
     }
     return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
+
+
+def _in_hook(layer: LayerMemory, where: Where, made_at: Callable[[Moment], float]) -> float:
+    """Bytes per token that a layer holds in the hook of a gradient."""
+    for arrival in layer.arrivals:
+        if arrival.place == where.place:
+            return arrival.in_hook
+    later = [moment for moment in layer.moments if made_at(moment) >= where.num_elements]
+    return later[0].num_bytes if later else 0.0
 
 
 def dtypes_asked(strategy: Strategy, config: RunConfig) -> Dtypes:
@@ -170,10 +199,15 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
 
 
 def _shared(spec: ModelSpec, config: RunConfig, compute: str) -> float:
-    """What all layers share: RoPE's sine and cosine, and with eager attention each sequence's mask."""
+    """What all layers share: RoPE's sine and cosine, and with eager attention each sequence's mask.
+
+    A layer's backward does not need the mask, only its recomputation does. With adapters the mask always
+    counts: their traces are nearer to that.
+    """
     e = 2 if compute == BF16 else 4
     rope = 2 * config.seq_len * spec.head_dim * e
-    if config.attn_implementation != "eager":
+    recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
+    if config.attn_implementation != "eager" or not recomputes:
         return rope
     return rope + config.per_device_train_batch_size * config.seq_len**2 * e
 
@@ -240,8 +274,12 @@ def _engine_step(
             optimizer_temporary=temporary,
         )
     zero = zero_of(strategy.deepspeed_config or {}, spec)
-    shares = {"num_ranks": state_ranks, "accumulates": accumulates, "optimizer_temporary": temporary}
+    shares = {"num_ranks": state_ranks, "optimizer_temporary": temporary}
     if zero.stage < 3:
+        num_micro_steps = config.gradient_accumulation_steps
+        shares |= {"num_gpus": num_gpus, "num_micro_steps": num_micro_steps}
         return zero_1_or_2(spec, weights, dtypes, zero, **shares)
     goes_back = not weights.is_frozen or config.gradient_checkpointing != "none"
-    return zero_3(spec, weights, dtypes, zero, **shares, has_embedding_gradient=goes_back)
+    return zero_3(
+        spec, weights, dtypes, zero, **shares, accumulates=accumulates, has_embedding_gradient=goes_back
+    )

@@ -3,13 +3,13 @@
 Read off allocation traces of deepspeed 0.19.8, on the rank that holds the first parameters.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.adapters import Weights, matrices_of
+from slm_toolkit.predict.adapters import Weights
 from slm_toolkit.predict.engine_bytes import At, Dtypes, State, Step
+from slm_toolkit.predict.zero_gradients import Backward, Held, Reduction, backward_of
 
 
 @dataclass(frozen=True)
@@ -61,105 +61,73 @@ def zero_1_or_2(
     dtypes: Dtypes,
     zero: Zero,
     *,
+    num_gpus: int,
     num_ranks: int,
-    accumulates: bool,
+    num_micro_steps: int,
     optimizer_temporary: float,
 ) -> Step:
-    """ZeRO-1 and ZeRO-2: whole parameters; gradients go through buckets to the rank that keeps them."""
-    L, N = spec.num_layers, num_ranks
-    G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
-    w, kept = dtypes.parameter, dtypes.kept_gradient
-    share = G / N * kept
-    state = State(weights.total * w, G / N * dtypes.master, G / N * dtypes.moments)
-    buckets = zero.reduce_bucket * w * ((2 if zero.overlap_comm else 1) if zero.contiguous_gradients else 0)
-    is_widened = kept > w  # fp32 gradients of bf16 weights: one by one, each copied, without buckets
-    buckets *= not is_widened
-    flattened = min(zero.reduce_bucket, G) * w  # a bucket's gradients, put together to be sent
-    widest = weights.widest_trained
-    # A gradient larger than a bucket goes around it, and under ZeRO-1 waits until backward has ended; a tied
-    # one waits for the embedding's part anyway.
-    head_is_large = zero.reduce_bucket < D or not zero.contiguous_gradients
-    waits_to_the_end = head_is_large and zero.stage == 1 and not accumulates
-    head_waits = D * w if spec.tied or waits_to_the_end else 0
-    # one that several ranks keep pieces of is sent in pieces, put together until they fill a bucket
-    pieces = min(D, zero.reduce_bucket + G / N) * w if head_is_large and not spec.tied and G / N < D else 0
-    if is_widened:
-        pieces = D * kept
-    large_of_layer = 0
-    if zero.stage == 1 and N > 1:
-        smallest = zero.reduce_bucket if zero.contiguous_gradients else 0  # without buckets all wait
-        large_of_layer = w * sum(size for size in _trained_sizes(spec, weights) if size > smallest)
-    # Rank 0 keeps the gradients of the first parameters, whole ones, the embedding at least. The room for
-    # them is made when the first is reduced, a norm's of one of the first layers.
-    own = (G if N == 1 else max(weights.largest_trained, G / N)) * kept
-    first_own_layer = L if N == 1 else max((G / N - D) / g, 0 if weights.is_frozen else (2 * L + 1) / (2 * N))
-    before = 0.0
-    if accumulates:  # ZeRO-1 reduces at the last micro-step only, ZeRO-2 at each
-        before = own if zero.stage == 2 else G * kept
-    if is_widened and accumulates:
-        own = 0.0  # added to what is there, in place
-    at_once = own if N == 1 else 0
+    """ZeRO-1 and ZeRO-2: whole parameters; gradients go through buckets to the rank that keeps them.
 
-    # a norm is reduced with the bucket that it lies in: the first own one before the embedding's backward
-    # only if enough follows to fill that, or is too large for it
-    is_early = first_own_layer >= 1 and max(first_own_layer * g, widest) > zero.reduce_bucket
-    # the first bucket of adapters' gradients is full, if ever, so many layers before the last
-    full_at = L - 1 - int(zero.reduce_bucket / g) if weights.is_frozen and not is_widened else -1
+    `num_ranks` share the state: more than `num_gpus` where the host holds it. The GPU holds widened
+    gradients even then.
+    """
+    G, w = weights.trained, dtypes.parameter
+    is_widened = dtypes.kept_gradient > w
+    reduction = Reduction(
+        stage=zero.stage,
+        num_ranks=num_gpus if is_widened else num_ranks,
+        bucket=zero.reduce_bucket,
+        overlap_comm=zero.overlap_comm,
+        contiguous_gradients=zero.contiguous_gradients,
+        parameter_bytes=w,
+        reduced_bytes=dtypes.reduced,
+        kept_bytes=dtypes.kept_gradient,
+    )
+    backward = backward_of(spec, weights, reduction, num_micro_steps=num_micro_steps)
+    head = weights.trained_vocabulary * w
 
-    # made for the first gradient of all, they stay to the end of backward, under ZeRO-1 of the last one
-    left_buckets = buckets * (accumulates and zero.stage == 1)
+    def at_layer(layer: int, num_elements: float) -> At:
+        temporary = min(num_elements, weights.widest_trained) * w if weights.is_frozen else 0
+        return _at(backward.layers[layer].held_at(num_elements), temporary)
 
-    def buckets_at(layer: int, made: float) -> float:
-        return buckets if not weights.is_frozen or layer < L - 1 or made > 0 else left_buckets
+    def at_arrival(layer: int, place: str) -> At | None:
+        made = backward.layers[layer].made.get(place)
+        return _at(made.before, made.tensor.num_elements * w) if made else None
 
-    def at_layer(layer: int, made: float) -> At:
-        there = buckets_at(layer, made)
-        if accumulates and zero.stage == 1:
-            freed = 0 if large_of_layer else (L - 1 - layer) * g * kept
-            return At(0, head_waits + before - freed, there, min(made, widest) * w)
-        waiting = before or large_of_layer * (L - 1 - layer + made / g)
-        if is_early and layer < int(first_own_layer):
-            waiting += own  # of this micro-step, to be added to those of earlier ones
-        sent = flattened if layer == full_at else 0
-        return At(0, head_waits + waiting, there + sent, min(made, widest) * w)
-
-    def at_layer_end(layer: int) -> At:
-        return dataclasses.replace(at_layer(layer, g), temporary=widest * w + flattened)
-
-    # the step flattens the gradients, then casts them to the master weights' dtype
-    cast = G / N * dtypes.master if dtypes.master != kept else 0
-    is_one_by_one = zero.reduce_bucket < G / N or spec.tied or (accumulates and zero.stage == 1)
-    norm = 8 * min(weights.largest_trained, G / N)  # of a gradient, computed in fp64
-    of_step = max(share + cast, (cast or share) + optimizer_temporary)
-    if is_widened:
-        of_step = optimizer_temporary
-    at_embedding = head_waits + D * w * (2 if spec.tied else 1) + before
-    if zero.stage == 2 or not accumulates:
-        at_embedding += own * (is_early or not spec.tied) + large_of_layer * L
-    at_end = 0 if is_one_by_one and not is_widened else pieces
-    if weights.is_frozen:  # what is left in the last bucket
-        at_end = (G % zero.reduce_bucket) * w * (not is_widened)
+    share = G / num_ranks
+    step_bytes = _of_step(backward, reduction, dtypes, share, optimizer_temporary)
     return Step(
-        state,
-        at_forward_loss=At(0, before, left_buckets),
-        at_loss=At(0, before, left_buckets),
-        at_head=At(0, before + D * w, left_buckets),
-        at_norm=At(
-            0, before + at_once + D * w * (zero.stage == 2 or not accumulates), buckets_at(L - 1, 0), pieces
-        ),
+        State(weights.total * w, share * dtypes.master, share * dtypes.moments),
+        at_forward_loss=_at(backward.at_loss),
+        at_loss=_at(backward.at_loss),
+        at_head=_at(backward.at_loss, head),
+        at_norm=_at(backward.at_norm),
         at_layer=at_layer,
-        at_layer_end=None if weights.is_frozen else at_layer_end,
-        crowded_layer=max(0, full_at),
-        at_embedding=At(0, at_embedding, buckets, at_end),
-        at_optimizer=At(0, share, 0, max(norm, of_step)),
+        at_arrival=at_arrival,
+        at_reductions=tuple((where, _at(held)) for where, held in backward.reductions),
+        crowded_layer=backward.crowded_layer,
+        at_embedding=_at(backward.at_embedding, head),
+        at_optimizer=At(0, backward.kept, 0, step_bytes),
     )
 
 
-def _trained_sizes(spec: ModelSpec, weights: Weights) -> list[int]:
-    """Elements of a layer's trained tensors, without norms."""
-    if weights.is_frozen:
-        return [rows * columns for rows, columns in weights.adapter_shapes]
-    return [inputs * outputs for inputs, outputs in matrices_of(spec).values()]
+def _of_step(backward: Backward, reduction: Reduction, dtypes: Dtypes, share: float, foreach: float) -> float:
+    """Bytes of the optimizer's step beside the reduced gradients.
+
+    Norms are computed in fp64, one gradient at a time. Then the gradients are copied flat, and in the master
+    weights' dtype. A widened partition is flat already; so is a single gradient.
+    """
+    norm = 8 * backward.largest_piece
+    is_flat = reduction.is_widened or backward.num_matrices == 1
+    flat = share * dtypes.kept_gradient * (not is_flat)
+    cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
+    # one buffer holds matrices and norms, whose turn comes later; without it the copied ones are freed
+    freed = backward.kept * (not reduction.contiguous_gradients and (flat or cast) > 0)
+    return max(norm, flat + cast, (cast or flat) + foreach - freed)
+
+
+def _at(held: Held, temporary: float = 0.0) -> At:
+    return At(0, held.gradients, held.communication, temporary)
 
 
 def zero_3(
