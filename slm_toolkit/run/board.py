@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,29 +13,35 @@ _SECONDS = 20
 
 
 class Board:
-    """Values by name; a launcher that is gone reads as an empty board."""
+    """Values by name; a launcher that is gone reads as an empty board.
+
+    Torch writes pages of C++ frames to stderr for each call that finds no launcher. Where nobody reads them a
+    process that went on asking would stand still in that, so the first such call is the last.
+    """
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store
+        self._store: dist.Store | None = store
 
     def write(self, name: str, value: Any) -> None:
-        try:
-            self._store.set(name, json.dumps(value))
-        except RuntimeError:  # torch.distributed's errors are; nobody is left to read
-            return
+        self._ask(lambda store: store.set(name, json.dumps(value)))
 
     def read(self, name: str) -> Any:
         """None where nothing stands there yet; never waits for it."""
-        try:
-            return json.loads(self._store.get(name)) if self._store.check([name]) else None
-        except RuntimeError:
-            return None
+        return self._ask(lambda store: json.loads(store.get(name)) if store.check([name]) else None)
 
     def is_first(self, name: str, rank: int) -> bool | None:
         """Whether `rank` is the first to ask for `name`; None where the launcher is gone."""
+        return self._ask(lambda store: store.compare_set(name, "", str(rank)) == str(rank).encode())
+
+    def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """None where there is no answer: torch.distributed's errors are RuntimeErrors."""
+        if self._store is None:
+            return None
         try:
-            return self._store.compare_set(name, "", str(rank)) == str(rank).encode()
-        except RuntimeError:
+            return question(self._store)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistNetworkError):
+                self._store = None
             return None
 
 
