@@ -34,8 +34,9 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "--parity",
         type=count,
         metavar="K",
-        help="do K steps, of the same weights and batches in one process too (in fp32, and in the numerics "
-        "asked), and compare losses and gradient norms: exit code 1 where they differ",
+        help="do K steps of a task that shows faults, in one process too (in fp32, and in the numerics "
+        "asked), and of each strategy the first five in fp32; compare losses and gradient norms: exit code 1 "
+        "where they differ",
     )
     parser.add_argument(
         "--largest_batch",

@@ -166,6 +166,12 @@ class RunConfig(DataConfig, SavingConfig):
         group="batch",
         identity=False,
     )
+    fp32_steps: int = flag(
+        0,
+        "first do so many steps in fp32, in processes of their own, and keep their losses in the record: "
+        "`slm compare --parity` compares them to five digits",
+        group="length",
+    )
     max_steps: int | None = flag(
         None,
         "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",

@@ -38,6 +38,12 @@ class DataConfig:
         group="data",
         aliases=("dataset_name",),
     )
+    parity_task: bool = flag(
+        False,
+        "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
+        "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
+        group="data",
+    )
     eval_dataset: str | None = flag(
         None,
         "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "

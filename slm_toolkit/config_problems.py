@@ -33,7 +33,7 @@ def problems_of(config: RunConfig) -> list[str]:
     )
     at_least_zero = (
         *("warmup_steps", "weight_decay", "max_grad_norm", "seed", "dataloader_num_workers"),
-        "fsdp_prefetch",
+        *("fsdp_prefetch", "fp32_steps"),
     )
     values = dataclasses.asdict(config)
     found = [
@@ -99,6 +99,10 @@ def problems_of(config: RunConfig) -> list[str]:
             "find_batch_size",
         )
         found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
+    if config.rehearse is not None and (config.fp32_steps or config.parity_task):
+        found.append("--fp32_steps and --parity_task with --rehearse, whose losses mean nothing")
+    if config.fp32_steps and config.peft == "qlora":
+        found.append("--fp32_steps with --peft qlora: its weights compute in bf16")
     if not 1 <= config.validation_split_percentage <= 50:
         found.append(f"--validation_split_percentage is {config.validation_split_percentage}: 1 to 50")
     if config.max_loss is not None and not config.max_loss > 0:

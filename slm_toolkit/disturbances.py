@@ -35,6 +35,8 @@ def warnings_of(record: RunRecord) -> list[str]:
         packed = all(fact["packing"] == "multipack" for fact in record.datasets) and bool(record.datasets)
         helps = "a longer --seq_len leaves less" if packed else "--packing multipack puts documents together"
         found.append(f"{share:.0%} of the tokens were padding: {helps}")
+    if (record.fp32_pass or {}).get("status") == "failed":
+        found.append(f"the fp32 steps failed: {record.fp32_pass['reason']}")
     found += _of_ram(record.host_ram or {})
     compiled = [
         step + 1 for step, graphs in enumerate(record.num_graphs_compiled) if graphs and step >= start
@@ -54,6 +56,16 @@ def padding_share(record: RunRecord) -> float:
     """Of the tokens that were drawn; 0 where that is not known."""
     drawn = (record.tokens_counted or {}).get("drawn")
     return (record.num_padding_tokens or 0) / drawn if drawn else 0.0
+
+
+def rank_differences(found: dict[str, Any]) -> str | None:
+    """Of an entry of weights_of_ranks, what is wrong; None where all ranks hold the same weights."""
+    if not found["num_different"]:
+        return None
+    return (
+        f"ranks hold different weights after step {found['step']}: {found['num_different']} of "
+        f"{found['num_compared']} tensors, such as {', '.join(found['different'])}"
+    )
 
 
 def _of_ram(ram: dict[str, int]) -> list[str]:

@@ -37,6 +37,12 @@ def end_with_launcher(*, how: bool = True) -> None:
         sys.exit("error: the launcher ended while this process started")
 
 
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends. Linux only."""
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _has_lost_its_launcher() -> bool:
     """Whether a launcher started this process and had ended by its first line, so that its parent is another.
 

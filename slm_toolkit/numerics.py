@@ -5,21 +5,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+FP32_STEPS = 5
+"of each strategy, that `slm compare --parity` does in fp32 first"
+ROUNDED = " rounded to bfloat16"
+"after the dtype of fp32 tensors that hold values of bf16 only"
 PARITY_STEPS = 20
-"over which two runs are held against each other; training itself lets rounding grow beyond"
-LOSS_TOLERANCE = {"fp32": 1e-5, "aligned": 1e-2, "stock": 5e-2, "pure_bf16": 5e-2, "fp8": 5e-2, "tf32": 5e-3}
-"absolute, of each of the first PARITY_STEPS steps' losses, by `precision_of`"
-GRAD_NORM_STEPS = 5
-"over which gradient norms are compared: at a high learning rate they drift apart sooner than losses"
-GRAD_NORM_TOLERANCE = {
-    "fp32": 1e-3,
-    "aligned": 5e-2,
-    "stock": 5e-2,
-    "pure_bf16": 5e-2,
-    "fp8": 5e-2,
-    "tf32": 1e-2,
+"over which two runs are held against each other, where no other number was asked for"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far two runs of the same training may lie apart in their first GROWTH_STEPS steps."""
+
+    loss: float
+    "absolute, of a step's loss"
+    norm: float
+    "of the ratio of gradient norms, from 1"
+    parameter_norm: float | None = None
+    "the same of each parameter's gradient in step 1; None: not compared"
+
+    def at(self, step: int) -> "Limits":
+        """At a step, counted from 1: rounding adds up as a random walk does, with the root of the steps."""
+        factor = max(1.0, (step / GROWTH_STEPS) ** 0.5)
+        return Limits(self.loss * factor, self.norm * factor, self.parameter_norm)
+
+
+GROWTH_STEPS = 5
+_FP32 = Limits(1e-5, 5e-5, 1e-4)
+# About three times the farthest of the clean pairs in results/parity/README.md.
+ALIKE = {
+    "fp32": _FP32,
+    "aligned": Limits(1e-3, 2.5e-2, 5e-3),  # from small random weights norms drift sooner than losses
+    "stock": Limits(2.5e-2, 5e-2),  # DeepSpeed clips and keeps masters, the others don't
+    "pure_bf16": Limits(2e-3, 2.5e-2, 5e-3),
+    "fp8": Limits(2e-2, 5e-2),
+    "tf32": Limits(1e-3, 5e-3),
 }
-"how far from 1 the ratio of gradient norms may lie"
+"two runs of the same numerics, by `precision_of`"
+ALIKE_IN_TASK = {
+    **ALIKE,
+    "aligned": Limits(3e-3, 5e-3, 5e-3),
+    "stock": Limits(7e-3, 8e-3, 4e-2),
+    "pure_bf16": Limits(3e-3, 5e-3, 5e-3),
+}
+"the same on the weights and tokens of `--parity_task`, which magnify each difference"
+LOW_PRECISION = {
+    "fp32": _FP32,
+    "aligned": Limits(7e-3, 1e-2, 2.5e-2),
+    "stock": Limits(7e-3, 1e-2, 2.5e-2),
+    "pure_bf16": Limits(4e-2, 6e-2, 2.5e-2),
+    "fp8": Limits(5e-2, 5e-2),
+    "tf32": Limits(5e-3, 1e-2),
+}
+"a run and one in fp32, on the weights and tokens of `--parity_task`"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
@@ -27,6 +65,38 @@ def precision_of(config: Mapping[str, Any]) -> str:
     if config.get("fp8", "none") != "none":
         return "fp8"
     return "tf32" if config.get("tf32") else config["numerics"]
+
+
+_OF_OPTIMIZER = (
+    *(
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "warmup_steps",
+        "max_steps",
+        "model",
+        "peft",
+    ),
+    *(
+        "num_train_epochs",
+        "scale_lr",
+        "base_batch_size",
+        "dataset",
+        "seq_len",
+        "lora_r",
+        "lora_target_modules",
+    ),
+)
+
+
+def is_computed_plainly(config: Mapping[str, Any]) -> bool:
+    """Whether nothing was asked for that rounds otherwise than one plain process of the same numerics."""
+    plain = {"reduce_dtype": None, "loss_kernel": "hf", "norm_kernel": "hf", "mlp_kernel": "hf"}
+    plain |= {"use_liger_kernel": False, "torch_compile": False, "fp8": "none", "tf32": False}
+    return all(config.get(name, value) == value for name, value in plain.items()) and config[
+        "attn_implementation"
+    ] in ("eager", "sdpa")
 
 
 def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:
@@ -95,6 +165,25 @@ class Numerics:
             *("streaming", "validation_split_percentage", "eval_steps", "eval_batches"),
         ),
     )
+    attention_call: str | None = _probed(
+        "what SDPA was called with: causal or with a mask, dropout, scale; None of other kernels",
+        settings=("attn_implementation", "torch_compile", "model", "seq_len", "dataset", "packing"),
+    )
+    dropout: str | None = _probed(
+        "p of the dropout modules and of attention's weights", settings=("peft", "lora_dropout")
+    )
+    rope: str | None = _probed("dtype and first, last and sum of RoPE's frequencies", settings=("model",))
+    norm_eps: str | None = _probed("of the norms", settings=("model", "norm_kernel", "use_liger_kernel"))
+    tied: str | None = _probed("whether the head is the embedding", settings=("model", "loss_kernel"))
+    frozen: str | None = _probed("parameters that are not trained", settings=("peft", "model"))
+    without_gradient: str | None = _probed(
+        "trained parameters without a gradient in this step", settings=("peft", "model", "dataset")
+    )
+    optimizer_settings: str | None = _probed(
+        "of each group: elements, learning rate, betas, eps, weight decay",
+        settings=_OF_OPTIMIZER,
+    )
+    optimizer_settings_at_end: str | None = _probed("the same at the last step", settings=_OF_OPTIMIZER)
     optimizer_class: str | None = _probed("what steps, outermost first", compared=False)
 
 

@@ -250,7 +250,11 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
     """A line for what holds, red ones for each row that does not."""
     named = list(zip(labels(rows), rows, strict=True))
     broken = [
-        f"{label} computes something else, {row.parity}" if row.parity.startswith("against") else row.parity
+        f"{label} computes something else, {row.parity}"
+        if row.parity.startswith("against")
+        else row.parity
+        if " compute different things" in row.parity
+        else f"{label}: {row.parity}"
         for label, row in named
         if row.parity_holds is False
     ]

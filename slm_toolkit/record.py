@@ -86,6 +86,14 @@ class RunRecord:
     "first steps that were probed, and slowed by it: more than one where the first compiled"
     numerics: dict[str, Any] | None = None
     "what `run/probe.py` saw in the last of them: the fields of `numerics.Numerics`"
+    parameter_grad_norms: dict[str, float | None] = field(default_factory=dict)
+    "of the last probed step, by name: reduced, before clipping; None: no gradient. Empty in older records"
+    fp32_pass: dict[str, Any] | None = None
+    """with --fp32_steps: the status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks and
+    numerics of the first steps in fp32"""
+    weights_of_ranks: list[dict[str, Any]] = field(default_factory=list)
+    """whether all ranks held the same weights, at each checkpoint and at the end: step, num_compared tensors,
+    num_different, and the names of some that differ"""
     weights_fingerprint: str | None = None
     """of the weights before step 1: the first elements of each tensor, rounded to bf16; None where the run
     resumed, in a rehearsal and in older records"""

@@ -8,6 +8,7 @@ Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs
 train, record.
 """
 
+import os
 import sys
 
 from slm_toolkit.interrupts import end_at_once
@@ -23,6 +24,7 @@ if __name__ == "__main__":
 from slm_toolkit.training_command import check_command_line, training_config
 
 if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or no child of ours could open a GPU
     end_at_once()  # torch is imported for seconds, then the model is built
     check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
 
@@ -31,8 +33,8 @@ import dataclasses
 import functools
 import gc
 import logging
-import os
 import time
+import traceback
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -50,6 +52,7 @@ from slm_toolkit.run.batches import endless, model_inputs, place_in_data, steps_
 from slm_toolkit.run.engine import optimizer_step
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
 from slm_toolkit.run.failure import record_mark, write_failure
+from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.guard import Guard
 from slm_toolkit.run.job import Job, Prepared, prepare, set_up
 from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
@@ -67,26 +70,47 @@ from slm_toolkit.run.rehearse import (
 )
 from slm_toolkit.run.resume import load_random_states
 from slm_toolkit.run.saved_model import save_model
-from slm_toolkit.run.schedule import set_learning_rate
 from slm_toolkit.run.since_start import seconds_since_start
 from slm_toolkit.run.stacks import answer_signals
 from slm_toolkit.run.trackers import start_tracker
 from slm_toolkit.run.watch import RunWatch
 from slm_toolkit.run.watchdog import Watchdog
 from slm_toolkit.saved_files import MODEL_DIR, sweep
+from slm_toolkit.schedule import learning_rate
 
 imports_done()
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, end_after: int | None = None) -> None:
+    """`end_after`: the last step to do, where the schedule is longer."""
+    arguments = sys.argv[1:] if argv is None else argv
+    with user_errors():
+        fp32_pass = in_fp32_first(training_config(arguments), _train_and_leave)
     answer_signals()
     with user_errors():
         watchdog = Watchdog()
     with watchdog:
-        run(sys.argv[1:] if argv is None else argv, watchdog)
+        run(arguments, watchdog, fp32_pass=fp32_pass, end_after=end_after)
 
 
-def run(arguments: list[str], watchdog: Watchdog) -> None:
+def _train_and_leave(arguments: list[str], end_after: int) -> NoReturn:
+    try:
+        main(arguments, end_after=end_after)
+    except SystemExit as end:
+        leave(end.code)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def run(
+    arguments: list[str],
+    watchdog: Watchdog,
+    *,
+    fp32_pass: dict[str, Any] | None = None,
+    end_after: int | None = None,
+) -> None:
     started = time.time() - seconds_since_start()
     try:
         with user_errors():
@@ -100,6 +124,7 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # or gloo aborts the exit, after the message
         raise
+    record = dataclasses.replace(record, fp32_pass=fp32_pass)
     mark = record_mark(job.run_dir)
     watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
     try:
@@ -115,7 +140,11 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
             watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
             fake = is_fake(job.config)
             with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
-                observed = rehearse(job, prepared) if fake else train(job, prepared, record, watchdog)
+                observed = (
+                    rehearse(job, prepared)
+                    if fake
+                    else train(job, prepared, record, watchdog, end_after=end_after)
+                )
                 if job.config.rehearse is not None:
                     check_stepped(job.accelerator, prepared.model, prepared.optimizer)
             watchdog.rest()
@@ -147,8 +176,11 @@ def run(arguments: list[str], watchdog: Watchdog) -> None:
         print(lm_eval_described(results), file=sys.stderr)
 
 
-def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -> dict[str, Any]:
-    """All steps; returns the record's fields that were observed, the same on all ranks."""
+def train(
+    job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog, *, end_after: int | None = None
+) -> dict[str, Any]:
+    """All steps, or those up to `end_after`; returns the record's fields that were observed, the same on all
+    ranks."""
     config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
     num_steps = prepared.num_steps
     progress = None
@@ -198,10 +230,13 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
             of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
             accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=step)
 
-    for step in range(record.first_step, num_steps):
+    last_step = num_steps if end_after is None else min(num_steps, end_after)
+    for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
-            lr = set_learning_rate(prepared.optimizer, config, step, num_steps)
+            lr = learning_rate(config.learning_rate, config.warmup_steps, step, num_steps)
+            for group in prepared.optimizer.param_groups:
+                group["lr"] = lr
             step_loss, norm = train_step(job, prepared, batches, watch)
         done = step + 1
         if progress is not None and progress.due(done):
@@ -220,7 +255,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         watchdog.beat(f"after step {done} of {num_steps}")
         if guard.after(step, step_loss, norm):
             watch.clock.pause()
-    guard.end()
+    guard.end(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
     if not has_trained and prepared.eval_loaders:  # killed after its last checkpoint, before its record
@@ -262,6 +297,7 @@ def train(job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog) -
         "losses": [finite(loss) for loss in guard.losses],
         "grad_norms": [None if norm is None else finite(norm) for norm in guard.grad_norms],
         "skipped_steps": guard.skipped,
+        "weights_of_ranks": guard.weights_of_ranks,
         "eval_losses": eval_losses,
         "eval_losses_by_set": eval_losses_by_set,
         "datasets": job.data.facts,

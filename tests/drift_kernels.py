@@ -78,6 +78,10 @@ def _kineto() -> None:
         torch.ones(2).to(torch.float8_e4m3fn)
         compiled(torch.ones(2))
     events = profiled.profiler.kineto_results.events()
+    attention = next(event for event in events if event.name() == "aten::scaled_dot_product_attention")
+    assert len(attention.shapes()) >= 7, f"arguments of attention: {attention.shapes()}"
+    assert attention.concrete_inputs()[4:7] == [0.0, False, None], "not dropout, is_causal and scale"
+    assert attention.start_ns() < attention.end_ns()
     names = {event.name() for event in events}
     product = next(event for event in events if event.name() == "aten::mm")
     assert product.shapes()[:2] == [[2, 3], [3, 5]], f"shapes of a product: {product.shapes()}"

@@ -116,6 +116,9 @@ def _zero_parts() -> None:
         assert part.tolist() == whole[:size].tolist(), "grad_position leads to other elements"
         num_elements += size
     assert num_elements == 24
+    groups = {zero.sub_group_to_group_id[index] for index in range(len(zero.fp16_groups))}
+    assert groups == {0}, f"sub-groups of {groups}, where the optimizer has one group"
+    assert sum(param.ds_numel for group in zero.fp16_groups for param in group) == 48
     _, seen = _stepped(3)
     assert seen["gradients"] >= 24, f"averaged_gradients hold {seen['gradients']} of rank 0's 24"
 
@@ -227,9 +230,11 @@ ZERO = (
                 "fp32_partitioned_groups_flat",
             ),
             *("_z3_optimizer", "grad_position", "get_param_id"),
+            *("fp16_groups", "sub_group_to_group_id"),
         ),
         "count parameters and bytes, and move a rank's stretches to and from checkpoints",
-        "run/measure.py, run/engine.py `_is_matrix`, run/model.py; run/training_state.py: `_of_zero3`",
+        "run/measure.py, run/live_settings.py `_group_sizes`, run/engine.py `_is_matrix`, run/model.py; "
+        "run/training_state.py: `_of_zero3`",
         _zero_parts,
     ),
     Leaning(

@@ -44,7 +44,7 @@ def made(index: int) -> RunRecord:
         "reshard_after_forward": reshard,
         "world_size": world_size,
         "tokens_per_step": world_size * batch * 1024,
-        "losses": [] if is_oom else [10 / (1 + step / 50) + index / 1e3 for step in range(500)],
+        "losses": [] if is_oom else [10 / (1 + step / 50) + index / 1e5 for step in range(500)],
         "grad_norms": [],
         "step_seconds": [] if is_oom else [[seconds] * 500] * 2,
         "peak_allocated_bytes": None if is_oom else [int(4e9 + 5e8 * batch)] * world_size,

@@ -61,8 +61,8 @@ def test_a_fifth_fewer_tokens_per_second_are_found(factor: float) -> None:
         ),  # 64 MiB of 3 GiB: 2 %
         ({"peak_allocated_bytes": [2**30, 3 * 2**30 + 2**23]}, "memory", "same", False),  # 0.3 %
         ({"peak_allocated_bytes": [2**30, 2 * 2**30]}, "memory", "smaller", False),
-        ({"losses": [10.0] * 19 + [10.02] * 14}, "losses", "differ", True),  # aligned: 0.01
-        ({"losses": [10.0] * 19 + [10.005] * 14}, "losses", "same", False),
+        ({"losses": [10.0] * 19 + [10.02] * 14}, "losses", "differ", True),  # aligned: 0.001 x 2
+        ({"losses": [10.0] * 19 + [10.0015] * 14}, "losses", "same", False),
         ({"losses": [10.0] * 20 + [10.02] * 13}, "losses", "same", False),  # beyond the 20 that are compared
         ({"losses": [10.0] * 32 + [None]}, "losses", "differ", True),
         ({"status": "oom", "step_seconds": [], "losses": []}, "status", "ok -> oom", True),

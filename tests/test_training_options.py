@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from slm_toolkit.compare.parity import compare_with
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS
+from slm_toolkit.numerics import ALIKE
 from slm_toolkit.record_files import find_records
 from slm_toolkit.run.model import build_model
 
@@ -72,7 +73,7 @@ def test_accumulation_gives_deepspeed_and_ddp_the_same_losses(tmp_path: Path) ->
     done = compare("--strategy", *strategies, *arguments, folder=tmp_path)
     assert done.finished.code == 0, done.finished.err
     records = {record.strategy: record for _, record in find_records([tmp_path])[0]}
-    assert compare_with(records["ddp"], records["ds_zero2"]).loss_difference < 5e-6
+    assert compare_with(records["ddp"], records["ds_zero2"], limits=ALIKE["fp32"]).loss_difference < 5e-6
 
 
 def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path, texts: Path) -> None:

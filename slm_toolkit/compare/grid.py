@@ -15,6 +15,7 @@ from slm_toolkit.hardware import Machine
 from slm_toolkit.hub import check_hub_datasets
 from slm_toolkit.model_names import check_adapter_base, find_model
 from slm_toolkit.models import ModelSpec
+from slm_toolkit.numerics import FP32_STEPS
 from slm_toolkit.record import (
     PARITY_REFERENCE,
     everything_asked,
@@ -67,7 +68,12 @@ def plan_runs(
         for name in ("max_steps", "num_train_epochs"):
             if name in given:
                 raise ValueError(f"--{name} with --parity, which says how many steps to do\nhint: give one")
-        given = {**given, "max_steps": parity_steps}
+        task = (
+            {"parity_task": True, "fp32_steps": min(FP32_STEPS, parity_steps)}
+            if "rehearse" not in given
+            else {}
+        )
+        given = {**given, **task, "max_steps": parity_steps}
     configs = [
         config.with_defaults(has_gpu=machine.num_gpus > 0 or config.rehearse is not None)
         for config in every_config(given)
@@ -173,6 +179,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
     return dataclasses.replace(
         config,
         numerics=numerics,
+        fp32_steps=0,
         reduce_dtype=None,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         attn_implementation=config.attn_implementation if plain else "sdpa",

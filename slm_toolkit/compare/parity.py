@@ -1,19 +1,22 @@
-"""Whether a run computed what its reference did: losses and gradient norms, step by step."""
+"""Whether a run computed what others did: losses, gradient norms, weights of the ranks and live settings."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate
 from math import isfinite
 
 import orjson
 
+from slm_toolkit.compare.as_asked import settings_not_as_asked
 from slm_toolkit.compare.difference_causes import cause_of
+from slm_toolkit.disturbances import rank_differences
 from slm_toolkit.numerics import (
-    GRAD_NORM_STEPS,
-    GRAD_NORM_TOLERANCE,
-    LOSS_TOLERANCE,
+    ALIKE,
+    ALIKE_IN_TASK,
+    LOW_PRECISION,
     PARITY_STEPS,
+    Limits,
+    is_computed_plainly,
     precision_of,
 )
 from slm_toolkit.record import FP32_REFERENCE, RunRecord
@@ -23,13 +26,15 @@ _ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways t
     *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8", "tf32"),
     *("fsdp_prefetch", "dataloader_num_workers"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("profile", "save_steps", "on_bad_step", "max_loss"),
+    *("profile", "save_steps", "on_bad_step", "max_loss", "fp32_steps"),
 )
+_SMALL_SHARE = 1e-3
+"of the largest parameter's gradient norm: a smaller one may be nothing but rounding"
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a run lies from its reference over `num_steps` steps."""
+    """How far a run lies from another over `num_steps` steps, and what else is wrong with it."""
 
     reference: str
     num_steps: int
@@ -38,46 +43,71 @@ class Parity:
     worst_step: int
     "where the difference is the largest part of what is allowed; counted from 1"
     grad_norm_ratio: float | None
-    "the farthest from 1 of the first steps; None where an engine tells no norms"
+    "at the step where it is the largest part of what is allowed; None where an engine tells no norms"
     loss_tolerance: float
     "at `worst_step`"
     grad_norm_limit: float
-    "largest ratio that passes, and the inverse of the smallest"
+    "largest ratio that passes at that ratio's step, and the inverse of the smallest"
+    parameter: str | None = None
+    "whose gradient's norm in step 1 is farthest from the reference's; None where they were not compared"
+    parameter_ratio: float | None = None
+    parameter_limit: float | None = None
+    what: str = ""
+    "which steps were compared, where it is not the run's own"
     conflict: str | None = None
     "where neither run is known to be right: a sentence that names both"
+    faults: tuple[str, ...] = ()
+    "what is wrong whatever the losses: ranks that hold different weights, settings that nobody asked for"
     cause: str | None = None
     "why it does not hold, where the records show it"
 
     @property
     def holds(self) -> bool:
-        limit = self.grad_norm_limit
-        norms_agree = self.grad_norm_ratio is None or 1 / limit <= self.grad_norm_ratio <= limit
-        return self.loss_difference <= self.loss_tolerance and norms_agree
-
-    def __str__(self) -> str:
-        return (self.conflict or self._difference) + (f". Cause: {self.cause}" if self.cause else "")
+        return not self.faults and self.agrees
 
     @property
-    def _difference(self) -> str:
+    def agrees(self) -> bool:
+        """Whether losses and gradient norms are within what is allowed."""
+        return self.excess <= 1
+
+    @property
+    def excess(self) -> float:
+        """The largest part of what is allowed; infinite where a number is missing."""
+        parts = [self.loss_difference / self.loss_tolerance]
+        if self.grad_norm_ratio is not None:
+            parts.append((_at_least_1(self.grad_norm_ratio) - 1) / (self.grad_norm_limit - 1))
+        if self.parameter_ratio is not None:
+            parts.append((_at_least_1(self.parameter_ratio) - 1) / (self.parameter_limit - 1))
+        return max(parts)
+
+    def __str__(self) -> str:
+        said = [] if self.agrees and self.faults else [self.conflict or self.difference]
+        return "; ".join([*self.faults, *said]) + (f". Cause: {self.cause}" if self.cause else "")
+
+    @property
+    def difference(self) -> str:
+        """All figures, and what is allowed."""
         norms = (
             "gradient norms unknown"
             if self.grad_norm_ratio is None
-            else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {self.grad_norm_limit:.3g})"
+            else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {self.grad_norm_limit:.4g})"
         )
+        if self.parameter_ratio is not None:
+            norms += f", of one parameter in step 1 {self.parameter_ratio:.5g}"
+            norms += f" (allowed {self.parameter_limit:.5g}; {self.parameter})"
         return (
-            f"against {self.reference} over {self.num_steps} steps: |Δloss| {self.loss_difference:.2g} "
-            f"at step {self.worst_step} (allowed {self.loss_tolerance:.2g}), {norms}"
+            f"against {self.reference} over {self.num_steps} steps{self.what}: "
+            f"|Δloss| {self.loss_difference:.2g} at step {self.worst_step} "
+            f"(allowed {self.loss_tolerance:.2g}), {norms}"
         )
 
 
 def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> list[Parity | None]:
-    """The Parity of each record; None for a reference itself and for what has none among the records.
+    """The Parity of each record, the one of its `comparisons` that is nearest to what is allowed, or beyond.
 
-    The reference is a single process in fp32 that saw the same batches, else DDP (or one process) with the
-    very same flags. What one process of the record's own numerics differs by from fp32 is no strategy's
-    fault: where `slm compare --parity` ran one, twice that is allowed. Strategies without a reference that
-    had the very same flags and batches are compared with each other. `loss_tolerance` replaces every
-    tolerance.
+    None for a reference itself and for what can't be compared. Strategies without a reference that had the
+    very same flags and batches are compared with each other. `loss_tolerance` replaces every tolerance of
+    losses.
     """
     known = _known(records)
     judged: list[Parity | None] = [None] * len(records)
@@ -85,30 +115,94 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     for index, record in enumerate(records):
         if record.is_parity_reference or not _usable(record):
             continue
-        if reference := _reference_of(record, known):
-            control = _control_of(record, known)
-            judged[index] = compare_with(reference, record, control=control, loss_tolerance=loss_tolerance)
-        elif hashes := (record.numerics or {}).get("batch_hashes"):
-            others[_asked_of(record) + orjson.dumps(hashes)].append(index)
-    for indices in others.values():
-        if len({records[index].strategy for index in indices}) == 1:  # a reference, or repeats
+        if found := _comparisons(record, known, loss_tolerance):
+            # the reference in fp32 is what a reader wants to see, unless another one is worse than allowed
+            judged[index] = max(
+                found, key=lambda parity: (not parity.agrees, parity.reference == FP32_REFERENCE)
+            )
+        else:
+            others[_asked_of(record)].append(index)
+    for indices in _comparable(others, records):
+        if len({records[index].strategy for index in indices}) == 1:  # repeats
             continue
         parities = _among_each_other([records[index] for index in indices], loss_tolerance)
         for index, parity in zip(indices, parities, strict=True):
             judged[index] = parity
+    for index, record in enumerate(records):
+        if _usable(record) and not record.is_parity_reference and (faults := _faults(record)):
+            parity = judged[index] or _alone(record)
+            judged[index] = replace(parity, faults=faults)
     return judged
+
+
+def _comparable(asked_alike: dict[bytes, list[int]], records: list[RunRecord]) -> Iterator[list[int]]:
+    """Groups of runs that can be held against each other: without DDP only those of the same batches."""
+    for indices in asked_alike.values():
+        if any(records[index].engine in ("ddp", "single") for index in indices):
+            yield indices
+            continue
+        by_batches: dict[bytes, list[int]] = defaultdict(list)
+        for index in indices:
+            if hashes := (records[index].numerics or {}).get("batch_hashes"):
+                by_batches[orjson.dumps(hashes)].append(index)
+        yield from by_batches.values()
+
+
+def _comparisons(record: RunRecord, known: "_Known", loss_tolerance: float | None) -> list[Parity]:
+    """Of a record with references: its steps against fp32 and against one process of the same numerics, its
+    fp32 steps against fp32, and that one process against fp32, whose own fault would be everybody's."""
+    fp32 = _fp32_reference_of(record, known)
+    if fp32 is None:
+        return []
+    precision = precision_of(record.asked["config"])
+    in_task = record.asked["config"].get("parity_task", False)
+    limits = LOW_PRECISION[precision] if in_task else _wider(LOW_PRECISION[precision])
+    options = {"loss_tolerance": loss_tolerance}
+    found = [compare_with(fp32, record, limits=limits, **options)]
+    if record.fp32_pass and record.fp32_pass["status"] == "ok":
+        names = ("losses", "grad_norms", "parameter_grad_norms", "numerics")
+        in_fp32 = replace(record, **{name: record.fp32_pass[name] for name in names})
+        found.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32", **options))
+    control = _control_of(record, known)
+    if control is not None and control is not record:
+        alike = _alike_limits(record) if is_computed_plainly(record.asked["config"]) else limits
+        found.append(compare_with(control, record, limits=alike, **options))
+        own = compare_with(fp32, control, limits=limits, **options)
+        if not own.agrees:
+            name = f"one process in {control.asked['config']['numerics']}"
+            found.append(replace(own, conflict=f"{name} itself differs, {own.difference}"))
+    return found
+
+
+def _wider(limits: Limits) -> Limits:
+    """For weights and data of a user's own, whose distance from fp32 nobody has measured."""
+    return Limits(loss=2 * limits.loss, norm=2 * limits.norm)
+
+
+def _faults(record: RunRecord) -> tuple[str, ...]:
+    """What is wrong with a run whatever others computed."""
+    checks = [*record.weights_of_ranks, *((record.fp32_pass or {}).get("weights_of_ranks") or ())]
+    found = [sentence for check in checks if (sentence := rank_differences(check)) is not None]
+    return (*found[:1], *settings_not_as_asked(record))
+
+
+def _alone(record: RunRecord) -> Parity:
+    """Of a record with nothing to compare: it agrees with itself."""
+    return Parity(record.strategy, len(record.losses), 0.0, 1, None, 1.0, 1.0)
 
 
 def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) -> list[Parity | None]:
     """The Parity of each of several runs of the same flags and batches, none of which is a reference.
 
-    Runs that agree make a group. If one group has more strategies than every other, its first run is the
-    reference of all; else nobody knows which group is right, and no run's parity holds.
+    Runs that agree make a group. If one group has more strategies than every other, one of it (DDP, if it is
+    there, else the first) is the reference of all; else nobody knows which group is right, and no run's
+    parity holds.
     """
     groups: list[list[int]] = []
-    for index, record in enumerate(records):
+    first_ddp = sorted(range(len(records)), key=lambda index: records[index].engine != "ddp")
+    for index in first_ddp:
         for group in groups:
-            if compare_with(records[group[0]], record, loss_tolerance=loss_tolerance).holds:
+            if _alike(records[group[0]], records[index], loss_tolerance).agrees:
                 group.append(index)
                 break
         else:
@@ -119,16 +213,26 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
         reference = records[largest[0]]
         own = [index for index in largest if records[index].strategy == reference.strategy]
         return [
-            None if index in own else compare_with(reference, record, loss_tolerance=loss_tolerance)
+            None if index in own else _alike(reference, record, loss_tolerance)
             for index, record in enumerate(records)
         ]
     judged: list[Parity | None] = []
     for index, record in enumerate(records):
         other = next(group[0] for group in groups if index not in group)
-        parity = compare_with(records[other], record, loss_tolerance=loss_tolerance)
+        parity = _alike(records[other], record, loss_tolerance)
         first, second = records[min(index, other)], records[max(index, other)]
         judged.append(replace(parity, conflict=_conflict(first, second, parity)))
     return judged
+
+
+def _alike(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:
+    """Two runs of the same numerics, flags and batches."""
+    return compare_with(reference, record, limits=_alike_limits(record), loss_tolerance=loss_tolerance)
+
+
+def _alike_limits(record: RunRecord) -> Limits:
+    config = record.asked["config"]
+    return (ALIKE_IN_TASK if config.get("parity_task") else ALIKE)[precision_of(config)]
 
 
 def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
@@ -138,72 +242,94 @@ def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
         if None in (loss, other) or abs(loss - other) > parity.loss_tolerance:
             losses = " and ".join("NaN" if one is None else f"{one:.4f}" for one in (loss, other))
             return f"{sentence}: step-{step} loss {losses} on the same batches"
-    return f"{sentence}: gradient norm ratio {parity.grad_norm_ratio:.4g} on the same batches"
+    return f"{sentence}: {parity.difference}"
 
 
 def compare_with(
     reference: RunRecord,
     record: RunRecord,
     *,
-    control: RunRecord | None = None,
+    limits: Limits,
     loss_tolerance: float | None = None,
+    what: str = "",
 ) -> Parity:
     """Losses and norms of the steps that both have. Raises ValueError where they share none.
 
-    Where a reference was asked for, all of its steps count, and what is allowed grows with their number
-    beyond PARITY_STEPS; else the first PARITY_STEPS do. Norms: the first GRAD_NORM_STEPS.
+    Where a reference was asked for, all of its steps count; else the first PARITY_STEPS do.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
-    gaps = _gaps(reference, record, num_steps)
+    gaps = [
+        float("inf") if None in pair else abs(pair[1] - pair[0])
+        for pair in list(zip(reference.losses, record.losses, strict=False))[:num_steps]
+    ]
     if not gaps:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    precision = precision_of(record.asked["config"])
-    allowed = _allowed(precision, len(gaps))
-    limit = 1 + GRAD_NORM_TOLERANCE[precision]
-    if control is not None:
-        own = [gap if isfinite(gap) else 0.0 for gap in _gaps(reference, control, num_steps)]
-        allowed = [
-            max(pair) for pair in zip(allowed, (2 * gap for gap in accumulate(own, max)), strict=False)
-        ]
-        ratio = _grad_norm_ratio(reference, control)
-        limit = max(limit, _at_least_1(ratio) ** 2) if ratio is not None and isfinite(ratio) else limit
-    if loss_tolerance is not None:
-        allowed = [loss_tolerance] * len(gaps)
-    parts = [gap / each for gap, each in zip(gaps, allowed, strict=False)]
-    worst = parts.index(max(parts))
+    allowed = [loss_tolerance or limits.at(step).loss for step in range(1, len(gaps) + 1)]
+    worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
+    ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_steps)
+    parameter, parameter_ratio = _worst_parameter(reference, record, limits)
     parity = Parity(
-        reference=FP32_REFERENCE if _is_fp32_reference(reference) else reference.strategy,
+        reference=FP32_REFERENCE if _is_fp32_reference(reference) else _name_of(reference),
         num_steps=len(gaps),
         loss_difference=gaps[worst],
         worst_step=worst + 1,
-        grad_norm_ratio=_grad_norm_ratio(reference, record),
+        grad_norm_ratio=ratio,
         loss_tolerance=allowed[worst],
-        grad_norm_limit=limit,
+        grad_norm_limit=norm_limit,
+        parameter=parameter,
+        parameter_ratio=parameter_ratio,
+        parameter_limit=None if parameter is None else 1 + limits.parameter_norm,
+        what=what,
     )
-    return parity if parity.holds else replace(parity, cause=cause_of(record, reference))
+    return parity if parity.agrees else replace(parity, cause=cause_of(record, reference))
 
 
-@cache
-def _allowed(precision: str, num_steps: int) -> list[float]:
-    return [LOSS_TOLERANCE[precision] * max(1.0, step / PARITY_STEPS) for step in range(1, num_steps + 1)]
+def _name_of(reference: RunRecord) -> str:
+    if reference.is_parity_reference:
+        return f"one process in {reference.asked['config']['numerics']}"
+    return reference.strategy
 
 
-def _gaps(reference: RunRecord, record: RunRecord, num_steps: int) -> list[float]:
-    losses = list(zip(reference.losses, record.losses, strict=False))[:num_steps]
-    return [float("inf") if None in pair else abs(pair[1] - pair[0]) for pair in losses]
-
-
-def _grad_norm_ratio(reference: RunRecord, record: RunRecord) -> float | None:
-    """The farthest from 1 of the first steps'; None where none is known, infinite for a missing one."""
+def _grad_norm_ratio(
+    reference: RunRecord, record: RunRecord, limits: Limits, num_steps: int
+) -> tuple[float | None, float]:
+    """The ratio that is the largest part of what is allowed, and what is; None where none is known, infinite
+    for a missing one."""
     if any(all(norm is None for norm in run.grad_norms) for run in (reference, record)):
-        return None
-    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:GRAD_NORM_STEPS]
-    ratios = [norm / wanted if wanted and norm else float("inf") for wanted, norm in norms if wanted != norm]
-    return max(ratios, key=_at_least_1, default=1.0)
+        return None, 1 + limits.norm
+    norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:num_steps]
+    ratios = [
+        (norm / wanted if wanted and norm else float("inf") if wanted != norm else 1.0, limits.at(step).norm)
+        for step, (wanted, norm) in enumerate(norms, start=1)
+    ]
+    ratio, limit = max(
+        ratios, key=lambda pair: (_at_least_1(pair[0]) - 1) / pair[1], default=(1.0, limits.norm)
+    )
+    return ratio, 1 + limit
+
+
+def _worst_parameter(
+    reference: RunRecord, record: RunRecord, limits: Limits
+) -> tuple[str | None, float | None]:
+    """Name and ratio of the parameter whose gradient in step 1 is farthest from the reference's."""
+    norms, wanted = record.parameter_grad_norms, reference.parameter_grad_norms
+    same_step = record.num_probed_steps == reference.num_probed_steps == 1
+    if limits.parameter_norm is None or not norms or not wanted or not same_step:
+        return None, None
+    floor = _SMALL_SHARE * max(norm or 0.0 for norm in wanted.values())
+    ratios = {name: _ratio(norms.get(name), wanted.get(name), floor) for name in {**norms, **wanted}}
+    name = max(ratios, key=lambda name: _at_least_1(ratios[name]))
+    return name, ratios[name]
+
+
+def _ratio(norm: float | None, wanted: float | None, floor: float) -> float:
+    if norm == wanted:
+        return 1.0
+    return (norm + floor) / (wanted + floor) if norm and wanted else float("inf")
 
 
 def _at_least_1(ratio: float) -> float:
-    return max(ratio, 1 / ratio)
+    return max(ratio, 1 / ratio) if isfinite(ratio) else ratio
 
 
 @dataclass(frozen=True)
@@ -214,32 +340,24 @@ class _Known:
     "by task, those that were asked for first"
     controls: dict[tuple[str, bytes], RunRecord]
     "by numerics and task"
-    ddp_or_single: dict[bytes, RunRecord]
-    "by all that was asked"
 
 
 def _known(records: list[RunRecord]) -> _Known:
-    known = _Known(defaultdict(list), {}, {})
+    known = _Known(defaultdict(list), {})
     usable = list(filter(_usable, records))
     for record in sorted(usable, key=lambda record: not record.is_parity_reference):
         if _is_fp32_reference(record):
             known.fp32_references[_task_of(record)].append(record)
         if record.is_parity_reference:
             known.controls.setdefault((record.asked["config"]["numerics"], _task_of(record)), record)
-    for record in usable:
-        if record.engine in ("ddp", "single"):
-            known.ddp_or_single.setdefault(_asked_of(record), record)
     return known
 
 
-def _reference_of(record: RunRecord, known: _Known) -> RunRecord | None:
-    if known.fp32_references:
-        for other in known.fp32_references.get(_task_of(record), []):
-            if other is not record and (other.is_parity_reference or other.identity != record.identity):
-                return other
-    if record.engine in ("ddp", "single"):
-        return None
-    return known.ddp_or_single.get(_asked_of(record))
+def _fp32_reference_of(record: RunRecord, known: _Known) -> RunRecord | None:
+    for other in known.fp32_references.get(_task_of(record), []) if known.fp32_references else ():
+        if other is not record and (other.is_parity_reference or other.identity != record.identity):
+            return other
+    return None
 
 
 def _usable(record: RunRecord) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.numerics import LOSS_TOLERANCE, PARITY_STEPS, precision_of
+from slm_toolkit.numerics import ALIKE, PARITY_STEPS, precision_of
 from slm_toolkit.record import finite
 from slm_toolkit.report.rows import Row, num_asked_otherwise
 from slm_toolkit.report.stats import overlap
@@ -85,7 +85,7 @@ def _change(row: Row, earlier: Row) -> Change:
     status = "ok"
     if row.status != earlier.status:
         status = "mended" if row.status == "ok" else f"{earlier.status} -> {row.status}"
-    tolerance = LOSS_TOLERANCE[precision_of(row.asked)]
+    tolerance = ALIKE[precision_of(row.asked)].at(PARITY_STEPS).loss
     return Change(
         strategy=row.strategy,
         tokens_per_second_then=earlier.tokens_per_second,

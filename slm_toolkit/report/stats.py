@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import comb, fsum, sqrt
 from statistics import fmean, median
 
-from slm_toolkit.disturbances import OTHER_CORES, USED_BYTES
+from slm_toolkit.disturbances import OTHER_CORES, USED_BYTES, padding_share
 from slm_toolkit.record import RunRecord
 
 STEPS_PER_BLOCK = 10
@@ -131,7 +131,7 @@ def mean_phases(record: RunRecord) -> dict[str, float] | None:
 
 
 def joules_per_token(records: list[RunRecord]) -> float | None:
-    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those.
+    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those but padding.
 
     None below two seconds: the counter moves every 20 to 100 ms, which would be 5 % and more.
     """
@@ -142,7 +142,8 @@ def joules_per_token(records: list[RunRecord]) -> float | None:
             return None
         start = record.num_warmup_steps
         joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
-        tokens += record.tokens_per_step * (len(record.losses) - start)
+        num_steps = len(record.losses) - start
+        tokens += record.tokens_per_step * num_steps * (1 - padding_share(record))
         seconds += sum(timed_seconds(record))
     return joules / tokens if seconds >= 2 and joules else None
 

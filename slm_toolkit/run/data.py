@@ -20,7 +20,7 @@ from slm_toolkit.run.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.pack_rows import ROWS_AT_ONCE, MixedStream, Pack, PackedStream, added_columns, bad_row
 from slm_toolkit.run.packing import APART, packing_of
 from slm_toolkit.run.sources import read_rows
-from slm_toolkit.run.synthetic import MarkovTokens
+from slm_toolkit.run.synthetic import CopiedPhrases, MarkovTokens
 from slm_toolkit.run.tokenizers import CHAT_TEMPLATE, load_tokenizer
 
 
@@ -47,7 +47,9 @@ class Data:
     @property
     def has_labels(self) -> bool:
         """Whether some tokens have no loss."""
-        return any(fact["packing"] != "concat" or fact["format"] == "tokens" for fact in self.facts)
+        return self.documents_apart or any(
+            fact["packing"] != "concat" or fact["format"] == "tokens" for fact in self.facts
+        )
 
 
 def load_data(
@@ -62,9 +64,10 @@ def load_data(
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
         common = {"vocab_size": spec.vocab_size, "seq_len": config.seq_len, "seed": config.seed}
-        train = MarkovTokens(num_sequences=num_sequences, **common)
-        held_out = {SYNTHETIC: MarkovTokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
-        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=False)
+        tokens = CopiedPhrases if config.parity_task else MarkovTokens
+        train = tokens(num_sequences=num_sequences, **common)
+        held_out = {SYNTHETIC: tokens(num_sequences=4096, first=2**40, **common)} if evaluate else {}
+        return Data(train, held_out, None, (SYNTHETIC,), [], [], documents_apart=config.parity_task)
     tokenizer = load_tokenizer(config, spec)
     sources = config.sources
     split_here = evaluate and not config.eval_sources

@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.config import RunConfig
+from slm_toolkit.disturbances import rank_differences
 from slm_toolkit.errors import RunEnded
 from slm_toolkit.run.bad_steps import describe_bad_step
 from slm_toolkit.run.checkpoint import CheckpointWriter
 from slm_toolkit.run.job import Job, Prepared
 from slm_toolkit.run.lookout import Lookout, Seen, StopSignal
 from slm_toolkit.run.progress import TrainingProgress
+from slm_toolkit.run.same_weights import weights_of_ranks
 from slm_toolkit.run.smaller_batch import note_checkpoint
 
 MOST_SKIPPED = 10
@@ -43,6 +45,8 @@ class Guard:
         self.job, self.prepared, self.progress = job, prepared, progress
         self.losses: list[float] = []
         "of each step, the mean over the ranks; complete after `end`, empty in a rehearsal"
+        self.weights_of_ranks: list[dict[str, Any]] = []
+        "whether all ranks held the same, at each checkpoint and at the end"
         self.grad_norms: list[float | None] = []
         "of each step, as this rank knows it"
         self.max_loss = max_loss(job.config, job.spec.vocab_size)
@@ -96,19 +100,30 @@ class Guard:
         if self.progress is not None:
             self.progress.say(line)
 
-    def end(self) -> None:
-        """After the last step."""
+    def end(self, num_steps: int) -> None:
+        """After the last step, of `num_steps`."""
         self._signal.restore()
         if self.config.rehearse is not None:
             return
         self._judge(self._lookout.rest(), None)
         if self._writer is not None:
             self._finish()
+        self.compare_weights(num_steps)
+
+    def compare_weights(self, step: int) -> None:
+        """Over all ranks, after `step` steps; every rank must call it."""
+        if any(found["step"] == step for found in self.weights_of_ranks):  # a checkpoint at the end
+            return
+        found = weights_of_ranks(self.prepared.model, step=step)
+        self.weights_of_ranks.append(found)
+        if (sentence := rank_differences(found)) is not None:
+            self.say(sentence)
 
     def _save(self, step: int) -> None:
         """Begin to write the state after `step`, which is counted from 0, unless that step went wrong."""
         self._judge(self._lookout.rest(), step)
         self._finish()
+        self.compare_weights(step + 1)
         self._writer.begin(step + 1)
         self._begun_after = step
 

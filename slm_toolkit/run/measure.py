@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from slm_toolkit.run.live_settings import gradient_norms
+
+READING_GRADIENTS = "slm_toolkit: reading gradients"
+"what a profile has around the collectives of our own"
+
 
 class StepClock:
     """Seconds of each step on this rank, and of its phases, as the device sees them.
@@ -153,6 +158,9 @@ class GradientCounter:
         self.model, self.engine = model, deepspeed_engine(accelerator)
         self.num_bytes: int | None = None
         self.dtypes: frozenset[str] = frozenset()
+        self.norms: dict[str, float | None] = {}
+        "of each parameter's gradient, reduced and before clipping"
+        self.module = accelerator.unwrap_model(model)
         if self.engine is not None:
             zero = self.engine.optimizer
             original = zero.step
@@ -172,6 +180,8 @@ class GradientCounter:
         self.num_bytes = tensor_bytes(gradients)
         held = [gradient.dtype for gradient in gradients if gradient is not None]
         self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
+        with torch.profiler.record_function(READING_GRADIENTS):
+            self.norms = gradient_norms(self.module, self.engine)
 
 
 def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:

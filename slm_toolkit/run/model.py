@@ -1,5 +1,7 @@
 """The Hugging Face model of a ModelSpec, weights drawn from the seed or loaded, in the numerics' dtype."""
 
+from contextlib import nullcontext
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
@@ -99,7 +101,9 @@ def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, A
     ranks take their pieces of it, tensor by tensor. A rehearsal, which has no losses, keeps its numbers.
     """
     model = AutoModelForCausalLM.from_config(asked, **options)
+    draw_again = partial(_draw_apart, seed=config.seed) if config.parity_task else nullcontext
     if len(_whole_params(model)) == len(list(model.parameters())):
+        draw_again(model)
         for param in model.parameters():
             param.data = param.data.bfloat16().float()
     elif config.rehearse is None:
@@ -110,6 +114,7 @@ def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, A
             set_seed(config.seed)
             with set_zero3_state():  # not in pieces
                 whole = AutoModelForCausalLM.from_config(asked, **options)
+            draw_again(whole)
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 if whole is not None:
@@ -117,6 +122,28 @@ def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, A
         # what is drawn next, of adapters for one, is drawn from the same state as elsewhere
         torch.set_rng_state(gather_to_all(torch.get_rng_state())[0])
     return model
+
+
+@torch.no_grad()
+def _draw_apart(model: PreTrainedModel, *, seed: int) -> None:
+    """Random weights with which every part of the model matters for the loss, for `--parity_task`.
+
+    As transformers draws them (deviation 0.02), attention is all but uniform and norms do nothing: wrong
+    positions, masks or scales would hardly move the loss. Here attention's logits have a deviation of about 2
+    (queries and keys of 1.5 each), norms scale each channel by 0.5 to 1.5, and each block adds about as much
+    to the residual stream as there is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    for name, param in model.named_parameters():
+        if param.dim() < 2:
+            is_bias = name.endswith("bias")
+            param.uniform_(-0.1 if is_bias else 0.5, 0.1 if is_bias else 1.5, generator=generator)
+        elif any(param is embedding for embedding in embeddings):
+            param.normal_(std=param.shape[1] ** -0.5, generator=generator)
+        else:
+            gain = 1.5 if "q_proj" in name or "k_proj" in name else 0.5
+            param.normal_(std=gain * param.shape[1] ** -0.5, generator=generator)
 
 
 def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
@@ -149,6 +176,11 @@ def _not_loaded(path: str, error: Exception) -> ValueError:
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     """Raises ValueError where the attention kernel is unknown, not installed or not for this architecture."""
     kernel = config.attn_implementation
+    if kernel == "flex_attention" and config.rehearse is None and not torch.cuda.is_available():
+        raise ValueError(
+            "--attn_implementation flex_attention trains on a GPU only: PyTorch has no backward for a CPU\n"
+            "hint: sdpa works everywhere"
+        )
     asked = hf_config(spec, seq_len=config.seq_len)
     name = transformers_name(kernel, asked)
     try:

@@ -148,12 +148,12 @@ class _Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """That part of the parameter or of its state, sharing memory."""
-        local = _local(tensor)
+        local = local_part(tensor)
         return local if self.stretch is None else local.view(-1)[self.stretch]
 
     @property
     def gradient(self) -> torch.Tensor:
-        local = _local(self.param.grad)
+        local = local_part(self.param.grad)
         return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 
@@ -166,7 +166,7 @@ def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Pi
     chunk: list[_Piece] = []
     num_elements = 0
     for param in params:
-        size = _local(param).numel()
+        size = local_part(param).numel()
         if chunk and num_elements + size > chunk_elements:
             yield chunk
             chunk, num_elements = [], 0
@@ -181,7 +181,7 @@ def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Pi
         yield chunk
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

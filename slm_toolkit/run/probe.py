@@ -5,6 +5,7 @@ import hashlib
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,16 @@ from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from slm_toolkit.numerics import Numerics, merged
-from slm_toolkit.run.measure import GradientCounter, deepspeed_engine, num_trainable, training_state
-from slm_toolkit.run.optimizer import AdamWWithMasterWeights
+from slm_toolkit.numerics import ROUNDED, Numerics, merged
+from slm_toolkit.run.live_settings import model_settings, optimizer_settings, without_gradient
+from slm_toolkit.run.measure import (
+    READING_GRADIENTS,
+    GradientCounter,
+    deepspeed_engine,
+    num_trainable,
+    training_state,
+)
+from slm_toolkit.run.optimizer import AdamWWithMasterWeights, local_part
 from slm_toolkit.run.ranks import gather_to_all
 
 _ATTENTION_KERNELS = (  # as the profiler names what ran: operator, our name; the first that matches counts
@@ -31,6 +39,10 @@ _ADAM_KERNELS = (
     (r"aten::_foreach_addcdiv_", "foreach"),
     (r"aten::addcdiv_", "for-loop"),
 )
+_SOME_ELEMENTS = 1000
+"of each tensor"
+_FEWEST_ELEMENTS = 16
+"that are not zero: chance alone rounds fewer"
 _FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
 # gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend's own record, made where the data is sent
 _REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
@@ -44,11 +56,13 @@ _KINETO_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Operator:
-    """One operator that the profiler saw: shapes and dtypes of its arguments."""
+    """One operator that the profiler saw: shapes, dtypes and scalars of its arguments."""
 
     name: str
     shapes: list[list[int]]
     dtypes: list[str]
+    scalars: list[Any]
+    "values of the arguments that are no tensors, None in a tensor's place"
 
 
 class NumericsProbe:
@@ -98,6 +112,7 @@ class NumericsProbe:
             self.engine.global_steps - self.steps_before if self.engine is not None else self.num_steps
         )
         attention, recomputed = _attention(operators)
+        module = self.accelerator.unwrap_model(self.model)
         mine = Numerics(
             parameter_dtype=_dtypes(self.model.parameters()),
             autocast=self._only("autocast"),
@@ -113,8 +128,10 @@ class NumericsProbe:
             reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
             if self.accelerator.num_processes > 1
             else None,
-            master_weight_dtype=_dtypes(state["master_weights"] or state["parameters"]),
-            optimizer_state_dtype=_dtypes(tensor for tensor in state["optimizer"] if tensor.dim() > 0),
+            master_weight_dtype=_held(state["master_weights"] or state["parameters"], rounded=all),
+            optimizer_state_dtype=_held(
+                [tensor for tensor in state["optimizer"] if tensor.dim() > 0], rounded=any
+            ),
             clipping=self._clipping(),
             accumulation=self.num_forwards // num_steps if num_steps else None,
             tokens_per_step=self.num_tokens // max(1, num_steps),
@@ -125,6 +142,10 @@ class NumericsProbe:
             float8=_float8(operators),
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
             batch_hashes=[self.batch_hash.hexdigest()[:12]],
+            attention_call=_attention_call(operators),
+            **model_settings(module),
+            without_gradient=without_gradient(gradients.norms),
+            optimizer_settings=optimizer_settings(self.optimizer, self.engine),
             optimizer_class=self._optimizer_class(),
         )
         return merged(gather_to_all(dataclasses.asdict(mine)))
@@ -198,9 +219,26 @@ def _dtypes(tensors: Any) -> str | None:
     return "+".join(sorted({_name(tensor.dtype) for tensor in tensors})) or None
 
 
+def _held(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
+    """The dtypes, and whether fp32 tensors hold nothing that bf16 could not: then something rounds them.
+
+    rounded: all, or any, of the tensors need to. Zeros, of what had no gradient, don't count.
+    """
+    wide = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
+    some = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in wide)]
+    in_bf16 = [bool((part == part.bfloat16()).all()) for part in some if part.numel() >= _FEWEST_ELEMENTS]
+    return f"{_dtypes(tensors)}{ROUNDED}" if in_bf16 and rounded(in_bf16) else _dtypes(tensors)
+
+
 def _operators(profiled: profile) -> list[_Operator]:
+    """All but what our own reading of the gradients did."""
     events = profiled.profiler.kineto_results.events()  # private: the public events have no dtypes
-    return [_Operator(event.name(), event.shapes(), event.dtypes()) for event in events]
+    ours = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
+    return [
+        _Operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
+        for event in events
+        if not any(start <= event.start_ns() <= end for start, end in ours)
+    ]
 
 
 def _first_match(operators: list[_Operator], table: tuple[tuple[str, str], ...]) -> str | None:
@@ -225,6 +263,18 @@ def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
     of_one = forward.count(forward[0])  # wrappers repeat each call under other names
     backward = [name for name in names if "backward" in name.lower()]
     return ours, of_one > backward.count(backward[0]) if backward else None
+
+
+def _attention_call(operators: list[_Operator]) -> str | None:
+    """What SDPA was called with; its arguments: query, key, value, mask, dropout, is_causal, scale."""
+    calls = [op for op in operators if op.name == "aten::scaled_dot_product_attention"]
+    said = []
+    for call in calls:
+        sees = "with a mask" if call.shapes[3] else "causal" if call.scalars[5] else "without a mask"
+        head_dim = call.shapes[0][-1]
+        scale = head_dim**-0.5 if call.scalars[6] is None else call.scalars[6]  # None: SDPA's own
+        said.append(f"{sees}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
+    return " and ".join(dict.fromkeys(said)) or None
 
 
 def _argument_dtype(operators: list[_Operator], name: str) -> str | None:

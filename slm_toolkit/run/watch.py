@@ -13,6 +13,7 @@ from slm_toolkit.hardware import num_cores
 from slm_toolkit.run.dataset_losses import DatasetLosses
 from slm_toolkit.run.gpu import GpuState, GpuWatch, allocator_retries, gpu_state, open_gpu
 from slm_toolkit.run.host import HostWatch
+from slm_toolkit.run.live_settings import optimizer_settings
 from slm_toolkit.run.loss import RecordedLoss
 from slm_toolkit.run.measure import (
     GradientCounter,
@@ -151,8 +152,10 @@ class RunWatch:
             "host_ram": self.host.ram(),
         }
         ranks = gather_to_all(mine)
+        settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
         return {
-            "numerics": self.numerics,
+            "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
+            "parameter_grad_norms": self.gradients.norms,
             "num_probed_steps": self.num_probed_steps,
             "step_seconds": [rank["seconds"] for rank in ranks],
             "phase_seconds": [rank["phases"] for rank in ranks],

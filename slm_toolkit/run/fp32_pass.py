@@ -1,0 +1,120 @@
+"""--fp32_steps: the first steps of a run in fp32, in a child of each rank, before the run itself."""
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from slm_toolkit.config import RunConfig
+from slm_toolkit.errors import EXIT_CODE_VARIABLE
+from slm_toolkit.flags import flags_of
+from slm_toolkit.launcher_gone import end_with_parent
+from slm_toolkit.record import RECORD_FILE
+from slm_toolkit.record_files import read_record
+from slm_toolkit.run.board import open_board
+
+_ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+_ATTEMPT = 10**6
+"of the children: what they leave in the launcher's store must not be found by the run itself"
+_FAILED = "the fp32 steps failed"
+_SECONDS_BETWEEN_LOOKS = 0.2
+
+
+def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]) -> dict[str, Any] | None:
+    """What the fp32 steps gave: the fields of the record's fp32_pass, on rank 0.
+
+    None on other ranks, where no such steps were asked for, and after a restart.
+
+    Each rank forks a child that builds everything anew in fp32, takes `fp32_steps` steps of the same batches
+    and ends, so that nothing of it is left in this process. To be called before this process has threads or
+    has opened a GPU. `train`: takes a command line and the number of steps, and never returns.
+    """
+    if not config.fp32_steps or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
+        return None
+    with tempfile.TemporaryDirectory(prefix="slm-fp32-") as name:
+        folder = Path(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            _be_the_child(config, folder, train)
+        _wait_for(child)
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        return _result(folder)
+
+
+def _be_the_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
+    end_with_parent()
+    os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
+    os.environ.pop(EXIT_CODE_VARIABLE, None)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
+        # rank 0 itself holds the store then, and the run's must not be taken for this one
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    train(flags_of(_in_fp32(config, folder)), config.fp32_steps)
+
+
+def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
+    """The same training in fp32, with no files but its record's."""
+    return dataclasses.replace(
+        config,
+        fp32_steps=0,
+        numerics="fp32",
+        reduce_dtype=None,
+        max_grad_norm=config.max_grad_norm if config.max_grad_norm is not None else _clipping_of(config),
+        fp8="none",
+        tf32=False,
+        attn_implementation="sdpa"
+        if config.attn_implementation.startswith("flash")  # flash-attn has no fp32
+        else config.attn_implementation,
+        torch_compile=False,
+        torch_compile_mode="default",
+        output_dir=str(folder),
+        run_name="fp32",
+        **{name: getattr(RunConfig, name) for name in _LEFT_OUT},
+        save_final_model=False,
+    )
+
+
+_LEFT_OUT = (
+    *("profile", "trace_memory", "eval_steps", "eval_dataset", "save_steps", "async_save"),
+    *("resume_from_checkpoint", "overwrite_output_dir", "merge_adapter", "lm_eval_tasks", "report_to"),
+    "find_batch_size",
+)
+
+
+def _clipping_of(config: RunConfig) -> float:
+    return 0.0 if config.numerics == "stock" else 1.0
+
+
+def _wait_for(child: int) -> None:
+    """Until the child has ended. Where another rank's child failed, this one would wait for it for ever: it
+    is killed."""
+    board = open_board()
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if board is not None and board.read(_FAILED):
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    if ended[1] != 0 and board is not None:
+        board.write(_FAILED, True)
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    path = folder / "fp32" / RECORD_FILE
+    record = read_record(path) if path.exists() else None
+    if record is None or record.status != "ok":
+        lines = (folder / "log").read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+        reason = record.reason if record is not None and record.reason else "".join(errors[-1:])
+        return {"status": "failed", "reason": reason or "its process was killed"}
+    kept = ("losses", "grad_norms", "parameter_grad_norms", "weights_of_ranks", "numerics")
+    return {"status": "ok", "reason": None, **{name: getattr(record, name) for name in kept}}
