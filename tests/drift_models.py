@@ -108,6 +108,7 @@ def _attention_registry() -> None:
     seen: list[Any] = []
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        assert module.attention_dropout == 0.0, "the layer has no attention_dropout"
         seen.append(mask)
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
@@ -211,9 +212,9 @@ MODELS = (
     ),
     Leaning(
         "transformers: attention and masks by name",
-        ("AttentionInterface", "AttentionMaskInterface", "sdpa_attention_forward"),
+        ("AttentionInterface", "AttentionMaskInterface", "sdpa_attention_forward", "attention_dropout"),
         "run SDPA without a mask, on one backend, or with documents kept apart",
-        "run/attention.py: what is registered under which name",
+        "run/attention.py: what is registered under which name; run/live_settings.py: attention's dropout",
         _attention_registry,
     ),
     Leaning(
