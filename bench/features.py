@@ -10,8 +10,8 @@ measures the same flags on this machine, `bench/gpu/measure.py` on a GPU.
 import argparse
 from typing import Any
 
-from slm_toolkit.estimate import estimates
 from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.strategy import find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")

@@ -34,7 +34,7 @@ def _kind(data: bytes) -> str:
 
 def _use_strategy(strategy: Any, folder: Path) -> None:
     """All that is done with a strategy that was read: checked, counted, estimated, written out."""
-    from slm_toolkit.estimate import estimates
+    from slm_toolkit.predict.grid import estimates
     from slm_toolkit.record import everything_asked, identity_of
     from slm_toolkit.strategy import contradictions, num_machines, on_nodes, write_resolved
 
@@ -75,8 +75,8 @@ def model_name_input(data: bytes, folder: Path) -> None:
 
 
 def _use_model(name: str) -> None:
-    from slm_toolkit.estimate import estimates
     from slm_toolkit.gpt_configs import check_trainable
+    from slm_toolkit.predict.grid import estimates
     from slm_toolkit.record import model_facts
     from slm_toolkit.strategy import find_strategy
 

@@ -44,7 +44,11 @@ from slm_toolkit.hardware import this_machine
 from slm_toolkit.numerics import differences, numerics_from
 from slm_toolkit.record import RECORD_FILE, RunRecord
 from slm_toolkit.record_files import read_record
-from slm_toolkit.run import data, job, optimizer  # noqa: F401
+from slm_toolkit.run import (
+    data,  # noqa: F401
+    job,
+    optimizer,
+)
 from slm_toolkit.run.launched import Launch
 from slm_toolkit.strategy import find_strategy
 from slm_toolkit.training_command import training_config

@@ -2,7 +2,7 @@
 
 import argparse
 
-from slm_toolkit.output_flags import count, positive_number, whole_number
+from slm_toolkit.parser import count, positive_number, whole_number
 from slm_toolkit.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 

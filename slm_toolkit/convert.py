@@ -17,7 +17,7 @@ from slm_toolkit.conversion.write_accelerate import write_accelerate
 from slm_toolkit.conversion.write_trainer import write_deepspeed_json, write_trainer
 from slm_toolkit.conversion.written import Written
 from slm_toolkit.errors import user_errors
-from slm_toolkit.output_flags import count
+from slm_toolkit.parser import count
 
 _FORMS = {  # name: (engine, None for the source's; writer; what it is)
     "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),

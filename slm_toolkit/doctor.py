@@ -17,7 +17,7 @@ from slm_toolkit.estimate_checks import (
 )
 from slm_toolkit.flags import add_flags, config_from_args
 from slm_toolkit.gpt_configs import position_problem
-from slm_toolkit.output_flags import count, positive_number
+from slm_toolkit.parser import count, positive_number
 from slm_toolkit.site_flags import add_network_flags, sites_of
 from slm_toolkit.strategy import STUDIED_STRATEGIES, is_shipped, notes_on, strategy_name, strategy_path
 

@@ -5,44 +5,31 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from functools import lru_cache, partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config import RunConfig
 from slm_toolkit.default_strategies import strategies_asked
 from slm_toolkit.errors import user_errors
 from slm_toolkit.estimate_checks import (
-    CHANGES_NOTHING,
     NOT_OF_AN_ESTIMATE,
     add_software_flag,
-    all_of,
-    flag_problems,
     gpus_asked,
-    largest_batch_problems,
     model_to_estimate,
-    placement_problems,
 )
 from slm_toolkit.flags import add_flags
 from slm_toolkit.garbage import no_garbage_collection
-from slm_toolkit.gpt_configs import position_problem
-from slm_toolkit.groups import fit_groups
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.unknown import unlike_the_model
 from slm_toolkit.site_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
-    contradictions,
     precision_asked,
     shipped_strategies,
 )
 
 if TYPE_CHECKING:
-    from slm_toolkit.hardware import Gpu
-    from slm_toolkit.predict.estimate import Estimate
-    from slm_toolkit.predict.site import Site
+    pass
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -133,95 +120,6 @@ def _estimate(args: argparse.Namespace) -> int:
     return 0
 
 
-def estimates(
-    given: dict[str, Any],
-    strategies: list[Strategy],
-    *,
-    gpus: list[str | None],
-    num_gpus: list[int],
-    gpus_per_node: int = 8,
-    find_largest_batch: bool = False,
-    live_deepspeed: bool = False,
-    software: str = "2026",
-    sites: "Callable[[Gpu | None], Site] | None" = None,
-) -> list["Estimate"]:
-    """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
-
-    A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
-    """
-    from slm_toolkit.hardware import gpu_of_name
-    from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
-    from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
-    from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.host_memory import placement_of
-
-    several = {
-        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in given.items()
-    }
-    several |= {name: several[name][:1] for name in CHANGES_NOTHING if name in several}
-    if find_largest_batch:
-        several["per_device_train_batch_size"] = [1]
-    found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]
-    problems = flag_problems(several, num_gpus, gpus_per_node)
-    if find_largest_batch:
-        problems += largest_batch_problems(given, strategies, found_gpus)
-    if problems:
-        raise all_of(problems)
-    configs = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
-        for values in itertools.product(*several.values())
-    ]
-    specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
-    problems = [
-        problem
-        for strategy in map(strategy_as_launched, strategies)
-        for config in configs
-        for problem in contradictions(strategy, config)
-    ]
-    problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
-    problems += [problem for problem in positions if problem is not None]
-    if problems:
-        raise all_of(problems)
-
-    needs, version = deepspeed_needs, ESTIMATOR_VERSION
-    if live_deepspeed:
-        needs, version = _live_deepspeed()
-    placed = {
-        count: [
-            (strategy_as_launched(fitted), placement_of(fitted))
-            for strategy in strategies
-            for fitted in [fit_groups(strategy, num_ranks=count, ranks_per_node=min(count, gpus_per_node))]
-        ]
-        for count in num_gpus
-    }
-    rows: dict[tuple, Estimate] = {}
-    for number, config in enumerate(configs):
-        for gpu, count, index in itertools.product(found_gpus, num_gpus, range(len(strategies))):
-            strategy, placement = placed[count][index]
-            count = 1 if strategy.engine == "single" else count
-            key = (number, gpu and gpu.name, count, index)
-            if key in rows:
-                continue
-            estimate_of = partial(
-                estimate,
-                specs[config.model],
-                strategy,
-                placement,
-                num_gpus=count,
-                gpus_per_node=min(count, gpus_per_node),
-                gpu=gpu,
-                deepspeed_needs=needs,
-                deepspeed_version=version,
-                software=software,
-                site=sites(gpu) if sites else None,
-            )
-            launched = config_as_launched(config, strategy)
-            rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)
-    return list(rows.values())
-
-
 def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
     """Where a user's own file asks for something that the estimate does not follow."""
     found = []
@@ -246,14 +144,3 @@ def _notes_on_models(given: dict[str, Any]) -> list[str]:
     ]
     notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
     return list(dict.fromkeys(itertools.chain.from_iterable(notes)))
-
-
-def _live_deepspeed() -> tuple[Callable[..., Any], str]:
-    from slm_toolkit.predict.deepspeed_estimator import deepspeed_version, live_deepspeed_needs
-
-    version = deepspeed_version()
-    if version is None:
-        raise ValueError("--deepspeed live: DeepSpeed is not installed here\nhint: leave --deepspeed out")
-    with redirect_stdout(sys.stderr):  # it greets on stdout, which is for results
-        import_module("deepspeed.runtime.zero.stage3")
-    return lru_cache(maxsize=None)(live_deepspeed_needs), version

@@ -11,7 +11,7 @@ from rich.console import Console
 from slm_toolkit.config import RunConfig
 from slm_toolkit.errors import user_errors
 from slm_toolkit.network import NETWORK_FILE, PROBE_SECONDS, read_network
-from slm_toolkit.output_flags import positive_number
+from slm_toolkit.parser import positive_number
 from slm_toolkit.report.widths import PIPE_WIDTH
 
 _TAKEN = ("probe_network", "probe_seconds", "num_processes", "timeout", "output_dir", "json")

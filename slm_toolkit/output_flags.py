@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from slm_toolkit.export_output import add_export_flags
+from slm_toolkit.parser import positive_number, price_per_hour
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,28 +38,3 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
     )
     add_export_flags(parser)
-
-
-def positive_number(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
-
-
-def price_per_hour(text: str) -> float:
-    """A price that a report can show: no less than a millionth, no more than a million."""
-    if not 1e-6 <= float(text) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
-    return float(text)
-
-
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
-def whole_number(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return int(text)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from slm_toolkit.errors import user_errors
-from slm_toolkit.output_flags import positive_number
+from slm_toolkit.parser import positive_number
 
 if TYPE_CHECKING:
     from slm_toolkit.report.paper import Comparison

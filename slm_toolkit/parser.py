@@ -63,3 +63,28 @@ class VerbParser(Parser):
             self._filled_by = None
             self.set_defaults(parser=self)
         return super().parse_known_args(args, namespace)
+
+
+def positive_number(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def price_per_hour(text: str) -> float:
+    """A price that a report can show: no less than a millionth, no more than a million."""
+    if not 1e-6 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
+    return float(text)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return int(text)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slm_toolkit.output_flags import positive_number, price_per_hour
+from slm_toolkit.parser import positive_number, price_per_hour
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware import Gpu

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
-from slm_toolkit.output_flags import count, whole_number
+from slm_toolkit.parser import count, whole_number
 
 
 def add_slurm_flags(parser: argparse.ArgumentParser) -> None:

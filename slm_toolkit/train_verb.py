@@ -12,7 +12,7 @@ from slm_toolkit.flags import add_flags, config_from_args, flags_of
 from slm_toolkit.groups import fit_groups, group_options, is_hybrid
 from slm_toolkit.hardware import Machine, gpus_here
 from slm_toolkit.model_names import find_model
-from slm_toolkit.output_flags import count
+from slm_toolkit.parser import count
 from slm_toolkit.safe_files import make_folder, write_new
 from slm_toolkit.strategy import (
     Strategy,

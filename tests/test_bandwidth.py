@@ -10,11 +10,11 @@ from conftest import own_strategy, slm
 from rich.console import Console
 from test_estimate import estimated
 
-from slm_toolkit.estimate import estimates
 from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.network import COLLECTIVES, CollectiveTiming, MeasuredNetwork, bus_factor, write_network
 from slm_toolkit.predict.bandwidth import CALL_SECONDS, HOP_SECONDS, Cluster, cluster_of, transfer_seconds
 from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.site import Site
 from slm_toolkit.predict.software import LINK_SHARE, NODE_NETWORK_SHARE
 from slm_toolkit.predict.traffic import Transfer

@@ -10,10 +10,11 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.models import PRESETS, ModelSpec
 from slm_toolkit.predict import bottleneck as bound
-from slm_toolkit.predict.bottleneck import BOTTLENECKS, WORTH_SAYING, Lever, levers
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, Lever, levers
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
 from slm_toolkit.predict.host_memory import Placement
+from slm_toolkit.predict.speed import BOTTLENECKS
 from slm_toolkit.strategy import find_strategy
 
 LARGER_BATCH = "--per_device_train_batch_size"

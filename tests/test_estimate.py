@@ -10,7 +10,6 @@ import pytest
 from conftest import slm
 
 from slm_toolkit.cli import main
-from slm_toolkit.estimate import estimates
 from slm_toolkit.hardware import gpu_of_name, gpus
 from slm_toolkit.memory_timeline import PARTS
 from slm_toolkit.models import PRESETS
@@ -25,6 +24,7 @@ from slm_toolkit.predict.gpu_memory import (
     reserved_band,
     verdict_of,
 )
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record import installed_versions
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 

@@ -9,8 +9,8 @@ from conftest import H100, ROOT, Finished, made_record, run, slm
 
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.largest_batch import Search, estimated_batch, find_largest_batch, search
-from slm_toolkit.estimate import estimates
 from slm_toolkit.hardware import Machine
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record import RunRecord
 from slm_toolkit.strategy import find_strategy
 

@@ -9,8 +9,8 @@ from conftest import H100, ROOT, Finished, made_record, own_strategy, slm
 from rich.console import Console
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.estimate import estimates
 from slm_toolkit.models import PRESETS
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record import RunRecord, everything_asked, model_facts
 from slm_toolkit.record_files import find_records, write_record
 from slm_toolkit.report.ledger import LedgerEntry, ledger_of, summaries

@@ -13,20 +13,8 @@ from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.paper import MODELS, Cell
 from slm_toolkit.record import RunRecord, model_facts
 from slm_toolkit.record_files import write_record
-from slm_toolkit.report.paper import (
-    Comparison,
-    Measured,
-    comparisons,
-    figure_errors,
-    measured_cells,
-)
-from slm_toolkit.report.paper_answers import (
-    Panel,
-    answers,
-    disagreements,
-    places,
-    thousands,
-)
+from slm_toolkit.report.paper import Comparison, Measured, comparisons, figure_errors, measured_cells
+from slm_toolkit.report.paper_answers import Panel, answers, disagreements, places, thousands
 from slm_toolkit.report.paper_best import MOST_TOKENS_PER_STEP, NUM_NODES, Best, best_configurations
 from slm_toolkit.report.paper_table import best_table, figure_table
 from slm_toolkit.report.paper_text import paragraphs

@@ -10,11 +10,11 @@ import pytest
 from conftest import made_record, own_strategy
 
 from slm_toolkit.config import RunConfig
-from slm_toolkit.estimate import estimates
 from slm_toolkit.hardware import gpu_of_name, gpus
 from slm_toolkit.models import PRESETS
 from slm_toolkit.predict.bandwidth import Cluster, cluster_of, transfer_seconds
 from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.kernels import layer_traffic
 from slm_toolkit.predict.matmul import Rates, product_seconds, rates_of, wave_efficiency
 from slm_toolkit.predict.site import Site

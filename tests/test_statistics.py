@@ -10,12 +10,7 @@ from slm_toolkit.output import labels
 from slm_toolkit.record import RunRecord
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
-from slm_toolkit.report.stats import (
-    LAUNCH_NOISE,
-    interval_of_median,
-    overlap,
-    throughput,
-)
+from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, throughput
 
 
 def with_steps(*slowest: float, **changes: object) -> RunRecord:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import FSDP2, own_strategy
 
-from slm_toolkit.estimate import estimates
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.strategy import STUDIED_STRATEGIES, find_strategy
 
 P = 130_569_920  # parameters of slm-100m, as the paper prints them

@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING
 from slm_toolkit.config import RunConfig
 from slm_toolkit.models import PRESETS, ModelSpec
 from slm_toolkit.predict.matmul import ALIGNMENT, is_aligned
-from slm_toolkit.predict.speed import StepTime
 
 if TYPE_CHECKING:
     from slm_toolkit.predict.estimate import Estimate
 
-BOTTLENECKS = (
-    *("matmul", "attention", "memory_traffic", "dequantization", "communication", "optimizer"),
-    "launch_overhead",
-)
 ALIGNED_TO = 64
 "what a width off the multiple of 8 is rounded to: a tile's edge, and no more than 32 elements away"
 WORTH_SAYING = 1.01
-
-
-def bottleneck_of(time: StepTime) -> str:
-    """The largest of BOTTLENECKS' parts; what checkpointing does again is counted to none of them."""
-    return max(BOTTLENECKS, key=lambda name: time.parts_seconds[name])
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,7 @@ from slm_toolkit.config import RunConfig
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.activations import AUTOCAST, BF16, FP32, LayerMemory, Moment
 from slm_toolkit.predict.adapters import Weights, adapters_of, weights_of
-from slm_toolkit.predict.engine_bytes import (
-    At,
-    Copies,
-    Dtypes,
-    Step,
-    dtypes_of,
-    fsdp2,
-    replicated,
-)
+from slm_toolkit.predict.engine_bytes import At, Copies, Dtypes, Step, dtypes_of, fsdp2, replicated
 from slm_toolkit.predict.layers import gradients_made, keeps_inputs, layers_of
 from slm_toolkit.predict.loss_memory import loss_memory
 from slm_toolkit.predict.optimizer_bytes import optimizer_temporary

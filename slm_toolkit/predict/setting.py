@@ -7,12 +7,7 @@ from slm_toolkit.groups import fit_groups
 from slm_toolkit.hardware import Gpu
 from slm_toolkit.models import ModelSpec
 from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
-from slm_toolkit.predict.bottleneck import (
-    aligned_sibling,
-    describe_alignment,
-    hw_sibling,
-    misaligned_widths,
-)
+from slm_toolkit.predict.bottleneck import aligned_sibling, describe_alignment, hw_sibling, misaligned_widths
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.host_memory import placement_of

@@ -130,7 +130,7 @@ def _speed(
             *("mfu", "bottleneck", "misaligned_seconds", "tokens_per_second", "tokens_per_second_per_gpu"),
         )
         return dict.fromkeys(names)
-    from slm_toolkit.predict.bottleneck import bottleneck_of
+    from slm_toolkit.predict.speed import bottleneck_of
 
     seconds, rate = time.step_seconds, time.tokens_per_second
     weights = weights_of(spec, adapters_of(spec, config))

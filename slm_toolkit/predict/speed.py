@@ -196,3 +196,14 @@ def _accumulation_seconds(weights: Weights, compute: str, rates: Rates) -> float
     """A further micro-step reads the gradients there are, reads the new ones and writes their sum."""
     element_bytes = 2 if compute not in (AUTOCAST, FP32) else 4
     return 3 * element_bytes * weights.trained / rates.memory_bytes
+
+
+BOTTLENECKS = (
+    *("matmul", "attention", "memory_traffic", "dequantization", "communication", "optimizer"),
+    "launch_overhead",
+)
+
+
+def bottleneck_of(time: StepTime) -> str:
+    """The largest of BOTTLENECKS' parts; what checkpointing does again is counted to none of them."""
+    return max(BOTTLENECKS, key=lambda name: time.parts_seconds[name])

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.estimate import estimates
 from slm_toolkit.hardware import gpu_of_name
 from slm_toolkit.predict.bandwidth import cluster_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING
 from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.paper import GPUS_PER_NODE, MODELS, SEQ_LEN
 from slm_toolkit.predict.site import Site
 from slm_toolkit.prices import Price, price_of

@@ -31,12 +31,7 @@ from slm_toolkit.run.checkpoint_files import (
     write_rank_file,
 )
 from slm_toolkit.run.ranks import gather_to_all
-from slm_toolkit.run.training_state import (
-    num_elements,
-    optimizer_steps,
-    stretches,
-    trained,
-)
+from slm_toolkit.run.training_state import num_elements, optimizer_steps, stretches, trained
 from slm_toolkit.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
 from slm_toolkit.strategy import Strategy
 

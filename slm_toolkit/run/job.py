@@ -36,12 +36,7 @@ from slm_toolkit.record import (
 from slm_toolkit.run.adapters import check_adapters
 from slm_toolkit.run.allocations import AllocationTrace
 from slm_toolkit.run.batches import count_steps, make_loader
-from slm_toolkit.run.checkpoint import (
-    fingerprint,
-    fingerprint_of_frozen,
-    launch_description,
-    run_description,
-)
+from slm_toolkit.run.checkpoint import fingerprint, fingerprint_of_frozen, launch_description, run_description
 from slm_toolkit.run.checkpoint_files import DATA
 from slm_toolkit.run.data import Data, load_data
 from slm_toolkit.run.deepspeed_estimate import deepspeed_estimate_of

@@ -31,8 +31,7 @@ from slm_toolkit.network import (
     bus_bytes_per_second,
     write_network,
 )
-from slm_toolkit.output_flags import positive_number
-from slm_toolkit.parser import Parser, with_underscores
+from slm_toolkit.parser import Parser, positive_number, with_underscores
 from slm_toolkit.record import installed_versions
 from slm_toolkit.run.launched import check_devices, find_launch
 from slm_toolkit.run.ranks import gather_to_all

@@ -11,13 +11,7 @@ from slm_toolkit.record import RECORD_FILE
 from slm_toolkit.record_files import read_record
 from slm_toolkit.run.checkpoint_files import remove
 from slm_toolkit.safe_files import hold
-from slm_toolkit.saved_files import (
-    CHECKPOINTS_DIR,
-    delete_model,
-    finished,
-    saved_model,
-    sweep_checkpoints,
-)
+from slm_toolkit.saved_files import CHECKPOINTS_DIR, delete_model, finished, saved_model, sweep_checkpoints
 
 
 def has_ended(run_dir: Path, identity: str | None = None) -> bool:
