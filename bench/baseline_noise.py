@@ -19,8 +19,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from slm_toolkit.record import RunRecord
-from slm_toolkit.record_files import find_records
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.baseline import changes
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.report.stats import throughput
@@ -30,7 +30,7 @@ import importlib.abc, importlib.util, sys, time
 
 class Patch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "slm_toolkit.run.watch":
+        if name != "slm_toolkit.run.observe.watch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -23,7 +23,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from slm_toolkit.models import PRESETS
+from slm_toolkit.model.model_spec import PRESETS
 
 MODEL = "slm-2b"
 ONE = ("estimate", "--model", MODEL, "--strategy", "ds_zero3", "--num_gpus", "8", "--json")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-TESTS = ("tests/test_training_faults.py", "tests/test_training_data_faults.py", "tests/test_stops.py")
+TESTS = tuple(f"tests/launch/test_{name}.py" for name in ("training_faults", "training_data_faults", "stops"))
 _ROOT = Path(__file__).parent.parent
 _COLUMNS = ("fault", "message", "seconds")
 

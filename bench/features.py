@@ -12,7 +12,7 @@ from typing import Any
 
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.strategy.strategy import find_strategy
 
 MODELS = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")
 FUSED = {"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"}

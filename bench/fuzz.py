@@ -6,8 +6,8 @@
 
 Inputs are real files and commands, changed as text and as values: the same for the same seed. All else than
 a value or such a ValueError is a find: another exception, more than SECONDS, more than MEMORY_BYTES, the end
-of the process. A find is made small and written to tests/corpus/<reader>/, which tests/test_fuzz.py replays.
-Exits with 1 on a find.
+of the process. A find is made small and written to tests/corpus/<reader>/, which
+tests/contracts/test_fuzz.py replays. Exits with 1 on a find.
 """
 
 import argparse
@@ -35,7 +35,7 @@ os.environ.update(
 
 from fuzz_readers import READERS, ROOT, Reader
 
-from slm_toolkit.run.bad_data import BadData
+from slm_toolkit.run.data.bad_data import BadData
 
 ENVIRONMENT = {
     **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},  # a name is asked of nobody

@@ -14,8 +14,8 @@ from typing import Any
 
 from fuzz_seeds import ROOT
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.strategy import config_dir
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.strategy.strategy import config_dir
 
 YAML_OF_JSON = (
     "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
@@ -35,8 +35,8 @@ def _kind(data: bytes) -> str:
 def _use_strategy(strategy: Any, folder: Path) -> None:
     """All that is done with a strategy that was read: checked, counted, estimated, written out."""
     from slm_toolkit.predict.grid import estimates
-    from slm_toolkit.record import everything_asked, identity_of
-    from slm_toolkit.strategy import contradictions, num_machines, on_nodes, write_resolved
+    from slm_toolkit.record.run_record import everything_asked, identity_of
+    from slm_toolkit.strategy.strategy import contradictions, num_machines, on_nodes, write_resolved
 
     contradictions(strategy, RunConfig())
     num_machines(strategy)
@@ -47,7 +47,7 @@ def _use_strategy(strategy: Any, folder: Path) -> None:
 
 
 def strategy_yaml_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.strategy import find_strategy
+    from slm_toolkit.strategy.strategy import find_strategy
 
     (folder / "ds_configs").mkdir()
     for source in config_dir("ds_configs").glob("*.json"):
@@ -57,7 +57,7 @@ def strategy_yaml_input(data: bytes, folder: Path) -> None:
 
 
 def deepspeed_json_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.strategy import find_strategy
+    from slm_toolkit.strategy.strategy import find_strategy
 
     _written(folder, "mine.json", data)
     _written(folder, "mine.yaml", YAML_OF_JSON.encode())
@@ -75,14 +75,14 @@ def model_name_input(data: bytes, folder: Path) -> None:
 
 
 def _use_model(name: str) -> None:
-    from slm_toolkit.gpt_configs import check_trainable
+    from slm_toolkit.model.from_config import check_trainable
     from slm_toolkit.predict.grid import estimates
-    from slm_toolkit.record import model_facts
-    from slm_toolkit.strategy import find_strategy
+    from slm_toolkit.record.run_record import model_facts
+    from slm_toolkit.strategy.strategy import find_strategy
 
     found = estimates({"model": name}, [find_strategy("ds_zero3")], gpus=["h100-80gb"], num_gpus=[8])
     json.dumps([vars(row) for row in found], allow_nan=False)
-    from slm_toolkit.model_names import find_model
+    from slm_toolkit.model.names import find_model
 
     spec = find_model(name)
     json.dumps(model_facts(spec), allow_nan=False)
@@ -90,14 +90,14 @@ def _use_model(name: str) -> None:
 
 
 def prices_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.prices import read_prices
+    from slm_toolkit.hardware.prices import read_prices
 
     for price in read_prices(_written(folder, "prices.yaml", data)).values():
         str(price)
 
 
 def network_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.network import COLLECTIVES, read_network, seconds
+    from slm_toolkit.hardware.network import COLLECTIVES, read_network, seconds
 
     network = read_network(_written(folder, "network.json", data))
     for collective in COLLECTIVES:
@@ -189,8 +189,8 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def checkpoint_input(data: bytes, folder: Path) -> None:
     """A manifest; with its checksum put right, or next to none would be looked at further."""
-    from slm_toolkit.run.checkpoint_files import MANIFEST_FILE, damage, digest_of, read_manifest
-    from slm_toolkit.run.resume import Checkpoint, check_data, num_held_out
+    from slm_toolkit.run.checkpoint.files import MANIFEST_FILE, damage, digest_of, read_manifest
+    from slm_toolkit.run.checkpoint.resume import Checkpoint, check_data, num_held_out
 
     with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
         content = json.loads(data)
@@ -208,8 +208,8 @@ def signed_checkpoint_input(data: bytes, folder: Path) -> None:
     import torch
     from fuzz_seeds import tiny_run
 
-    from slm_toolkit.run import resume
-    from slm_toolkit.run.checkpoint_files import FORMAT, MANIFEST_FILE, digest_of
+    from slm_toolkit.run.checkpoint import resume
+    from slm_toolkit.run.checkpoint.files import FORMAT, MANIFEST_FILE, digest_of
 
     run = tiny_run()
     try:
@@ -255,8 +255,8 @@ def _safetensors(tensors: dict[str, Any], whole: dict[str, bytes]) -> bytes:
 
 
 def timeline_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.memory_timeline import read_segments
-    from slm_toolkit.report.memory import memory_picture
+    from slm_toolkit.record.memory_timeline import read_segments
+    from slm_toolkit.report.tables.memory import memory_picture
 
     path = _written(folder, "memory_timeline.csv", data)
     at_peak = {"phase": "data", "module": "", "num_bytes": 1, "parts": {}, "modules": {}}
@@ -275,7 +275,7 @@ def convert_command_input(data: bytes, folder: Path) -> None:
 
 
 def _convert(source: list[str], data: bytes, folder: Path) -> None:
-    from slm_toolkit.convert import _FORMS, _account, _as_json, convert
+    from slm_toolkit.cli.convert import _FORMS, _account, _as_json, convert
 
     form = list(_FORMS)[sum(data) % len(_FORMS)]
     num = (None, 1, 2, 8, 12)[len(data) % 5]
@@ -303,8 +303,8 @@ def command_line_input(data: bytes, folder: Path) -> None:
 
 def flags_input(data: bytes, folder: Path) -> None:
     """The flags of training, one by one and together."""
-    from slm_toolkit.flags import add_flags, config_from_args, flags_of
-    from slm_toolkit.parser import Parser, with_underscores
+    from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
+    from slm_toolkit.config.parser import Parser, with_underscores
 
     parser = Parser(prog="fuzz")
     add_flags(parser, grid=False)
@@ -320,8 +320,8 @@ def flags_input(data: bytes, folder: Path) -> None:
 
 def rows_input(data: bytes, folder: Path) -> None:
     """Rows of a dataset, by column, as `datasets` hands them over; made into sequences in every packing."""
-    from slm_toolkit.run.formats import format_of
-    from slm_toolkit.run.pack_rows import Pack
+    from slm_toolkit.run.data.formats import format_of
+    from slm_toolkit.run.data.packing import Pack
 
     try:
         rows = json.loads(data)
@@ -349,7 +349,7 @@ def rows_input(data: bytes, folder: Path) -> None:
 def _tokenizer() -> Any:
     from transformers import ByT5Tokenizer
 
-    from slm_toolkit.run.tokenizers import CHAT_TEMPLATE
+    from slm_toolkit.run.data.tokenizers import CHAT_TEMPLATE
 
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -360,8 +360,8 @@ def dataset_file_input(data: bytes, folder: Path) -> None:
     """A whole file through `datasets`."""
     import datasets
 
-    from slm_toolkit.models import PRESETS
-    from slm_toolkit.run.data import load_data
+    from slm_toolkit.model.model_spec import PRESETS
+    from slm_toolkit.run.data.data import load_data
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(60)  # its own lines on stderr, before it raises
@@ -389,9 +389,9 @@ def chat_template_input(data: bytes, folder: Path) -> None:
 
 
 def _load_with_tokenizer(folder: Path, tokenizer: bytes, template: str | None) -> None:
-    from slm_toolkit.models import PRESETS
-    from slm_toolkit.run.pack_rows import Pack
-    from slm_toolkit.run.tokenizers import load_tokenizer
+    from slm_toolkit.model.model_spec import PRESETS
+    from slm_toolkit.run.data.packing import Pack
+    from slm_toolkit.run.data.tokenizers import load_tokenizer
 
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "[UNK]"}
     (folder / "mine").mkdir()
@@ -418,7 +418,7 @@ _CHAT = {
 
 def dataset_names_input(data: bytes, folder: Path) -> None:
     """What `--dataset` may say, as far as local files go."""
-    from slm_toolkit.dataset_files import local_files
+    from slm_toolkit.config.dataset_files import local_files
 
     _written(folder, "a.txt", b"text")
     config = RunConfig(dataset=data.decode("utf-8", "surrogateescape"))
@@ -437,7 +437,7 @@ def slurm_input(data: bytes, folder: Path) -> None:
 
 
 def lm_eval_task_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.run.lm_eval_hook import lm_eval_command
+    from slm_toolkit.run.lm_eval import lm_eval_command
 
     _written(folder, "task.yaml", data)
     lm_eval_command("task.yaml", folder / "model", folder / "out")
@@ -445,7 +445,7 @@ def lm_eval_task_input(data: bytes, folder: Path) -> None:
 
 def launch_input(data: bytes, folder: Path) -> None:
     """Words of `slm launch` up to the meeting."""
-    from slm_toolkit.launch_verb import plan_launch
+    from slm_toolkit.cli.launch import plan_launch
 
     for source in config_dir("accel_configs").glob("*shard.yaml"):
         _written(folder, source.name, source.read_bytes())
@@ -458,7 +458,7 @@ def launch_input(data: bytes, folder: Path) -> None:
 
 def meeting_input(data: bytes, folder: Path) -> None:
     """What a stranger sends to the port where machines meet."""
-    from slm_toolkit.meeting import answer_of, hello_of
+    from slm_toolkit.launch.rendezvous import answer_of, hello_of
 
     with contextlib.suppress(ValueError):
         hello_of(data)
@@ -466,8 +466,8 @@ def meeting_input(data: bytes, folder: Path) -> None:
 
 
 def environment_input(data: bytes, folder: Path) -> None:
-    from slm_toolkit.patience import PATIENCE_VARIABLE, patience_seconds
-    from slm_toolkit.run.launched import find_launch
+    from slm_toolkit.launch.rendezvous import PATIENCE_VARIABLE, patience_seconds
+    from slm_toolkit.run.peers.launch_info import find_launch
 
     text = data.decode("utf-8", "surrogateescape").replace("\0", "")
     os.environ[PATIENCE_VARIABLE] = os.environ["WORLD_SIZE"] = text
@@ -493,7 +493,7 @@ def _quiet() -> Any:
 
 def _slm(*words: str) -> None:
     """`slm` in this process, with its exit code 2 and what it said as a ValueError."""
-    from slm_toolkit.cli import main
+    from slm_toolkit.cli.main import main
 
     with _quiet():
         code = main(list(words))

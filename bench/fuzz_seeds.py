@@ -219,10 +219,10 @@ def tiny_run() -> TinyRun:
     from accelerate import Accelerator
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from slm_toolkit.run.checkpoint import RANDOM_CPU
-    from slm_toolkit.run.checkpoint_files import write_rank_file
-    from slm_toolkit.run.optimizer import AdamWWithMasterWeights
-    from slm_toolkit.run.training_state import num_elements, stretches, trained
+    from slm_toolkit.run.checkpoint.checkpoint import RANDOM_CPU
+    from slm_toolkit.run.checkpoint.files import write_rank_file
+    from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+    from slm_toolkit.run.engine.training_state import num_elements, stretches, trained
 
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
@@ -369,7 +369,7 @@ def records() -> list[bytes]:
 
 
 def timeline_seeds() -> list[bytes]:
-    from slm_toolkit.memory_timeline import PARTS
+    from slm_toolkit.record.memory_timeline import PARTS
 
     head = ",".join(("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS)))
     rows = [

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.run.checkpoint_files import damage, read_manifest
-from slm_toolkit.saved_files import beside_model, finished, model_damage
+from slm_toolkit.record.saved_files import beside_model, finished, model_damage
+from slm_toolkit.run.checkpoint.files import damage, read_manifest
 
 ROOT = Path(__file__).parent.parent
 STRATEGIES = ("ddp", "fsdp_full_shard", "ds_zero3")

@@ -5,8 +5,8 @@
     python bench/memory_accuracy.py --halves small_zero small_zero_held_out --write   # and adds estimates
 
 The development half was looked at while the formulas were made, the held-out half never: it is counted
-only. Tracer (`run/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated bytes on
-rank 0.
+only. Tracer (`run/observe/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated
+bytes on rank 0.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.model_names import find_model
-from slm_toolkit.predict.memory import MemoryEstimate, estimate_memory
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.peak import MemoryEstimate, estimate_memory
+from slm_toolkit.strategy.strategy import find_strategy
 
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
 MODELS = Path(__file__).parent / "data" / "models"

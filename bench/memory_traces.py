@@ -30,8 +30,8 @@ from typing import Any
 
 from memory_accuracy import model_named
 
-from slm_toolkit.record import RECORD_FILE, installed_versions
-from slm_toolkit.strategy import Strategy, find_strategy
+from slm_toolkit.record.run_record import RECORD_FILE, installed_versions
+from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 SEED = 20261120
 HALVES = (

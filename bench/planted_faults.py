@@ -39,19 +39,16 @@ from transformers.models.llama import modeling_llama as llama
 from slm_toolkit import train
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.local import free_port, launch_command, write_resolved
-from slm_toolkit.compare.parity import judge
-from slm_toolkit.hardware import this_machine
-from slm_toolkit.numerics import differences, numerics_from
-from slm_toolkit.record import RECORD_FILE, RunRecord
-from slm_toolkit.record_files import read_record
-from slm_toolkit.run import (
-    data,  # noqa: F401
-    job,
-    optimizer,
-)
-from slm_toolkit.run.launched import Launch
-from slm_toolkit.strategy import find_strategy
-from slm_toolkit.training_command import training_config
+from slm_toolkit.hardware.gpus import this_machine
+from slm_toolkit.launch.training_command import training_config
+from slm_toolkit.record.files import read_record
+from slm_toolkit.record.numerics import differences, numerics_from
+from slm_toolkit.record.parity import judge
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.run import setup as job
+from slm_toolkit.run.engine import optimizer
+from slm_toolkit.run.peers.launch_info import Launch
+from slm_toolkit.strategy.strategy import find_strategy
 
 STRATEGIES = ("ddp", "fsdp_full_shard", "ds_zero2")
 NUM_STEPS = 20

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.model_names import find_model
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.gpu_memory import allocator_slack, context_bytes
-from slm_toolkit.predict.memory import estimate_memory
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.gpu import allocator_slack, context_bytes
+from slm_toolkit.predict.memory.peak import estimate_memory
+from slm_toolkit.strategy.strategy import find_strategy
 
 TABLE = Path(__file__).parent / "data" / "published_memory.csv"
 _SHAPE = (*("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),)

@@ -14,9 +14,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.cli import main as slm
-from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.recipes import Recipe, shipped_recipes
+from slm_toolkit.cli.main import main as slm
+from slm_toolkit.cli.recipes import Recipe, shipped_recipes
+from slm_toolkit.hardware.gpus import gpu_of_name
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 

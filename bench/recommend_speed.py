@@ -7,8 +7,8 @@ import contextlib
 import io
 import time
 
-from slm_toolkit.cli import main as slm
-from slm_toolkit.predict import plans
+from slm_toolkit.cli.main import main as slm
+from slm_toolkit.recommend import plans
 
 ARGUMENTS = (
     *("recommend", "--model", "slm-500m", "slm-1b", "slm-2b", "--json"),

@@ -33,19 +33,19 @@ RANKS = (2, 4)
 SEQ_LENS = (512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32)
 PARTS = {  # what `slm report` does, by the functions that do it
-    "find and read": ("slm_toolkit.report_verb", "find_records"),
-    "parity": ("slm_toolkit.output", "judge"),
+    "find and read": ("slm_toolkit.cli.report", "find_records"),
+    "parity": ("slm_toolkit.cli.output", "judge"),
     "rows, with estimates": ("slm_toolkit.report.rows", "row_of"),
     "of those, estimates": ("slm_toolkit.report.rows", "estimate_of"),
     "of those, statistics": ("slm_toolkit.report.rows", "throughput"),
     "ranking": ("slm_toolkit.report.ranking", "ranked"),
-    "table": ("slm_toolkit.report.table", "comparison_table"),
+    "table": ("slm_toolkit.report.tables.comparison", "comparison_table"),
 }
 
 
 def made_records(launches: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Folder and content, in the order of a grid; seconds and losses differ from launch to launch."""
-    from slm_toolkit.models import PRESETS
+    from slm_toolkit.model.model_spec import PRESETS
 
     chance = random.Random(0)
     templates = [json.loads(path.read_text()) for path in sorted(ROOT.glob("results/cpu/*/record.json"))]
@@ -103,7 +103,7 @@ def main() -> None:
         print(f"{args.num_records:,} records of {num_bytes / args.num_records / 1e3:.1f} kB, one core")
         used = 0.0
         for words in ((), ("--json",)):
-            command = [sys.executable, "-m", "slm_toolkit.cli", "report", name, *words]
+            command = [sys.executable, "-m", "slm_toolkit.cli.main", "report", name, *words]
             began = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - began
@@ -120,7 +120,7 @@ def main() -> None:
 def print_split(folder: str, *, profile: bool) -> None:
     import importlib
 
-    from slm_toolkit.cli import main as slm
+    from slm_toolkit.cli.main import main as slm
 
     spent = dict.fromkeys(PARTS, 0.0)
     for part, (module_name, function_name) in PARTS.items():

@@ -4,10 +4,10 @@
 
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
 steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: the constants that
-`predict/software.py` ships; `left out`: all constants named below fitted again without any row of the model
-that is asked about. The paper's points that nothing explains (`predict.paper.is_unexplained`, six) are in
-neither; points at zero are out of memory, counted apart. Then who wins where the published error bars
-separate two, by the left-out predictions. Last, other people's runs with today's constants (`TODAY`), which
+`predict/speed/software.py` ships; `left out`: all constants named below fitted again without any row of
+the model that is asked about. Points of the paper that nothing explains (`study.published.is_unexplained`,
+six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
+error bars separate two, by the left-out predictions. Last, other people's runs with today's constants (`TODAY`), which
 nothing was fitted to; its hand counts of launches and of Blackwell were set with some of these rows at hand.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from scipy.optimize import least_squares
 from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 
-from slm_toolkit.predict.paper import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
-from slm_toolkit.predict.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
+from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
+from slm_toolkit.study.published import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
 
 PAPER_CONSTANTS = (
     *("misaligned_share.ampere", "misaligned_share.hopper", "eager_slowdown", "score_bytes", "layer_seconds"),

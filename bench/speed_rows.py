@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import Gpu, gpu_of_name
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.bandwidth import Cluster, cluster_of
-from slm_toolkit.predict.host_memory import Placement
-from slm_toolkit.predict.software import Software
-from slm_toolkit.predict.speed import step_time
-from slm_toolkit.predict.traffic import transfers
-from slm_toolkit.strategy import Strategy, find_strategy
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.memory.host import Placement
+from slm_toolkit.predict.speed.bandwidth import Cluster, cluster_of
+from slm_toolkit.predict.speed.software import Software
+from slm_toolkit.predict.speed.step import step_time
+from slm_toolkit.predict.speed.traffic import transfers
+from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 DATA = Path(__file__).parent / "data"
 GPUS_PER_NODE = 8

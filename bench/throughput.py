@@ -64,10 +64,10 @@ def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any
     """Write the work that all arms share: first weights, tokens, options."""
     import numpy as np
 
-    from slm_toolkit.config import RunConfig
-    from slm_toolkit.model_names import find_model
-    from slm_toolkit.run.model import build_model
-    from slm_toolkit.run.synthetic import MarkovTokens
+    from slm_toolkit.config.run_config import RunConfig
+    from slm_toolkit.model.names import find_model
+    from slm_toolkit.run.data.synthetic import MarkovTokens
+    from slm_toolkit.run.model.model import build_model
 
     config = RunConfig(model=model, seq_len=args.seq_len, numerics="fp32")
     spec = find_model(model)

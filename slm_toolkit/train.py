@@ -4,24 +4,24 @@
     slm train --strategy ds_zero3 --dataset texts/       # the same launch of another YAML, from any folder
     python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
 
-Read it downward: parse, set up, prepare (`run/job.py`: and check that what runs is what the YAML asked for),
-train, record.
+Read it downward: parse, set up, prepare (`run/setup.py`: and check that what runs is what the YAML asked
+for), train, record.
 """
 
 import os
 import sys
 
-from slm_toolkit.interrupts import end_at_once
-from slm_toolkit.launcher_gone import end_with_launcher
-from slm_toolkit.python_environment import leave_out_working_folder
-from slm_toolkit.quick_imports import imports_done  # before all that it is for
+from slm_toolkit.base.interrupts import end_at_once
+from slm_toolkit.base.quick_imports import imports_done  # before all that it is for
+from slm_toolkit.launch.launcher_gone import end_with_launcher
+from slm_toolkit.launch.python_environment import leave_out_working_folder
 
 if __name__ == "__main__":
     end_with_launcher()
     leave_out_working_folder()
 
 # isort: split
-from slm_toolkit.training_command import check_command_line, training_config
+from slm_toolkit.launch.training_command import check_command_line, training_config
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or no child of ours could open a GPU
@@ -42,25 +42,31 @@ from typing import Any, NoReturn
 
 import torch
 
-from slm_toolkit.disturbances import warnings_of
-from slm_toolkit.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
-from slm_toolkit.hardware import num_cores
-from slm_toolkit.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
-from slm_toolkit.record import RunRecord, finite
-from slm_toolkit.record_files import write_record
-from slm_toolkit.run.batches import endless, model_inputs, place_in_data, steps_by_labels
-from slm_toolkit.run.engine import optimizer_step
+from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
+from slm_toolkit.config.run_config import learning_rate
+from slm_toolkit.hardware.gpus import num_cores
+from slm_toolkit.launch.lost_ranks import answer_signals
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.measurement_warnings import warnings_of
+from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
+from slm_toolkit.record.run_record import RunRecord, finite
+from slm_toolkit.record.saved_files import MODEL_DIR, sweep
+from slm_toolkit.run.after_step import Guard
+from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run
+from slm_toolkit.run.checkpoint.resume import load_random_states
+from slm_toolkit.run.checkpoint.saved_model import save_model
+from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
+from slm_toolkit.run.engine.engine import optimizer_step, start_tracker
 from slm_toolkit.run.evaluate import described, evaluate, mean_loss
-from slm_toolkit.run.failure import record_mark, write_failure
+from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
-from slm_toolkit.run.guard import Guard
-from slm_toolkit.run.job import Job, Prepared, prepare, set_up
-from slm_toolkit.run.lm_eval_hook import lm_eval, lm_eval_described
-from slm_toolkit.run.measure import deepspeed_engine
-from slm_toolkit.run.place import hold_run, remove_earlier_run
-from slm_toolkit.run.profile import profile_steps
-from slm_toolkit.run.progress import TrainingProgress
-from slm_toolkit.run.rehearse import (
+from slm_toolkit.run.lm_eval import lm_eval, lm_eval_described
+from slm_toolkit.run.observe.measure import deepspeed_engine
+from slm_toolkit.run.observe.profile import profile_steps
+from slm_toolkit.run.observe.progress import TrainingProgress
+from slm_toolkit.run.observe.watch import RunWatch
+from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
+from slm_toolkit.run.rehearse.rehearse import (
     TraceWatch,
     check_stepped,
     fake_batches,
@@ -68,15 +74,7 @@ from slm_toolkit.run.rehearse import (
     tensors_of,
     trace_memory,
 )
-from slm_toolkit.run.resume import load_random_states
-from slm_toolkit.run.saved_model import save_model
-from slm_toolkit.run.since_start import seconds_since_start
-from slm_toolkit.run.stacks import answer_signals
-from slm_toolkit.run.trackers import start_tracker
-from slm_toolkit.run.watch import RunWatch
-from slm_toolkit.run.watchdog import Watchdog
-from slm_toolkit.saved_files import MODEL_DIR, sweep
-from slm_toolkit.schedule import learning_rate
+from slm_toolkit.run.setup import Job, Prepared, prepare, set_up
 
 imports_done()
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.models import PRESETS
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
 
 SPEC = PRESETS["slm-1m"]
 EOS = "</s>"

@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import gpu_of_name
-from slm_toolkit.models import PRESETS
-from slm_toolkit.predict.bandwidth import cluster_of
-from slm_toolkit.predict.plans import GpuOffer, Job, Plan, search
-from slm_toolkit.predict.scaling_laws import LAWS
-from slm_toolkit.predict.site import Site
-from slm_toolkit.prices import Price
-from slm_toolkit.record import RunRecord, model_facts
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.hardware.prices import Price
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.recommend.plans import GpuOffer, Job, Plan, search
+from slm_toolkit.recommend.scaling_laws import LAWS
+from slm_toolkit.record.run_record import RunRecord, model_facts
+from slm_toolkit.strategy.strategy import find_strategy
 
 H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).parent.parent
@@ -37,6 +37,16 @@ SMALL_LLAMA = {
         "hidden_size": 32,
     },
     **{"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 384},
+}
+TIED = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 384,
+    "tie_word_embeddings": True,
 }
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 

@@ -3,11 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from slm_toolkit.conversion.settings import Row
-from slm_toolkit.conversion.written import Written
-from slm_toolkit.convert import convert
-from slm_toolkit.groups import fit_groups
-from slm_toolkit.strategy import Strategy, read_strategy
+from slm_toolkit.cli.convert import convert
+from slm_toolkit.convert.settings import Row
+from slm_toolkit.convert.write import Written
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import Strategy, read_strategy
 
 
 def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Written:

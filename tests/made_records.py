@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from conftest import made_record
 
-from slm_toolkit.anatomy import Anatomy
-from slm_toolkit.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
-from slm_toolkit.record import RunRecord
-from slm_toolkit.record_files import write_record
-from slm_toolkit.report.images import find_browser
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.step_breakdown import Anatomy
+from slm_toolkit.report.charts.images import find_browser
 
 ENGINES = {  # strategy: engine, ZeRO stage, reshard after forward, share of DDP's rate
     "ddp": ("ddp", None, None, 1.0),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from slm_toolkit.finding import REMOVE
+from slm_toolkit.doctor.finding import REMOVE
 
 
 @dataclass(frozen=True)

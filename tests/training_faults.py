@@ -47,7 +47,7 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") an
 
     class Patch(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name != "slm_toolkit.run.loss":
+            if name != "slm_toolkit.run.model.loss_recorder":
                 return None
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)

@@ -21,7 +21,7 @@ from pretend import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--model slm-1m --seq_len 32 --max_steps 3 --per_device_train_batch_size 2"
-SLM = "-m slm_toolkit.cli"
+SLM = "-m slm_toolkit.cli.main"
 RUNS = (  # words of Python, GPUs, GiB of each
     *(
         (f"{SLM} train --strategy {strategy} --num_processes 1 {TINY}", 1, 1.0)

@@ -28,19 +28,19 @@ from typing import Any
 
 import numpy as np
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import Gpu, find_gpu
-from slm_toolkit.model_names import find_model
-from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
-from slm_toolkit.predict.bandwidth import cluster_of
-from slm_toolkit.predict.calibration import COLUMNS, FILE, Calibration, rows_of
-from slm_toolkit.predict.host_memory import Placement
-from slm_toolkit.predict.kernels import LOGIT_BYTES
-from slm_toolkit.predict.matmul import ALIGNMENT, product_seconds, rates_of
-from slm_toolkit.predict.software import TODAY, calibrated
-from slm_toolkit.predict.speed import optimizer_bytes, step_time
-from slm_toolkit.predict.traffic import transfers
-from slm_toolkit.strategy import find_strategy
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.calibration import COLUMNS, FILE, Calibration, rows_of
+from slm_toolkit.hardware.gpus import Gpu, find_gpu
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.host import Placement
+from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
+from slm_toolkit.predict.speed.roofline import LOGIT_BYTES
+from slm_toolkit.predict.speed.software import TODAY, calibrated
+from slm_toolkit.predict.speed.step import optimizer_bytes, step_time
+from slm_toolkit.predict.speed.traffic import transfers
+from slm_toolkit.strategy.strategy import find_strategy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = ("canary", "micro", "ladder", "memory", "trainer", "flash", "extras", "rungs")

@@ -37,7 +37,7 @@ MODULES = ("torch", "transformers", "accelerate", "deepspeed", "slm_toolkit.trai
 ALSO = ("accelerate.commands.launch", "transformers.models.llama.modeling_llama", "torch._dynamo")
 VERSIONS = ("torch", "triton", "transformers", "accelerate", "deepspeed", "numpy", "nvidia-ml-py", "orjson")
 OPTIONAL = ("liger_kernel", "torchao", "flash_attn", "litgpt")
-TRAIN, LAUNCHER = "slm_toolkit.train", "slm_toolkit.launcher"
+TRAIN, LAUNCHER = "slm_toolkit.train", "slm_toolkit.launch.launcher"
 NO_FORK = 97
 "exit code of a fork that could not become the arm: measure.py starts a fresh process instead"
 _POLL_SECONDS = 0.02
@@ -166,7 +166,7 @@ def _of_exit(work: Callable[..., None], *arguments: Any) -> int:
 
 def _run_here(command: list[str], weights_on_gpu: bool) -> None:
     """Python's `[-m MODULE | FILE] ARGUMENTS`, as if this process had been started with it."""
-    importlib.reload(sys.modules["slm_toolkit.run.since_start"])
+    importlib.reload(sys.modules["slm_toolkit.run.peers.failure"])
     sys.orig_argv = command
     if command[1] != "-m":
         sys.argv = command[1:]
@@ -237,7 +237,8 @@ def draw_weights_on_gpu() -> None:
     """
     import torch
 
-    from slm_toolkit.run import job, model
+    from slm_toolkit.run import setup as job
+    from slm_toolkit.run.model import model
 
     build, draw = job.build_model, model.drawn_model
 

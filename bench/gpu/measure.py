@@ -476,7 +476,7 @@ class Measurement:
         on = ("--strategy", arm.strategy or "single", "--num_gpus", str(arm.num_ranks))
         on = (*on, "--gpu", self.gpu or "h200", "--json")
         done = subprocess.run(
-            (sys.executable, "-m", "slm_toolkit.cli", "estimate", *words, *on),
+            (sys.executable, "-m", "slm_toolkit.cli.main", "estimate", *words, *on),
             capture_output=True,
             text=True,
             env=self.env,
@@ -500,7 +500,15 @@ class Measurement:
             return [sys.executable, "-m", "slm_toolkit.train", *words]
         yaml = str(ROOT / "accel_configs" / f"{arm.strategy}.yaml")
         launch = ["--config_file", yaml, "--num_processes", "1", "--main_process_port", _free_port()]
-        return [sys.executable, "-m", "slm_toolkit.launcher", *launch, "-m", "slm_toolkit.train", *words]
+        return [
+            sys.executable,
+            "-m",
+            "slm_toolkit.launch.launcher",
+            *launch,
+            "-m",
+            "slm_toolkit.train",
+            *words,
+        ]
 
     def execute(self, arm: Arm, estimate: dict[str, Any] | None = None) -> dict[str, Any]:
         """The line of an arm that has run, whatever became of it."""
@@ -551,7 +559,7 @@ class Measurement:
             return _of_script(command, said)
         if not (folder / "record.json").is_file():
             return {}, last_words(said, 0)
-        report = (sys.executable, "-m", "slm_toolkit.cli", "report", str(folder), "--json")
+        report = (sys.executable, "-m", "slm_toolkit.cli.main", "report", str(folder), "--json")
         done = subprocess.run(report, capture_output=True, text=True, env=self.env, cwd=ROOT)
         try:
             (row,) = json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """Run Python as if this machine had an NVIDIA GPU; every tensor stays in host RAM.
 
     python bench/gpu/pretend.py -- -m slm_toolkit.train --model slm-1m --max_steps 3
-    python bench/gpu/pretend.py --gpus 2 --memory_gib 1 -- -m slm_toolkit.cli compare ...
+    python bench/gpu/pretend.py --gpus 2 --memory_gib 1 -- -m slm_toolkit.cli.main compare ...
 
 The lines under `torch.cuda.is_available()` and `device.type == "cuda"` run, in child processes too. Each
 storage is on the GPU or on the host, as on a real machine: an operation that mixes the two raises, as do

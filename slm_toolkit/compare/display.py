@@ -5,6 +5,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,12 +19,118 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from slm_toolkit.compare.causes import LOG_FILE, telling_lines
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.time_left import as_words, seconds_left
-from slm_toolkit.compare.waits import Waits
-from slm_toolkit.config import RunConfig
-from slm_toolkit.record import PARITY_REFERENCE, RunRecord
+from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.launch.torch_extensions import WAITING
+from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
+
+
+def seconds_left(
+    done: list[tuple[PlannedRun, float]],
+    waiting: list[PlannedRun],
+    running: list[tuple[PlannedRun, float]],
+    *,
+    num_slots: int,
+) -> float | None:
+    """Seconds until all are done; `done` and `running` with the seconds they took until now.
+
+    A run takes the mean of those done with its model, strategy and batch, else its model and strategy, else
+    its strategy, else of all. None before the first is done.
+    """
+    if not done:
+        return None
+    took: dict[tuple, list[float]] = {}
+    for run, seconds in done:
+        for kind in _kinds(run):
+            took.setdefault(kind, []).append(seconds)
+
+    def expected(run: PlannedRun) -> float:
+        return next(mean(took[kind]) for kind in _kinds(run) if kind in took)
+
+    rest = [max(0.0, expected(run) - elapsed) for run, elapsed in running]
+    total = sum(rest) + sum(expected(run) for run in waiting)
+    return max([total / num_slots, *rest])
+
+
+def as_words(seconds: float) -> str:
+    """45 s, 12 min, 3 h 20 min, 2 d 5 h."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    if hours < 36:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{int(hours // 24)} d {round(hours % 24)} h"
+
+
+def _kinds(run: PlannedRun) -> list[tuple]:
+    """From the narrowest to that of all runs."""
+    model, strategy, batch = run.spec.name, run.strategy.name, run.config.per_device_train_batch_size
+    return [(model, strategy, batch), (model, strategy), (strategy,), ()]
+
+
+_MOST_BYTES = 64 * 1024
+"of a log that are read in one look; of more, the last"
+
+
+class Waits:
+    """Follows the log of one run; `look` several times a second."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.shown: set[str] = set()
+        "that were printed where there is no live line"
+        self._began_at = time.monotonic()
+        self._first_step_at: float | None = None
+        self._before_step_1: str | None = None
+        self._step: float | None = None
+        self._wait: str | None = None
+        self._offset = 0
+        self._half_line = b""
+
+    def look(self, state: dict[str, float] | None) -> str | None:
+        """What the run said last that it waits for; None where it did not, or has done a step since.
+
+        `state`: what the run wrote last about its steps, None before the first.
+        """
+        for line in self._new_lines():
+            if line.startswith(WAITING):
+                self._wait = line.removeprefix(WAITING).strip()
+                if state is None:
+                    self._before_step_1 = self._wait
+        step = None if state is None else state["step"]
+        if step != self._step:
+            self._step, self._wait = step, None
+            self._first_step_at = self._first_step_at or time.monotonic()
+        return self._wait
+
+    def at_the_end(self, seconds_total: float) -> str:
+        """`, 270 s of it before step 1: ...` where the run waited there, else nothing."""
+        if self._before_step_1 is None:
+            return ""
+        seconds = seconds_total if self._first_step_at is None else self._first_step_at - self._began_at
+        seconds = min(seconds, seconds_total)  # which the run itself has counted
+        return f", {seconds:.0f} s of it before step 1: {self._before_step_1}"
+
+    def _new_lines(self) -> list[str]:
+        """The whole lines that were written since the last look."""
+        try:
+            with self.log.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:  # another try has a new log
+                    self._offset, self._half_line = 0, b""
+                if size - self._offset > _MOST_BYTES:
+                    self._offset, self._half_line = size - _MOST_BYTES, b""
+                file.seek(self._offset)
+                new = file.read(size - self._offset)
+        except OSError:  # not there yet, or moved away just now
+            return []
+        self._offset += len(new)
+        *whole, self._half_line = (self._half_line[-_MOST_BYTES:] + new).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
 
 _QUOTED_LINES = 5
 _STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow"}

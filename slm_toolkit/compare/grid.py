@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
-from slm_toolkit.flags import every_config
-from slm_toolkit.gpt_configs import check_trainable
-from slm_toolkit.groups import fit_groups, is_hybrid, parallel_problems
-from slm_toolkit.hardware import Machine
-from slm_toolkit.hub import check_hub_datasets
-from slm_toolkit.model_names import check_adapter_base, find_model
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.numerics import FP32_STEPS
-from slm_toolkit.record import (
+from slm_toolkit.config.flags import every_config
+from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.model.from_config import check_trainable
+from slm_toolkit.model.hub import check_hub_datasets
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import check_adapter_base, find_model
+from slm_toolkit.record.numerics import FP32_STEPS
+from slm_toolkit.record.run_record import (
     PARITY_REFERENCE,
     everything_asked,
     identity_of,
     installed_versions,
     run_name_of,
 )
-from slm_toolkit.strategy import Strategy, as_flags_say, contradictions, find_strategy, num_machines
+from slm_toolkit.strategy.groups import fit_groups, is_hybrid, parallel_problems
+from slm_toolkit.strategy.strategy import Strategy, as_flags_say, contradictions, find_strategy, num_machines
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
 from slm_toolkit.compare.predicted import estimator_of
-from slm_toolkit.predict.as_launched import config_as_launched
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
-from slm_toolkit.record import RunRecord
-from slm_toolkit.strategy import Strategy
+from slm_toolkit.predict.setup import config_as_launched
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.strategy.strategy import Strategy
 
 TRIAL_STEPS = 3
 "the first makes the optimizer's states, the second is what all later ones are like"

@@ -15,22 +15,21 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.compare.causes import LOG_FILE, port_taken
-from slm_toolkit.compare.ended import Ended, own_record, record_of
+from slm_toolkit.base.errors import DISK_FULL
+from slm_toolkit.base.safe_files import open_new
+from slm_toolkit.compare.gpu_slots import Slot
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.host_ram import HostRam, look_at_host_ram, who_killed
-from slm_toolkit.compare.keeper import end_kept, start_kept
-from slm_toolkit.compare.slots import Slot
-from slm_toolkit.compare.stacks import explain, look_at_ranks
-from slm_toolkit.disk_full import DISK_FULL
-from slm_toolkit.flags import flags_of
-from slm_toolkit.hardware import num_cores
-from slm_toolkit.python_environment import safe_environment
-from slm_toolkit.record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
-from slm_toolkit.record_files import read_record, write_record
-from slm_toolkit.safe_files import open_new
-from slm_toolkit.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
-from slm_toolkit.strategy import config_options, write_resolved
+from slm_toolkit.compare.hangs import explain, look_at_ranks
+from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken, record_of
+from slm_toolkit.compare.supervisor import end_kept, start_kept
+from slm_toolkit.config.flags import flags_of
+from slm_toolkit.hardware.gpus import num_cores
+from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
+from slm_toolkit.launch.python_environment import safe_environment
+from slm_toolkit.record.files import read_record, write_record
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
+from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
+from slm_toolkit.strategy.strategy import config_options, write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
 "called several times a second with what the run last wrote about itself, None before the first step"

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from slm_toolkit.compare.ended import planned_record
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
-from slm_toolkit.hardware import find_gpu
-from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
+from slm_toolkit.compare.outcome import planned_record
+from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.host_memory import placement_of
-from slm_toolkit.predict.unknown import unknown_to_estimates
-from slm_toolkit.record import RunRecord
+from slm_toolkit.predict.memory.coverage import unknown_to_estimates
+from slm_toolkit.predict.memory.host import placement_of
+from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.record.run_record import RunRecord
 
 
 def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:

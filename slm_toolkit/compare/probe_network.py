@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slm_toolkit.compare.causes import LOG_FILE, reason_in_log
-from slm_toolkit.compare.keeper import end_kept, start_kept
+from slm_toolkit.base.safe_files import open_new
 from slm_toolkit.compare.local import free_port
-from slm_toolkit.hardware import Machine
-from slm_toolkit.network import COLLECTIVES
-from slm_toolkit.python_environment import safe_environment
-from slm_toolkit.safe_files import open_new
-from slm_toolkit.strategy import find_strategy, write_resolved
+from slm_toolkit.compare.outcome import LOG_FILE, reason_in_log
+from slm_toolkit.compare.supervisor import end_kept, start_kept
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.hardware.network import COLLECTIVES
+from slm_toolkit.launch.python_environment import safe_environment
+from slm_toolkit.strategy.strategy import find_strategy, write_resolved
 
 
 def num_ranks_to_probe(asked: int | None, machine: Machine) -> int:

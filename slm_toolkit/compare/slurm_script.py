@@ -7,15 +7,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.compare.causes import LOG_FILE
+from slm_toolkit.base.safe_files import write_new
+from slm_toolkit.base.user_files import check_name, read_text
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.flags import flags_of
-from slm_toolkit.hardware import Machine
-from slm_toolkit.safe_files import write_new
-from slm_toolkit.strategy import Strategy, num_machines, on_nodes, write_resolved
-from slm_toolkit.user_files import check_name, read_text
+from slm_toolkit.compare.outcome import LOG_FILE
+from slm_toolkit.config.flags import flags_of
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.strategy.strategy import Strategy, num_machines, on_nodes, write_resolved
 
-SLURM_TEMPLATE = Path(__file__).parent.parent / "data" / "slurm.sh"
+SLURM_TEMPLATE = Path(__file__).parent / "slurm.sh"
 SCRIPT_FILE = "slurm.sh"
 "what a run's script is called, in the run's folder; Slurm's queue shows its path, by which jobs are found"
 

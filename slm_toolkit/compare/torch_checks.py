@@ -3,29 +3,29 @@
 from rich.console import Console
 
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.config import SYNTHETIC
+from slm_toolkit.config.run_config import SYNTHETIC
 
 
 def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
     """Raises ValueError for data, a tracker, a kernel or a package that can't serve."""
     config = runs[-1].config  # the first may be references, which report to nobody
     if config.report_to != "none":
-        from slm_toolkit.run.trackers import check_tracker
+        from slm_toolkit.run.engine.engine import check_tracker
 
         check_tracker(config.report_to)
     if any(run.config.use_liger_kernel or run.config.tf32 or run.config.fp8 != "none" for run in runs):
-        from slm_toolkit.run.optional_kernels import check_optional
+        from slm_toolkit.run.kernels.optional import check_optional
 
         for run in runs:
             check_optional(run.config)
     if kernels := {run.config.attn_implementation for run in runs} - {"eager", "sdpa"}:
-        from slm_toolkit.run.model import check_attention
+        from slm_toolkit.run.model.model import check_attention
 
         for run in {(run.spec.name, run.config.attn_implementation): run for run in runs}.values():
             if run.config.attn_implementation in kernels:
                 check_attention(run.spec, run.config)
     if config.dataset != SYNTHETIC:
-        from slm_toolkit.run.data import load_data
+        from slm_toolkit.run.data.data import load_data
 
         with console.status("reading the dataset"):
             for run in {(run.spec.name, run.config.seq_len): run for run in runs}.values():

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.models import PRESETS, ModelSpec
-from slm_toolkit.predict.matmul import ALIGNMENT, is_aligned
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS, ModelSpec
+from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 
 if TYPE_CHECKING:
     from slm_toolkit.predict.estimate import Estimate

@@ -5,13 +5,14 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.hardware import Gpu
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.adapters import adapters_of, weights_of
-from slm_toolkit.predict.calibration import calibration_of
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.calibration import calibration_of
+from slm_toolkit.hardware.gpus import Gpu
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.deepspeed_estimator import DeepSpeedNeeds
-from slm_toolkit.predict.gpu_memory import (
+from slm_toolkit.predict.deployment import Site, speed_and_cost
+from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
+from slm_toolkit.predict.memory.gpu import (
     allocated_band,
     allocator_slack,
     context_bytes,
@@ -19,10 +20,9 @@ from slm_toolkit.predict.gpu_memory import (
     verdict_of,
     workspace_bytes,
 )
-from slm_toolkit.predict.host_memory import Placement, host_bytes_per_node, memory_of_rank
-from slm_toolkit.predict.memory import MemoryEstimate
-from slm_toolkit.predict.site import Site, speed_and_cost
-from slm_toolkit.strategy import Strategy
+from slm_toolkit.predict.memory.host import Placement, host_bytes_per_node, memory_of_rank
+from slm_toolkit.predict.memory.peak import MemoryEstimate
+from slm_toolkit.strategy.strategy import Strategy
 
 LARGEST_BATCH_TRIED = 2**20
 
@@ -59,9 +59,9 @@ class Estimate:
     "matrices of each layer that have an adapter; None where all is trained"
     num_trainable_params: int
     software: str
-    "generation of torch and transformers, as in `predict.activations.SOFTWARE`"
+    "generation of torch and transformers, as in `predict.speed.software.SOFTWARE`"
     calibration: str | None
-    "what was measured on this GPU, by `predict/calibration.py`; None: constants fitted to published runs"
+    "what was measured on this GPU, by `hardware/calibration.py`; None: constants fitted to published runs"
     peak_allocated_bytes: int
     peak_allocated_low_bytes: int
     peak_allocated_high_bytes: int
@@ -74,7 +74,7 @@ class Estimate:
     peak_instant: str
     fits: bool | None
     verdict: str | None
-    "fits, tight or does not fit; see predict/gpu_memory.py"
+    "fits, tight or does not fit; see predict/memory/gpu.py"
     headroom_bytes: int | None
     "the GPU's memory less cuda_context and peak_allocated_bytes"
     batch_with_margin: int | None
@@ -94,7 +94,7 @@ class Estimate:
     step_low_seconds: float | None
     step_high_seconds: float | None
     parts_seconds: dict[str, float] | None
-    "by `predict.speed.PARTS`; they add up to step_seconds"
+    "by `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
     "of matmul: what widths off the multiple of 8 cost"
     tokens_per_second: float | None
@@ -102,7 +102,7 @@ class Estimate:
     mfu: float | None
     "of 6 N + 12 L H S per token; with adapters of 4 N + 6 N_adapters + 12 L H S: `flops.py`"
     bottleneck: str | None
-    "one of `predict.bottleneck.BOTTLENECKS`"
+    "one of `predict.speed.step.BOTTLENECKS`"
     inter_node_gbps: float | None
     "gigabit per second that a node has, as given, measured, or as AWS rents it"
     inter_node_gbps_needed: float | None

@@ -8,8 +8,9 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.estimate_checks import (
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.flag_checks import (
     CHANGES_NOTHING,
     all_of,
     flag_problems,
@@ -17,14 +18,13 @@ from slm_toolkit.estimate_checks import (
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.gpt_configs import position_problem
-from slm_toolkit.groups import fit_groups
-from slm_toolkit.strategy import Strategy, contradictions
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 if TYPE_CHECKING:
-    from slm_toolkit.hardware import Gpu
+    from slm_toolkit.hardware.gpus import Gpu
+    from slm_toolkit.predict.deployment import Site
     from slm_toolkit.predict.estimate import Estimate
-    from slm_toolkit.predict.site import Site
 
 
 def estimates(
@@ -43,11 +43,11 @@ def estimates(
 
     A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
     """
-    from slm_toolkit.hardware import gpu_of_name
-    from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
+    from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.host_memory import placement_of
+    from slm_toolkit.predict.memory.host import placement_of
+    from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
 
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]

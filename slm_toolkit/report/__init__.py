@@ -1,1 +1,1 @@
-"""Records to tables, pages, pictures, exported files and trackers."""
+"""Records to rows, ranks and errors of predictions."""

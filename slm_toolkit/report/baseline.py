@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.numerics import ALIKE, PARITY_STEPS, precision_of
-from slm_toolkit.record import finite
+from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
+from slm_toolkit.record.run_record import finite
 from slm_toolkit.report.rows import Row, num_asked_otherwise
 from slm_toolkit.report.stats import overlap
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.predict.gpu_memory import STATE
-from slm_toolkit.record import RunRecord
+from slm_toolkit.predict.memory.gpu import STATE
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import estimate_of, offloads
 
 PEAK_ALLOCATED = "peak_allocated"

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from slm_toolkit.numerics import differences, numerics_from
+from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.report.rows import Row, num_asked_otherwise
 
 

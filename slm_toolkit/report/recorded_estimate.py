@@ -7,18 +7,18 @@ from typing import Any
 
 import orjson
 
-from slm_toolkit.config import REHEARSED_RANKS_PER_NODE, RunConfig
-from slm_toolkit.groups import fit_groups
-from slm_toolkit.hardware import find_gpu
-from slm_toolkit.models import ModelSpec
-from slm_toolkit.predict.as_launched import config_as_launched, strategy_as_launched
+from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.hardware.gpus import find_gpu
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.host_memory import Placement, memory_of_rank, placement_of
-from slm_toolkit.predict.memory import MemoryEstimate
-from slm_toolkit.record import RunRecord, config_of, spec_of
-from slm_toolkit.record_check import LARGEST
-from slm_toolkit.strategy import Strategy
+from slm_toolkit.predict.memory.host import Placement, memory_of_rank, placement_of
+from slm_toolkit.predict.memory.peak import MemoryEstimate
+from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.record.check import LARGEST
+from slm_toolkit.record.run_record import RunRecord, config_of, spec_of
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import Strategy
 
 _NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps", "timing_warmup_steps")
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.disturbances import padding_share, warnings_of
-from slm_toolkit.flops import flops_per_token, flops_per_token_without_attention
-from slm_toolkit.hardware import find_gpu
+from slm_toolkit.hardware.gpus import find_gpu
+from slm_toolkit.hardware.prices import find_price
+from slm_toolkit.model.flops import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
-from slm_toolkit.prices import find_price
-from slm_toolkit.record import RunRecord, flags_asked, spec_of
+from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
+from slm_toolkit.record.run_record import RunRecord, flags_asked, spec_of
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
 

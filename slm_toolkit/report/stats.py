@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from math import comb, fsum, sqrt
 from statistics import fmean, median
 
-from slm_toolkit.disturbances import OTHER_CORES, USED_BYTES, padding_share
-from slm_toolkit.record import RunRecord
+from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
+from slm_toolkit.record.run_record import RunRecord
 
 STEPS_PER_BLOCK = 10
 "as in the paper: at least three runs of ten steps"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.record import RunRecord
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row
 
 PROJECT = "slm_comparisons"

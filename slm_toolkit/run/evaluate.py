@@ -6,9 +6,9 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from slm_toolkit.config import RunConfig
-from slm_toolkit.run.batches import model_inputs, num_labels
-from slm_toolkit.run.loss import RecordedLoss
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.run.data.batches import model_inputs, num_labels
+from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
 
 @torch.no_grad()

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from slm_toolkit.errors import user_errors
-from slm_toolkit.network import (
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.parser import Parser, positive_number, with_underscores
+from slm_toolkit.hardware.network import (
     COLLECTIVES,
     NETWORK_FILE,
     PROBE_SECONDS,
@@ -31,10 +32,9 @@ from slm_toolkit.network import (
     bus_bytes_per_second,
     write_network,
 )
-from slm_toolkit.parser import Parser, positive_number, with_underscores
-from slm_toolkit.record import installed_versions
-from slm_toolkit.run.launched import check_devices, find_launch
-from slm_toolkit.run.ranks import gather_to_all
+from slm_toolkit.record.run_record import installed_versions
+from slm_toolkit.run.peers.launch_info import check_devices, find_launch
+from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 _SMALLEST_BYTES = 64 * 2**10
 _LARGEST_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}

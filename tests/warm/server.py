@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import psutil
 import setproctitle
 
-from slm_toolkit import launcher_gone
+from slm_toolkit.launch import launcher_gone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sitecustomize import MODULES, fixed
@@ -106,7 +106,7 @@ def run(asked: dict[str, Any]) -> None:
     os.getppid = lambda: asked["parent"]
     launcher_gone.end_with_launcher = lambda **_: None  # this process ends with its client
     random.seed()
-    importlib.reload(sys.modules["slm_toolkit.run.since_start"])
+    importlib.reload(sys.modules["slm_toolkit.run.peers.failure"])
     at_once = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in asked["command"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=at_once)

@@ -8,7 +8,7 @@ import os
 import sys
 
 SOCKET = os.environ.get("SLM_WARM_SOCKET")
-MODULES = ("slm_toolkit.train", "slm_toolkit.launcher", "accelerate.commands.launch")
+MODULES = ("slm_toolkit.train", "slm_toolkit.launch.launcher", "accelerate.commands.launch")
 WHILE_RUNNING = (  # read by torch, accelerate, this project and its recipes, gloo and Python as they run
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
     *("PARALLELISM_CONFIG_", "SLM_", "PWD", "OLDPWD", "COLUMNS", "PYTEST_", "PYTHONPATH", "PYTHONSAFEPATH"),

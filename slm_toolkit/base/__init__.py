@@ -1,0 +1,1 @@
+"""What every room uses: errors, files that users name, files that runs write, secrets."""

@@ -1,1 +1,0 @@
-"""Faults of a configuration that need no closed form: keys, versions, machine, environment."""

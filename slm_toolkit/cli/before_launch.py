@@ -1,0 +1,95 @@
+"""What doctor finds wrong in runs that are about to be launched."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.case import Case, Files, read_files
+from slm_toolkit.doctor.examine import examine
+from slm_toolkit.doctor.finding import TRAINS_ALL_THE_SAME, Finding, gravest_first
+from slm_toolkit.doctor.host import Host, look_here
+from slm_toolkit.hardware.gpus import Machine, find_gpu
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
+from slm_toolkit.strategy.strategy import Strategy, is_shipped, num_machines
+
+_NOT_LOOKED_AT = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
+"fields of a RunConfig that no finding depends on: a grid over them is examined once"
+
+
+def check_launches(
+    launches: Iterable[tuple[Strategy, RunConfig, ModelSpec, int]], machine: Machine, *, is_here: bool
+) -> list[str]:
+    """Lines on what is wrong with runs that train all the same; each launch has its number of ranks.
+
+    Raises one ValueError with every finding of severity wrong that keeps a run from training as asked.
+    is_here: whether they run on this machine, whose disks, libraries and environment then count.
+    """
+    host = look_here(is_meant=is_here, ram_bytes=None, free_ram_bytes=None, versions={})
+    host = host if is_here else replace(host, gpu_names=())
+    default = RunConfig()
+    same = {name: getattr(default, name) for name in _NOT_LOOKED_AT}
+    cases: dict[tuple, Case] = {}
+    for strategy, config, spec, num_ranks in launches:
+        looked_at = replace(config, **same)
+        key = (strategy.name, looked_at, spec.name, num_ranks)
+        if key not in cases:
+            cases[key] = _case(strategy, looked_at, spec, num_ranks, machine, host)
+    found = [finding for case in cases.values() for finding in examine(case).found]
+    wrong = [finding for finding in gravest_first(found) if finding.severity == "wrong"]
+    refused = [_line(finding) for finding in wrong if finding.name not in TRAINS_ALL_THE_SAME]
+    if refused:
+        own = dict.fromkeys(str(case.files.yaml_path) for case in cases.values())
+        named = " ".join(path for path in own if not is_shipped(Path(path))) or "NAME"
+        raise ValueError(
+            "nothing is launched:\n"
+            + "\n".join(dict.fromkeys(refused))
+            + f"\nhint: `slm doctor --strategy {named}` says more, and --fix DIR writes corrected copies"
+        )
+    return list(dict.fromkeys(f"note: {_line(finding)}" for finding in wrong))
+
+
+def _line(finding: Finding) -> str:
+    where = ": ".join(part for part in (finding.file or finding.strategy, finding.key) if part)
+    place = f"{where}: " if where else ""
+    return f"{place}{finding.sentence} [{finding.name}]: {finding.why}. Change: {finding.change}"
+
+
+def _case(
+    strategy: Strategy, config: RunConfig, spec: ModelSpec, num_ranks: int, machine: Machine, host: Host
+) -> Case:
+    gpu = find_gpu(machine.gpu)
+    is_rehearsal = config.rehearse is not None  # plays ranks of another machine
+    return Case(
+        name=strategy.name,
+        files=_files(strategy, num_ranks),
+        spec=spec,
+        flags=config,
+        host=replace(host, is_meant=False) if is_rehearsal else host,
+        num_gpus=num_ranks,
+        gpus_per_node=max(1, num_ranks // num_machines(strategy)),
+        gpu_names=(gpu.name,) if gpu is not None else (),
+    )
+
+
+def _files(strategy: Strategy, num_ranks: int) -> Files:
+    """The files as they will be launched; of a user's own the keys that stand there twice, too."""
+    path = Path(strategy.path)
+    config = {**strategy.accelerate_config, "num_processes": num_ranks}
+    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    text = json.dumps(config) if path.suffix == ".json" else yaml.safe_dump(config, sort_keys=False)
+    files = Files(path, "" if strategy.is_bare_json else text, config)
+    if not is_shipped(path):
+        files = replace(files, duplicates=read_files(path).duplicates)
+    if named is None:
+        return files
+    return replace(
+        files,
+        json_path=deepspeed_config_path(str(named), path),
+        json_text=json.dumps(strategy.deepspeed_config),
+        deepspeed=strategy.deepspeed_config,
+    )

@@ -1,0 +1,481 @@
+"""`slm compare`: launches of a grid, one after another, side by side or as Slurm jobs, and their table."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.cli.network import add_probe_flags, print_probe
+from slm_toolkit.cli.output import (
+    add_output_flags,
+    check_exports,
+    exports_asked,
+    print_records,
+    read_baseline,
+    rows_of,
+)
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
+from slm_toolkit.config.flags import add_flags, every_config
+from slm_toolkit.config.parser import count, positive_number, whole_number
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import Machine, this_machine
+from slm_toolkit.hardware.machine import advise
+from slm_toolkit.hardware.prices import find_price
+from slm_toolkit.launch.training_command import check_training
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.strategy.shipped import strategies_asked
+from slm_toolkit.strategy.strategy import (
+    STUDIED_STRATEGIES,
+    check_one_machine,
+    find_strategy,
+    precision_asked,
+    precision_note,
+    shipped_strategies,
+)
+
+if TYPE_CHECKING:
+    from slm_toolkit.compare.gpu_slots import Slot
+    from slm_toolkit.compare.grid import PlannedRun
+    from slm_toolkit.compare.slurm import SlurmJobs
+    from slm_toolkit.compare.slurm_script import SlurmNodes
+
+
+def add_grid_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        metavar="NAME|YAML|JSON",
+        help=f"of {', '.join(shipped_strategies())}, or an accelerate YAML or a DeepSpeed JSON (default:"
+        f" {', '.join(STUDIED_STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"
+    )
+    parser.add_argument(
+        "--timeout", type=positive_number, default=3600, metavar="SECONDS", help="per run (default: 3600)"
+    )
+    parser.add_argument(
+        "--retry", type=whole_number, default=0, metavar="N", help="try a failed run again up to N times"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=count,
+        default=1,
+        metavar="N",
+        help="launch each run N times; with 3 or more, intervals are those of the launches (default: 1)",
+    )
+    parser.add_argument(
+        "--parity",
+        type=count,
+        metavar="K",
+        help="do K steps of a task that shows faults, in one process too (in fp32, and in the numerics "
+        "asked), and of each strategy the first five in fp32; compare losses and gradient norms: exit code 1 "
+        "where they differ",
+    )
+    parser.add_argument(
+        "--largest_batch",
+        action="store_true",
+        help="find the largest --per_device_train_batch_size that runs, by short runs from the estimate on",
+    )
+    parser.add_argument(
+        "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
+    )
+    parser.add_argument(
+        "--gpus_per_run",
+        type=count,
+        metavar="K",
+        help="run several side by side, each on K GPUs of its own (default: one at a time, on all)",
+    )
+    parser.add_argument(
+        "--runs_at_once",
+        type=count,
+        metavar="N",
+        help="without a GPU: run N side by side on shares of the cores, which slow each other down",
+    )
+    parser.add_argument(
+        "--skip_oom",
+        action="store_true",
+        help="launch no run that will not fit this GPU by the estimate: its row says so, and by how much",
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="launch nothing: print the commands of the runs to do, one per line (with --json as a list)",
+    )
+    parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
+
+
+def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("slurm")
+    group.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="where runs are launched: on this machine one after another, or each as a Slurm job "
+        "(default: local)",
+    )
+    group.add_argument("--num_nodes", type=count, metavar="N", help="nodes of each job (default: 1)")
+    group.add_argument(
+        "--gpus_per_node",
+        type=whole_number,
+        metavar="N",
+        help="GPUs of each node (default: 0, CPU processes)",
+    )
+    group.add_argument(
+        "--slurm_options",
+        metavar="OPTIONS",
+        help='sbatch\'s own, as in --slurm_options="--partition=gpu --account=me --time=2:00:00"; '
+        "--timeout is the time limit where this has none",
+    )
+    group.add_argument(
+        "--slurm_template", type=Path, metavar="FILE", help=f"the job's script, after {SLURM_TEMPLATE}"
+    )
+    group.add_argument(
+        "--slurm_only_write",
+        action="store_true",
+        help="write the scripts, print how to submit them, submit nothing",
+    )
+
+
+_OF_THIS_MACHINE = {
+    "gpus_per_run": "--gpus_per_node says how many a run gets",
+    "runs_at_once": "runs go on side by side as the cluster has room",
+    "dry_run": "--slurm_only_write shows what would be submitted",
+    "skip_oom": "the nodes' GPU is not known before a run ends",
+}
+
+
+def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
+    """What the flags ask of Slurm; None for runs on this machine. Raises ValueError where they contradict."""
+    names = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.launcher == "local":
+        given |= {"slurm_only_write": True} if args.slurm_only_write else {}
+        if given:
+            raise ValueError(f"--{next(iter(given))} without --launcher slurm\nhint: add --launcher slurm")
+        return None
+    num_nodes, gpus_per_node = given.get("num_nodes", 1), given.get("gpus_per_node", 0)
+    num_processes = args.num_processes
+    if num_processes is None:
+        num_processes = num_nodes * gpus_per_node or 2
+    problems = []
+    if num_processes % num_nodes:
+        problems.append(f"{num_processes} processes on {num_nodes} nodes: give --num_processes a multiple")
+    if args.probe_network:
+        problems.append(
+            "--probe_network with --launcher slurm: sbatch the command of slm_toolkit.run.network_probe"
+        )
+    if args.rehearse and num_nodes > 1:
+        problems.append("--rehearse with --num_nodes, but a rehearsal is one process")
+    if args.largest_batch and args.slurm_only_write:
+        problems.append("--largest_batch with --slurm_only_write, but each trial depends on the one before")
+    problems += [
+        f"--{name} with --launcher slurm, where {instead}"
+        for name, instead in _OF_THIS_MACHINE.items()
+        if getattr(args, name)
+    ]
+    if problems:
+        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help` explains each flag")
+    return slurm_nodes(
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        options=given.get("slurm_options", ""),
+        template=given.get("slurm_template", SLURM_TEMPLATE),
+    )
+
+
+def print_scripts(
+    runs: list[PlannedRun], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
+) -> int:
+    """Write each run's script and print how to submit it; `slm compare` finds the jobs again."""
+    for run in runs:
+        script = write_script(run, nodes, timeout_seconds=timeout_seconds)
+        print(f"sbatch {shlex.quote(str(script))}")
+    console.print(
+        "the same command without --slurm_only_write waits for these jobs and collects their records"
+    )
+    return 0
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm compare`, and what it does."""
+    parser.description = (
+        "Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
+        "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated."
+    )
+    add_grid_flags(parser)
+    add_probe_flags(parser)
+    add_slurm_flags(parser)
+    add_output_flags(parser)
+    add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
+    parser.set_defaults(verb=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from slm_toolkit.cli.before_launch import check_launches
+    from slm_toolkit.compare.slurm import SlurmJobs
+    from slm_toolkit.compare.supervisor import locked
+    from slm_toolkit.compare.torch_checks import check_with_torch
+
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
+        number = getattr(signal, name, None)
+        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs outlive a login
+            continue
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            signal.signal(number, signal.default_int_handler)
+    with user_errors():
+        nodes = nodes_asked(args)
+    if args.probe_network:
+        return print_probe(args)
+    console = Console(stderr=True)
+    with ExitStack() as until_the_end:
+        with user_errors():
+            if args.memory and not (args.trace_memory or args.rehearse):
+                raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+            check_exports(args)
+            if args.dry_run and (files := exports_asked(args)):
+                raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
+            baseline = read_baseline(args.baseline)
+            check_training(every_config(_given(args)), [find_strategy(name) for name in args.strategy or ()])
+            if nodes is None:
+                with console.status("looking at this machine"):
+                    machine = this_machine()
+            else:
+                machine = nodes.machine
+            runs, slots = _plan(args, machine, nodes)
+            check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
+            launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
+            taken_out = [run.taken_out for run in runs if run.taken_out is not None]
+            found = check_launches(launches, machine, is_here=nodes is None)
+            if nodes is None:
+                check_one_machine(run.strategy for run in runs)
+            for note in dict.fromkeys([*taken_out, *found]):
+                print(note, file=sys.stderr)
+            jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+            if args.slurm_only_write:
+                todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
+                return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
+            if not args.dry_run:
+                folder = Path(runs[0].config.output_dir)
+                num_left_over = until_the_end.enter_context(locked(folder))
+        if args.dry_run:
+            return _print_commands(runs, args)
+        if num_left_over:
+            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+        if machine.num_gpus == 0 and nodes is None and not args.rehearse:  # Slurm's jobs have their own
+            advise(console)
+        return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
+
+
+def _plan(
+    args: argparse.Namespace, machine: Machine, nodes: "SlurmNodes | None"
+) -> tuple[list["PlannedRun"], list["Slot"]]:
+    """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
+    from slm_toolkit.compare.gpu_slots import Slot, slots_of
+    from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.largest_batch import flags_of_trials
+    from slm_toolkit.compare.predicted import check_skippable
+    from slm_toolkit.compare.slurm_script import strategy_on_nodes
+
+    given = _given(args)
+    if given.get("save_final_model") is None:
+        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+    if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
+        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
+    strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
+    for note in left_out:
+        print(note, file=sys.stderr)
+    if args.probe_seconds is not None:
+        raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
+    if args.max_batch is not None and not args.largest_batch:
+        raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
+    if args.largest_batch and args.dry_run:
+        raise ValueError("--dry_run with --largest_batch, where each run hangs on the last\nhint: give one")
+    if nodes is None:
+        slots = slots_of(
+            machine,
+            gpus_per_run=args.gpus_per_run,
+            runs_at_once=args.runs_at_once,
+            num_processes=args.num_processes,
+        )
+    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
+        slots = [Slot()]
+        strategies = [strategy_on_nodes(strategy, nodes) for strategy in strategies]
+    if args.largest_batch:
+        given = flags_of_trials(
+            given,
+            strategies,
+            max_batch=args.max_batch,
+            has_gpu=machine.num_gpus > 0,
+            parity=args.parity is not None,
+            repeats=args.repeats,
+        )
+    of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
+    num_processes = args.num_processes
+    if num_processes is None and not of_rehearsal:
+        num_processes = args.gpus_per_run
+    runs = plan_runs(
+        given,
+        strategies,
+        num_processes=num_processes,
+        machine=machine,
+        repeats=args.repeats,
+        parity_steps=args.parity,
+    )
+    if args.skip_oom:
+        check_skippable(runs, searching=args.largest_batch)
+    notes = {
+        (run.strategy.path, precision_note(precision_asked(run.strategy), run.config)): None for run in runs
+    }
+    print("".join(f"note: {path}: {note}\n" for path, note in notes if note), end="", file=sys.stderr)
+    return runs, slots
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """RunConfig's fields that were given as flags, each a value or a list of values."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    return {name: value for name, value in vars(args).items() if name in names and value is not None}
+
+
+def _run(
+    runs: list["PlannedRun"],
+    slots: list["Slot"],
+    machine: Machine,
+    args: argparse.Namespace,
+    *,
+    jobs: "SlurmJobs | None",
+    console: Console,
+    baseline: list[tuple[Path, RunRecord]],
+) -> int:
+    """Do what is not done yet, then print the table of all."""
+    from slm_toolkit.compare import local
+    from slm_toolkit.compare.display import Display
+    from slm_toolkit.compare.gpu_slots import run_in_slots
+    from slm_toolkit.compare.largest_batch import Search, find_largest_batch
+    from slm_toolkit.compare.predicted import skipped_record
+
+    if jobs is None and not args.force and not args.largest_batch:
+        with user_errors():
+            for run in runs:
+                local.check_place(run)
+    stop = threading.Event()
+    launcher: Any = local if jobs is None else jobs
+
+    def execute_or_keep(run: "PlannedRun", slot: "Slot") -> RunRecord:
+        if args.force:
+            with user_errors():
+                launcher.forget(run)
+        record = launcher.kept_record(run)
+        kept = record is not None
+        if kept:
+            with suppress(OSError):
+                local.clear(run.folder)  # a kill between the record and the end leaves some
+        if record is None and args.skip_oom and (record := skipped_record(run)) is not None:
+            with suppress(OSError):  # on a full disk it is a row all the same
+                write_record(record, run.folder)
+        if record is None:
+            display.begin(run)
+            with user_errors():
+                record = launcher.execute(
+                    run,
+                    slot,
+                    timeout_seconds=args.timeout,
+                    retries=args.retry,
+                    stop=stop,
+                    on_progress=partial(display.progress, run),
+                )
+        display.end(run, record, kept=kept)
+        return record
+
+    def work(run: "PlannedRun", slot: "Slot") -> tuple["PlannedRun", RunRecord, Search | None]:
+        if not args.largest_batch:
+            return run, execute_or_keep(run, slot), None
+        found, shown, record = find_largest_batch(
+            run, partial(execute_or_keep, slot=slot), most=args.max_batch
+        )
+        return shown, record, found
+
+    done: dict[int, tuple[PlannedRun, RunRecord, Search | None]] = {}
+    display = Display(
+        runs,
+        console,
+        searching=args.largest_batch,
+        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
+        usd_so_far=_usd_so_far(runs, machine, jobs, len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour),
+    )
+    interrupted = False
+    try:
+        if jobs is not None:
+            with user_errors():
+                jobs.begin([] if args.largest_batch else runs, force=args.force)
+        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
+            for index, result in results:
+                done[index] = result
+    except KeyboardInterrupt:
+        interrupted = True
+        if jobs is not None:
+            with user_errors():
+                jobs.cancel()
+        again = "the same command, without --force," if args.force else "the same command"
+        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
+    shown = [done[index] for index in sorted(done)]
+    records = [(run.folder / RECORD_FILE, record) for run, record, _ in shown]
+    searches = {str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None}
+    if not interrupted:
+        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+    elif not records:
+        return 130
+    code = print_records(rows_of(records, args, searches=searches), records, args, baseline=baseline)
+    return 130 if interrupted else code
+
+
+def _usd_so_far(
+    runs: list["PlannedRun"],
+    machine: Machine,
+    jobs: "SlurmJobs | None",
+    num_slots: int,
+    *,
+    usd_per_gpu_hour: float | None,
+) -> Callable[[], float] | None:
+    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
+    Under Slurm, of what jobs used."""
+    price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    if price is None:
+        return None
+    if jobs is not None:
+        return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
+    num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
+    started = time.monotonic()
+    return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour
+
+
+def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
+    """What would be launched, to paste: by the strategies' own files, since none is written now."""
+    from slm_toolkit.compare.local import kept_record, launch_command
+    from slm_toolkit.compare.outcome import as_typed
+    from slm_toolkit.compare.predicted import skipped_record
+
+    to_do = [run for run in runs if args.force or kept_record(run) is None]
+    if len(to_do) < len(runs):
+        print(f"{len(runs) - len(to_do)} of {len(runs)} runs are done and kept (--force)", file=sys.stderr)
+    if args.skip_oom:
+        would_fit = [run for run in to_do if skipped_record(run) is None]
+        print(f"{len(to_do) - len(would_fit)} of {len(runs)} runs would be skipped", file=sys.stderr)
+        to_do = would_fit
+    commands = [as_typed(launch_command(run, Path(run.strategy.path), port=0)) for run in to_do]
+    print(json.dumps(commands, indent=2) if args.json else "".join(f"{line}\n" for line in commands), end="")
+    return 0

@@ -1,0 +1,73 @@
+"""`slm configs`: the accelerate YAMLs that this package ships, listed or written out."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.strategy.shipped import text_for_machines
+from slm_toolkit.strategy.strategy import copy_configs, find_strategy, shipped_files, shipped_strategies
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm configs`, and what it does."""
+    parser.description = "The accelerate YAMLs that this package ships, and the DeepSpeed JSONs they name."
+    parser.add_argument(
+        "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ under DIR"
+    )
+    parser.add_argument(
+        "--num_machines", type=int, metavar="N", help="with --copy: for N machines, to `slm launch` on each"
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=int, metavar="K", help="with --num_machines: each with K GPUs (default: 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(verb=_configs)
+
+
+def _configs(args: argparse.Namespace) -> int:
+    with user_errors():
+        _check(args)
+        if args.copy is not None:
+            paths = [str(path) for path in copy_configs(args.copy, _texts(args))]
+            print(json.dumps(paths) if args.json else "\n".join(paths))
+            return 0
+        strategies = [find_strategy(name) for name in shipped_strategies()]
+    if args.json:
+        names = ("name", "engine", "zero_stage", "reshard_after_forward", "path")
+        print(
+            json.dumps(
+                [{name: getattr(strategy, name) for name in names} for strategy in strategies], indent=2
+            )
+        )
+    else:
+        print("\n".join(f"{strategy.name:20} {strategy.path}" for strategy in strategies))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for counts that can't be, or that nothing would be done with."""
+    hint = "hint: --copy DIR --num_machines 2 --gpus_per_node 8"
+    if args.num_machines is None and args.gpus_per_node is not None:
+        raise ValueError(f"--gpus_per_node without --num_machines\n{hint}")
+    if args.num_machines is not None and args.copy is None:
+        raise ValueError(f"--num_machines without --copy\n{hint}")
+    for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
+        if (count := getattr(args, name)) is not None and count < least:
+            raise ValueError(f"--{name} is {count}: at least {least}\n{hint}")
+
+
+def _texts(args: argparse.Namespace) -> dict[Path, str] | None:
+    """Shipped files for several machines, without those that can't be on them; None: as they are."""
+    if args.num_machines is None:
+        return None
+    texts = {}
+    for source in shipped_files():
+        try:
+            texts[source] = text_for_machines(
+                source, num_machines=args.num_machines, gpus_per_node=args.gpus_per_node or 8
+            )
+        except ValueError as error:
+            print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
+    return texts

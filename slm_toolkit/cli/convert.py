@@ -1,0 +1,193 @@
+"""`slm convert`: one way to say how a model is sharded, said in another, with an account of every key."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import textwrap
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.parser import count
+from slm_toolkit.convert.engines import to_engine
+from slm_toolkit.convert.read import read_source
+from slm_toolkit.convert.settings import FATES, Row
+from slm_toolkit.convert.write import Written, write_accelerate, write_deepspeed_json, write_trainer
+
+_FORMS = {  # name: (engine, None for the source's; writer; what it is)
+    "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
+    "accelerate_deepspeed": (
+        "deepspeed",
+        write_accelerate,
+        "an accelerate YAML and the DeepSpeed JSON it names",
+    ),
+    "accelerate_ddp": ("ddp", write_accelerate, "an accelerate YAML for DDP or one process"),
+    "deepspeed_json": ("deepspeed", write_deepspeed_json, "the DeepSpeed JSON alone"),
+    "training_arguments": (
+        None,
+        write_trainer,
+        "Hugging Face TrainingArguments and what --fsdp_config or --deepspeed take",
+    ),
+}
+_OTHER_NAMES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "accelerate_fsdp2"), "accelerate_fsdp"),
+    **dict.fromkeys(("deepspeed", "zero", "accelerate_zero"), "accelerate_deepspeed"),
+    **dict.fromkeys(("ddp", "multi_gpu"), "accelerate_ddp"),
+    **dict.fromkeys(("json", "ds_json", "deepspeed_config"), "deepspeed_json"),
+    **dict.fromkeys(("trainer", "training_args", "trainingarguments", "transformers"), "training_arguments"),
+}
+_DESCRIPTION = """\
+Says in another form how a model is sharded: accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and the
+TrainingArguments of transformers. The files go to stdout, or into --output DIR, where nothing is overwritten;
+what became of every key goes to stderr.
+Exit codes: 0 every key has a counterpart, 1 at least one has none, 2 bad input.
+"""
+_EPILOG = """\
+SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
+YAML, what --fsdp_config takes, or a training command, behind --
+forms:
+{forms}
+examples:
+  slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
+  slm convert my_ds.json --to accelerate_fsdp --num_processes 8         what FSDP has and has not of it
+  slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
+  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
+  slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
+docs/fsdp_and_zero.md has the table of counterparts.
+"""
+_WIDTH = 110
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm convert`, and what it does."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = _DESCRIPTION
+    forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
+    parser.epilog = _EPILOG.format(forms=forms)
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
+    parser.add_argument("--to", required=True, type=_form, metavar="FORM", help="see below")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write the files into DIR")
+    parser.add_argument(
+        "--num_processes", type=count, metavar="N", help="ranks in all (default: as the source says)"
+    )
+    parser.add_argument(
+        "--gpus_per_node",
+        type=count,
+        metavar="K",
+        help='what hpZ of "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
+    )
+    parser.add_argument("--json", action="store_true", help="files, command and account as one object")
+    parser.set_defaults(verb=_convert)
+
+
+def _form(text: str) -> str:
+    """A name of _FORMS, of another name of it. Raises ArgumentTypeError with a hint for others."""
+    typed = text.lower().replace("-", "_")
+    name = _OTHER_NAMES.get(typed, typed)
+    if name in _FORMS:
+        return name
+    hint = f"one of {', '.join(_FORMS)}"
+    if "zero" in typed:
+        hint = (
+            "--to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage: FSDP full shard "
+            "becomes ZeRO-3, shard grad-op ZeRO-2"
+        )
+    elif close := get_close_matches(typed, [*_FORMS, *_OTHER_NAMES], n=1):
+        hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
+    raise argparse.ArgumentTypeError(f"{text!r} is no form\nhint: {hint}")
+
+
+def convert(
+    source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
+) -> Written:
+    """The source in another form. Raises ValueError for what can't be read or has nothing like it there."""
+    engine, write, _ = _FORMS[form]
+    source = source[1:] if source[0] == "--" else source
+    draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
+    own = "ddp" if draft.engine == "single" else draft.engine
+    return write(to_engine(draft, engine or own), folder)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    with user_errors():
+        written = convert(
+            args.source,
+            args.to,
+            num_processes=args.num_processes,
+            gpus_per_node=args.gpus_per_node,
+            folder=args.output,
+        )
+        paths = _write(written.files, args.output) if args.output is not None else []
+    lost = [row for row in written.rows if row.fate == "no counterpart"]
+    if args.json:
+        print(json.dumps(_as_json(written, paths), indent=2))
+        return 1 if lost else 0
+    if paths:
+        print("\n".join(map(str, paths)))
+    else:
+        several = len(written.files) > 1
+        print("\n".join(f"==> {n} <==\n{t}" if several else t.rstrip("\n") for n, t in written.files.items()))
+    sys.stdout.flush()
+    print("\n".join(_account(written)), file=sys.stderr)
+    return 1 if lost else 0
+
+
+def _write(files: dict[str, str], folder: Path) -> list[Path]:
+    paths = [folder / name for name in files]
+    if present := [str(path) for path in paths if path.exists()]:
+        raise ValueError(f"{', '.join(present)} exists: nothing was written\nhint: --output another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.write_text(files[path.name])
+    except OSError as error:
+        raise ValueError(f"can't write into {folder}: {error}\nhint: --output another folder") from None
+    return paths
+
+
+def _as_json(written: Written, paths: list[Path]) -> dict[str, Any]:
+    return {
+        "files": written.files,
+        "written": [str(path) for path in paths],
+        "command": written.command,
+        "rows": [dataclasses.asdict(row) for row in written.rows],
+    }
+
+
+def _account(written: Written) -> list[str]:
+    """The rows by what became of them, each with its reason, and the command to launch."""
+    lines = []
+    for fate, title in FATES.items():
+        of_fate = [row for row in written.rows if row.fate == fate]
+        if not of_fate:
+            continue
+        lines.append(f"{title}:")
+        together: dict[tuple[str, bool], list[Row]] = {}  # rows that need no line of their own
+        for index, row in enumerate(of_fate):
+            is_alone = row.to and row.key and row.to != (_said(row),)
+            together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
+                row
+            )
+        for rows in together.values():
+            lines += _lines(rows)
+    return [*lines, f"launch: {shlex.join(written.command)}"]
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    """One entry for rows with the same reason: what was said, what it became, why."""
+    said, to = ", ".join(_said(row) for row in rows if row.key), ", ".join(rows[0].to)
+    if len(rows) == 1 and said and to and said != to:
+        said, to = f"{said} -> {to}", ""
+    first = textwrap.wrap(
+        said or to, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
+    return first + textwrap.wrap(rows[0].why, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+
+
+def _said(row: Row) -> str:
+    if row.value is None:
+        return f"{row.key} (absent)"
+    return f"{row.key}: {row.value if isinstance(row.value, str) else json.dumps(row.value)}"

@@ -1,0 +1,111 @@
+"""What `slm estimate`, `recommend` and `doctor` are told of prices and the network between GPUs."""
+
+import argparse
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slm_toolkit.config.parser import positive_number, price_per_hour
+
+if TYPE_CHECKING:
+    from slm_toolkit.hardware.gpus import Gpu
+    from slm_toolkit.hardware.network import MeasuredNetwork
+    from slm_toolkit.predict.deployment import Site
+
+_KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
+
+
+def add_price_flags(parser: argparse.ArgumentParser) -> None:
+    prices = parser.add_argument_group("prices")
+    prices.add_argument(
+        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, of every --gpu"
+    )
+    prices.add_argument(
+        "--prices",
+        type=Path,
+        metavar="YAML",
+        help="your prices by GPU, as `h100-80gb: 2.49`, with kind, provider, as_of, source if you like",
+    )
+    prices.add_argument("--price_kind", choices=_KINDS, help="of the table's prices (default: on-demand)")
+    prices.add_argument("--provider", metavar="NAME", help="of the table's prices (default: their median)")
+
+
+def add_network_flags(parser: argparse.ArgumentParser) -> None:
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--inter_node_gbps",
+        type=positive_number,
+        metavar="GBIT",
+        help="a node's network in gigabit per second (default: as AWS rents the GPU, A100 400, H100 3200 of "
+        "eight GPUs; of smaller nodes their share)",
+    )
+    network.add_argument(
+        "--network",
+        type=Path,
+        metavar="JSON",
+        help="what `slm compare --probe_network` measured, used in place of data sheets",
+    )
+
+
+def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
+    """The Site of each GPU under these flags. Raises ValueError for flags that contradict each other, files
+    that can't be read, and a measured network of other GPUs."""
+    from slm_toolkit.predict.deployment import Site
+
+    usd, path, kind, provider = (
+        getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
+    )
+    table = "--price_kind" if kind else "--provider" if provider else None
+    for given, flag in ((usd, "--usd_per_gpu_hour"), (path, "--prices")):
+        if given is not None and table is not None:
+            raise ValueError(f"{flag} with {table}, which asks our table\nhint: give one")
+    if usd is not None and path is not None:
+        raise ValueError("--usd_per_gpu_hour with --prices: both give prices\nhint: give one")
+    overrides = measured = None
+    if path:
+        from slm_toolkit.hardware.prices import read_prices
+
+        overrides = read_prices(path)
+    if args.network:
+        from slm_toolkit.hardware.network import read_network
+
+        measured = read_network(args.network)
+    if measured is not None and args.inter_node_gbps is not None and measured.num_nodes > 1:
+        raise ValueError(
+            f"--inter_node_gbps with --network {args.network}, which was measured between nodes\n"
+            "hint: give one"
+        )
+    if provider is not None:
+        from slm_toolkit.hardware.prices import price_of
+
+        price_of("h100-80gb", kind=kind or "on-demand", provider=provider)  # refuses an unknown one
+
+    @cache
+    def site_of(gpu: "Gpu | None") -> "Site":
+        if gpu is None:
+            return Site()
+        from slm_toolkit.hardware.prices import Price, price_of
+        from slm_toolkit.predict.speed.bandwidth import cluster_of
+
+        if measured is not None:
+            _check_measured(measured, gpu, args.network)
+        if usd is not None:
+            price = Price(usd, "given by --usd_per_gpu_hour")
+        else:
+            price = price_of(gpu.name, kind=kind or "on-demand", provider=provider, overrides=overrides)
+        return Site(cluster_of(gpu, inter_node_gbps=args.inter_node_gbps, measured=measured), price)
+
+    return site_of
+
+
+def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu", path: Path) -> None:
+    from slm_toolkit.hardware.gpus import find_gpu
+
+    known = find_gpu(measured.gpu)
+    if known is None or known.name != gpu.name:
+        of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
+        raise ValueError(
+            f"--network {path} was measured {of}, not {gpu.name}\n"
+            "hint: `slm compare --probe_network` on the GPUs that are meant"
+        )

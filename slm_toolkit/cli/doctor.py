@@ -1,0 +1,257 @@
+"""`slm doctor`: what is wrong or unwise in a model and its configuration on the GPUs meant for it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.cli.deployment_flags import add_network_flags, sites_of
+from slm_toolkit.config.flags import add_flags, config_from_args
+from slm_toolkit.config.parser import count, positive_number
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.flag_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    all_of,
+    gpus_asked,
+    model_to_estimate,
+)
+from slm_toolkit.strategy.strategy import (
+    STUDIED_STRATEGIES,
+    is_shipped,
+    notes_on,
+    strategy_name,
+    strategy_path,
+)
+
+if TYPE_CHECKING:
+    from slm_toolkit.doctor.case import Case, Files
+    from slm_toolkit.doctor.examine import Examined
+    from slm_toolkit.doctor.finding import Finding
+    from slm_toolkit.doctor.host import Host
+
+_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
+_NUM_GPUS = 8
+_FIXED = "doctor-fixed"
+_SEEN = ("save_final_model",)  # flags of a run that no estimate needs, but a finding does
+_DESCRIPTION = """\
+Looks at a model, the accelerate YAMLs and DeepSpeed JSONs of strategies, the flags, the GPUs, this shell's
+environment and the installed versions, and says what is wrong or unwise, why, and what to change. Nothing
+runs, and a file that a launch would refuse is looked at to its end.
+
+wrong: does not run, does other than it says, or wastes most of what is paid; unwise; could be faster."""
+_EPILOG = """\
+examples:
+  slm doctor --model slm-500m                                     six strategies on three GPU types
+  slm doctor --model slm-1b --strategy my.yaml --gpu h100-80gb --num_gpus 16
+  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
+  slm doctor --model slm-1b --strategy my.yaml --fix fixed        corrected copies into the folder fixed
+  slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
+  slm doctor --strategy my.yaml --json --strict                   for CI
+exit codes:
+  0  nothing wrong; with --strict, nothing unwise either
+  1  something is; after --fix: something that no file mends is left
+  2  bad input: no such file, not YAML, a flag that makes no sense
+"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm doctor`, and what it does."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--gpu",
+        nargs="+",
+        metavar="NAME",
+        help="the GPUs meant, of another machine, whose disks, RAM and libraries are not looked at (default: "
+        f"this machine's, and all of it; where it has none {' '.join(_GPUS)})",
+    )
+    parser.add_argument(
+        "--num_gpus",
+        type=count,
+        metavar="N",
+        help="in all (default: this machine's, or a file's own num_processes, or 8)",
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=count, metavar="K", help="at most (default: this machine's, or 8)"
+    )
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        default=list(STUDIED_STRATEGIES),
+        metavar="NAME|YAML|JSON",
+        help="shipped names, accelerate YAMLs, DeepSpeed JSONs (default: the six)",
+    )
+    parser.add_argument(
+        "--host_ram_gib",
+        type=positive_number,
+        metavar="GIB",
+        help="RAM of each node (default: this machine's, where its GPUs are meant; else it is not looked at)",
+    )
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        default=[],
+        metavar="PACKAGE=VERSION",
+        help="what is installed where it will run, such as torch=2.12 (default: what is installed here)",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for what is unwise, too")
+    parser.add_argument(
+        "--fix",
+        nargs="?",
+        const=_FIXED,
+        type=Path,
+        metavar="DIR",
+        help=f"write corrected copies of the files into a folder (default: {_FIXED}), and say what was "
+        "changed and what no file mends",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="let --fix replace files that are there")
+    parser.add_argument("--json", action="store_true", help="print a list of findings")
+    add_software_flag(parser)
+    add_network_flags(parser)
+    leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)
+    add_flags(parser, grid=False, leave_out=leave_out)
+    parser.set_defaults(verb=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from slm_toolkit.doctor.examine import examine_all
+
+    with user_errors():
+        config = _checked_config(args)
+        if args.gpu is not None:
+            args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
+            args.num_gpus = max(counts) if counts else None
+        cases = _cases(args, config)
+        examined, found, notes = examine_all(cases, site_of=sites_of(args), software=args.software)
+        fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
+    read = [one.strategy for one in examined if one.strategy is not None]
+    for note in (*notes_on(read), *notes):
+        print(note, file=sys.stderr)
+    if args.json:
+        from slm_toolkit.doctor.finding import as_json
+
+        print(json.dumps([as_json(finding) for finding in found], indent=2))
+    else:
+        _print(found, config)
+    for line in fixed:
+        print(line, file=sys.stderr)
+    left = [finding for finding in found if args.fix is None or not finding.is_mended_by_files]
+    if args.fix is not None:
+        for finding in (f for f in left if f.severity != "could be faster"):
+            print(f"no file mends {finding.name}: {finding.change}", file=sys.stderr)
+    failing = ("wrong", "unwise") if args.strict else ("wrong",)
+    return 1 if any(finding.severity in failing for finding in left) else 0
+
+
+def _checked_config(args: argparse.Namespace) -> RunConfig:
+    """The flags of the run. Raises ValueError for those that make no sense by themselves."""
+    config = config_from_args(args)
+    problems = config.problems()
+    if args.overwrite and args.fix is None:
+        problems.append("--overwrite without --fix, which would write")
+    if problems:
+        raise all_of(problems, verb="doctor")
+    return config.with_defaults(has_gpu=True)
+
+
+def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
+    from slm_toolkit.doctor.case import Case, read_files
+    from slm_toolkit.hardware.gpus import find_gpu
+
+    spec, host = model_to_estimate(config.model), _host(args)
+    if (problem := position_problem(spec, config.seq_len)) is not None:
+        raise all_of([problem], verb="doctor")
+    here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
+    if args.gpu is not None:
+        names = tuple(dict.fromkeys(args.gpu))
+    else:
+        names = tuple(here) if host.gpu_names else _GPUS
+    if host.is_meant and host.gpu_names and not here:
+        print(f"note: no figures of {host.gpu_names[0]}: memory and speed are not looked at", file=sys.stderr)
+    cases = []
+    for word in dict.fromkeys(args.strategy):
+        path = strategy_path(word)
+        files = read_files(path)
+        num_gpus, per_node = _gpus_of(args, files, host)
+        given = args.num_gpus is not None or bool(host.is_meant and host.gpu_names)
+        cases.append(
+            Case(strategy_name(path), files, spec, config, host, num_gpus, per_node, names, gpus_given=given)
+        )
+    return cases
+
+
+def _host(args: argparse.Namespace) -> "Host":
+    """This machine, which is meant unless --gpu names others; its RAM counts where its GPUs are meant."""
+    from slm_toolkit.doctor.host import PACKAGES, look_here
+    from slm_toolkit.hardware.gpus import gpus_here
+    from slm_toolkit.hardware.machine import look_at_host_ram
+
+    versions = dict(word.partition("=")[::2] for word in args.versions)
+    if bad := [
+        name for name, version in versions.items() if name not in PACKAGES or not version[:1].isdigit()
+    ]:
+        raise ValueError(
+            f"--versions {bad[0]}={versions[bad[0]]}\nhint: PACKAGE=VERSION, of {', '.join(PACKAGES)}"
+        )
+    is_meant = args.gpu is None
+    total = free = None
+    if args.host_ram_gib is not None:
+        total = round(args.host_ram_gib * 2**30)
+    elif is_meant and gpus_here():
+        ram = look_at_host_ram()
+        total = ram.limit_bytes or ram.total_bytes
+        free = min(total, ram.available_bytes)
+    return look_here(is_meant=is_meant, ram_bytes=total, free_ram_bytes=free, versions=versions)
+
+
+def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[int, int]:
+    """GPUs in all, and of a node: as asked, as they are here, as a user's own file has them, or eight."""
+    said = {key: files.config.get(key) for key in ("num_machines", "num_processes")}
+    machines, processes = (n if isinstance(n, int) and n >= 1 else None for n in said.values())
+    machines = machines or 1
+    here = len(host.gpu_names) if host.is_meant else 0
+    if args.num_gpus is not None:
+        per_node = args.gpus_per_node or here or _NUM_GPUS
+        if args.num_gpus > per_node and args.num_gpus % per_node:
+            said = f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node"
+            raise all_of([said], verb="doctor")
+        return args.num_gpus, min(args.num_gpus, per_node)
+    if here:
+        return here * machines, args.gpus_per_node or here
+    if processes is None or is_shipped(files.yaml_path) or not files.yaml_text:
+        return _NUM_GPUS, args.gpus_per_node or _NUM_GPUS
+    most = args.gpus_per_node or (processes // machines if machines > 1 else _NUM_GPUS)
+    return processes, next(k for k in range(min(max(1, most), processes), 0, -1) if processes % k == 0)
+
+
+def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[str]:
+    """Write the corrected files; returns what was written and changed, a line each."""
+    from slm_toolkit.doctor.fix import write_mended
+
+    lines = []
+    for one in examined:
+        if one.corrected.files == one.case.files:
+            lines.append(f"{one.case.files.yaml_path}: nothing to correct")
+            continue
+        for written in write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite):
+            lines.append(f"{written.path}: corrected copy of {written.of}")
+        lines += [
+            f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_mended_by_files
+        ]
+    return lines
+
+
+def _print(found: list["Finding"], config: RunConfig) -> None:
+    from rich.console import Console
+
+    from slm_toolkit.doctor.show import finding_text
+
+    console = Console(markup=False, emoji=False)
+    if found:
+        console.print(finding_text(found, width=console.width), soft_wrap=True)
+    else:
+        console.print(f"{config.model}: nothing to say against it")

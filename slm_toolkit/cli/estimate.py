@@ -1,0 +1,141 @@
+"""`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.garbage import no_garbage_collection
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.config.flags import add_flags
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.predict.flag_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    gpus_asked,
+    model_to_estimate,
+)
+from slm_toolkit.predict.grid import estimates
+from slm_toolkit.predict.memory.coverage import unlike_the_model
+from slm_toolkit.strategy.shipped import strategies_asked
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, precision_asked, shipped_strategies
+
+if TYPE_CHECKING:
+    pass
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm estimate`, and what it does."""
+    parser.description = (
+        "Peak memory per GPU and per node's host and, with --gpu, tokens per second, what binds "
+        "them and what they cost: by closed forms, no GPU, no torch, no network. Flags that change none of "
+        "it (learning rate, steps, data) are taken as in `slm compare`."
+    )
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        metavar="NAME|YAML|JSON",
+        help=f"of {', '.join(shipped_strategies())}, or an accelerate YAML or a DeepSpeed JSON (default:"
+        f" {', '.join(STUDIED_STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--gpu",
+        nargs="+",
+        metavar="NAME",
+        help="say whether it fits, and how fast it is, on a100-40gb, h200, ...",
+    )
+    parser.add_argument(
+        "--num_gpus",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="GPUs, whatever a YAML says (default: 8); --gpu a100-40gb:8 says it, too",
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=int, default=8, metavar="K", help="at most so many in a node (default: 8)"
+    )
+    parser.add_argument(
+        "--largest_batch",
+        action="store_true",
+        help="the largest --per_device_train_batch_size that fits on --gpu, for each row, and the largest "
+        "that is not even tight (a tenth more activations would fit too)",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        choices=("arithmetic", "live"),
+        default="arithmetic",
+        help="DeepSpeed's own estimate: by its arithmetic, or live: by the installed DeepSpeed (seconds)",
+    )
+    add_software_flag(parser)
+    add_price_flags(parser)
+    add_network_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
+    parser.set_defaults(verb=no_garbage_collection()(_estimate))
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    with user_errors():
+        names = {f.name for f in dataclasses.fields(RunConfig)}
+        given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+        strategies, left_out = strategies_asked(args.strategy, given, has_gpu=True)
+        gpus, num_gpus = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)
+        rows = estimates(
+            given,
+            strategies,
+            gpus=gpus,
+            num_gpus=num_gpus or [8],
+            gpus_per_node=args.gpus_per_node,
+            find_largest_batch=args.largest_batch,
+            live_deepspeed=args.deepspeed == "live",
+            software=args.software,
+            sites=sites_of(args),
+        )
+    for note in (
+        *left_out,
+        *_notes_on_models(given),
+        *_notes(strategies, given.get("numerics") or [RunConfig.numerics]),
+    ):
+        print(note, file=sys.stderr)
+    if args.json:
+        print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
+    else:
+        from rich.console import Console
+
+        from slm_toolkit.report.tables.estimate import estimate_table
+        from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+
+        console = Console(markup=False, emoji=False)
+        console.width = console.width if console.is_terminal else 2 * PIPE_WIDTH  # a file may be wide
+        table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
+        console.print(table, crop=False)
+    return 0
+
+
+def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
+    """Where a user's own file asks for something that the estimate does not follow."""
+    found = []
+    for strategy in strategies:
+        in_bf16 = [name for name in numerics if name != "fp32"]
+        if precision_asked(strategy) == "no" and in_bf16:
+            found.append(
+                f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
+            )
+        fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
+        policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
+        if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":
+            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
+    return found
+
+
+def _notes_on_models(given: dict[str, Any]) -> list[str]:
+    """Where a model's own configuration has something that the estimate does not follow."""
+    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
+    configs = [
+        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
+    ]
+    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
+    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))

@@ -1,0 +1,257 @@
+"""`slm launch`: `accelerate launch` with clear ends and exit codes; several machines meet first."""
+
+import argparse
+import os
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.launch.accelerate_arguments import arguments_of, option, said_alike
+from slm_toolkit.launch.python_environment import SAFE_PATH, safe_environment
+from slm_toolkit.launch.rendezvous import (
+    PATIENCE_SECONDS,
+    PATIENCE_VARIABLE,
+    Link,
+    Machine,
+    Patience,
+    attend,
+    host,
+    is_answered,
+    is_own_address,
+    listen,
+    own_addresses,
+    patience_seconds,
+)
+from slm_toolkit.launch.training_command import MODULE, check_training, training_config
+from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
+from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strategy, read_strategy
+
+_DEFAULT_PORT = 29500  # accelerate's
+_LARGEST_PORT = 65535
+_CLOSE_SECONDS = 5.0
+_DESCRIPTION = f"""\
+What `accelerate launch` does, with its options. A run that ends badly ends with its own message and the exit
+code of the rank that ended first (143: told to stop, and saved), where `accelerate launch` shows a traceback
+and exits with 1.
+
+On several machines type the same on each, with its own --machine_rank. Before anything starts they meet at
+--main_process_ip. Each says who is missing after {PATIENCE_SECONDS:g} s (or those of {PATIENCE_VARIABLE} in
+the environment), or in which options, files and versions they differ.
+`accelerate launch` alone waits 15 minutes without a word and then shows a traceback.
+
+`slm train --strategy NAME` is this with a shipped YAML and our script, from any folder.
+
+What several machines need is added where it is not said: DeepSpeed's standard launcher, a copy of a shipped
+hybrid shard on each machine, the network interface for gloo. The command that is run stands on stderr."""
+_EPILOG = """\
+on the first machine, 10.0.0.1, and on the second, eight GPUs each:
+  slm launch --config_file accel_configs/fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 \\
+      --main_process_ip 10.0.0.1 --machine_rank 0 -m slm_toolkit.train --model slm-1b
+  slm launch --config_file accel_configs/fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 \\
+      --main_process_ip 10.0.0.1 --machine_rank 1 -m slm_toolkit.train --model slm-1b
+"""
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """An `accelerate launch` on this machine, and how it finds the others."""
+
+    words: tuple[str, ...]
+    "after `accelerate launch`, with what was added to the user's"
+    machine: Machine
+    address: str
+    "of machine 0; empty where there is one machine"
+    port: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What accelerate's options say, or else the YAML; None where neither does."""
+
+    words: tuple[str, ...]
+    strategy: Strategy | None
+    num_machines: int | None
+    num_processes: int | None
+    machine_rank: int | None
+    main_process_ip: str | None
+    main_process_port: int | None
+    deepspeed_launcher: str | None
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm launch`, which are accelerate's, and what it does."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "slm launch [accelerate launch's options] -m slm_toolkit.train [its flags]"
+    parser.prefix_chars = ""  # no word is an option of ours
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(verb=_launch)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if not args.words or args.words[0] in ("-h", "--help"):
+        args.parser.print_help()
+        return 0 if args.words else 2
+    return start(args.words)
+
+
+def start(words: list[str]) -> int:
+    """Become `accelerate launch` with these words, once all machines have met."""
+    with user_errors():
+        planned = plan_launch(words)
+        try:
+            links = meet(planned)
+        except KeyboardInterrupt:
+            return 130
+    for link in links:
+        if (interface := link.interface) is not None:  # or gloo takes that of the host's name, the loopback
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        link.socket.close()
+    command = [sys.executable, "-P", "-m", "slm_toolkit.launch.launcher", *planned.words]
+    env = safe_environment()
+    if arguments_of(words, MODULE) is None:  # a user's script imports from its own folder
+        env = {name: value for name, value in env.items() if name in os.environ or name != SAFE_PATH}
+    print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
+    os.execve(command[0], command, env)
+    return 1  # never
+
+
+def plan_launch(words: list[str]) -> PlannedLaunch:
+    """Read accelerate's options, the YAML and our script's flags.
+
+    Raises ValueError for what can't be on several machines, and for what `check_training` finds.
+    """
+    asked = _asked(tuple(words))
+    if (arguments := arguments_of(words, MODULE)) is not None:
+        check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
+        if asked.strategy is not None:
+            check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
+    if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
+        raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
+    if asked.num_machines in (None, 1):
+        if (asked.num_processes or 1) > 1:
+            _check_port(_DEFAULT_PORT if asked.main_process_port is None else asked.main_process_port)
+        return PlannedLaunch(asked.words, Machine(0, 1, {}), "", 0)
+    if problems := _problems(asked):
+        raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
+    counts = {"num_machines": asked.num_machines, "num_processes": asked.num_processes}
+    command = (*_added(asked), *asked.words)
+    me = Machine(asked.machine_rank, asked.num_machines, said_alike(command, asked.strategy, **counts))
+    return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
+
+
+def meet(planned: PlannedLaunch) -> list[Link]:
+    """Links to the other machines, on all but the first to that one; none where there is one machine."""
+    me, address, port = planned.machine, planned.address, planned.port
+    if me.num_machines == 1:
+        return []
+    seconds = patience_seconds()
+    if me.rank > 0:
+        hint = (
+            f"is `slm launch` running there with --machine_rank 0, and may TCP reach port {port}? "
+            f"{PATIENCE_VARIABLE} waits longer"
+        )
+        return [attend(me, address, port, patience=Patience(seconds, 0.0, hint))]
+    hint = (
+        "the same command there, with that --machine_rank; may TCP reach this port, and all above 1024? "
+        f"{PATIENCE_VARIABLE} waits longer"
+    )
+    with listen(address, port) as listener:
+        links = host(me, listener, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))
+        for link in links:  # theirs close first, so that the port is free for accelerate
+            link.socket.settimeout(_CLOSE_SECONDS)
+            with suppress(OSError):
+                link.socket.recv(1)
+    return links
+
+
+def _check_port(port: int) -> None:
+    """Raises ValueError for a port that torch's launcher would trip over: one that a program has and does not
+    answer on. Where one answers, accelerate takes another port."""
+    if port and not is_answered(port):
+        listen("localhost", port).close()
+
+
+def _asked(words: tuple[str, ...]) -> _Asked:
+    """Raises ValueError for a YAML that can't be read or passed on, and for a count that is no number."""
+    config_file, json_file = option(words, "config_file"), option(words, "deepspeed_config_file")
+    strategy = read_strategy(Path(config_file).expanduser()) if config_file else None
+    for each in (
+        strategy,
+        find_strategy(json_file) if json_file else None,
+    ):  # the option goes before the YAML
+        if each is not None:
+            check_passed_on(each)
+    config = {} if strategy is None else strategy.accelerate_config
+    said = {**config, **(config.get("deepspeed_config") or {})}
+
+    def text(name: str) -> str | None:
+        value = option(words, name) or said.get(name)
+        return None if value is None else str(value)
+
+    def count(name: str) -> int | None:
+        try:
+            return None if text(name) is None else int(text(name))
+        except ValueError:
+            raise ValueError(f"{name} is {text(name)!r}\nhint: a whole number") from None
+
+    return _Asked(
+        *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
+        option(words, "main_process_ip"),  # no file chooses the host that this machine connects to
+        *(count("main_process_port"), text("deepspeed_multinode_launcher")),
+    )
+
+
+def _problems(asked: _Asked) -> list[str]:
+    """Over which several machines would trip, or wait in vain."""
+    found = []
+    rank, num_machines, address = asked.machine_rank, asked.num_machines, asked.main_process_ip
+    if num_machines < 1:
+        return [f"--num_machines is {num_machines}: at least 1"]
+    if rank is None or not 0 <= rank < num_machines:
+        found.append(f"--machine_rank is {rank}: 0 to {num_machines - 1}, another on each machine")
+    if address is None:
+        found.append(
+            "no --main_process_ip on the command line: where machine 0 is found; this one is "
+            f"{own_addresses()}"
+        )
+    elif rank == 0 and not is_own_address(address):
+        found.append(
+            f"--machine_rank 0 is the machine at {address} (--main_process_ip); this one is {own_addresses()}"
+        )
+    if asked.main_process_port == 0:
+        found.append("--main_process_port 0: the others can't know which port that will be")
+    if not asked.num_processes or asked.num_processes % num_machines:
+        found.append(
+            f"--num_processes is {asked.num_processes}: ranks of all machines, equally many on each "
+            f"of {num_machines}"
+        )
+    if asked.deepspeed_launcher not in (None, "standard"):
+        found.append(
+            f"deepspeed_multinode_launcher {asked.deepspeed_launcher} starts all machines from one: "
+            "say standard"
+        )
+    return found
+
+
+def _added(asked: _Asked) -> list[str]:
+    """Options that several machines need and nobody has said."""
+    words = []
+    if option(asked.words, "rdzv_conf") is None:  # accelerate's own wait, of 900 s, when all have met already
+        words += ["--rdzv_conf", f"timeout={round(patience_seconds())}"]
+    if asked.strategy is None:
+        return words
+    if asked.strategy.engine == "deepspeed" and asked.deepspeed_launcher is None:
+        words += ["--deepspeed_multinode_launcher", "standard"]
+    ranks_per_node = asked.num_processes // asked.num_machines
+    fitted = fit_groups(asked.strategy, num_ranks=asked.num_processes, ranks_per_node=ranks_per_node)
+    return words + [
+        word
+        for name, size in sorted(group_sizes(fitted).items() - group_sizes(asked.strategy).items())
+        if option(asked.words, name) is None
+        for word in (f"--{name}", str(size))
+    ]

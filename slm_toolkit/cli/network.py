@@ -1,0 +1,89 @@
+"""`slm compare --probe_network`, from its flags to what it prints."""
+
+import argparse
+import dataclasses
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.parser import positive_number
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.network import NETWORK_FILE, PROBE_SECONDS, read_network
+from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+
+_TAKEN = ("probe_network", "probe_seconds", "num_processes", "timeout", "output_dir", "json")
+
+
+def add_probe_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe_network",
+        action="store_true",
+        help="instead of comparing, measure all_reduce, all_gather and reduce_scatter among the ranks, into "
+        f"{NETWORK_FILE} of --output_dir",
+    )
+    parser.add_argument(
+        "--probe_seconds",
+        type=positive_number,
+        metavar="S",
+        help="with --probe_network, no larger messages than fit into it, beside the ranks' start (default: "
+        f"{PROBE_SECONDS:g})",
+    )
+
+
+def print_probe(args: argparse.Namespace) -> int:
+    """Measure, then the table, or with --json the file's content, to stdout; returns the exit code."""
+    with ExitStack() as until_the_end:
+        return _print_probe(args, until_the_end)
+
+
+def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
+    from slm_toolkit.compare.probe_network import num_ranks_to_probe, probe_network
+    from slm_toolkit.compare.supervisor import locked
+    from slm_toolkit.hardware.gpus import this_machine
+    from slm_toolkit.report.tables.network import network_table
+
+    console = Console(stderr=True)
+    output = Path(args.output_dir or RunConfig.output_dir) / NETWORK_FILE
+    probe_seconds = args.probe_seconds or PROBE_SECONDS
+    with user_errors():
+        others = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
+        if unused := [name for name in others if name not in _TAKEN]:
+            raise ValueError(
+                f"--{unused[0]} with --probe_network, which trains nothing\n"
+                f"hint: beside it there are {', '.join(f'--{name}' for name in _TAKEN[1:])}"
+            )
+        with console.status("looking at this machine"):
+            num_processes = num_ranks_to_probe(args.num_processes, this_machine())
+        until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would end it
+    console.print(
+        f"measuring collectives among {num_processes} processes, up to {probe_seconds:g} s", highlight=False
+    )
+    try:
+        with console.status("starting") as status:
+            reason = probe_network(
+                output,
+                num_processes=num_processes,
+                probe_seconds=probe_seconds,
+                timeout_seconds=args.timeout,
+                on_progress=lambda line: status.update(line or "starting"),
+            )
+    except KeyboardInterrupt:
+        console.print("stopped: nothing was written")
+        return 130
+    if reason is not None:
+        console.print(
+            f"the network was not measured: {reason}", markup=False, highlight=False, soft_wrap=True
+        )
+        return 1
+    network = read_network(output)
+    console.print(f"network: {output}", highlight=False, soft_wrap=True)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False))
+    else:
+        console = Console(markup=False, emoji=False)
+        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        console.print(network_table(network), crop=False)
+    return 0

@@ -1,0 +1,435 @@
+"""What `slm compare` and `slm report` print of records: flags, rows, notes, and the exit code."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.compare.largest_batch import Search
+from slm_toolkit.config.parser import positive_number, price_per_hour
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
+from slm_toolkit.record.parity import Parity, judge
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, finite
+from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from slm_toolkit.report.rows import Row
+    from slm_toolkit.report.tables.memory import MemoryPicture
+
+
+STDOUT = Path("-")
+EXPORTS = ("csv", "markdown", "latex", "parquet")
+
+
+def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("exports", "to a file beside the table, or with - instead of it")
+    group.add_argument("--csv", type=Path, metavar="FILE|-", help="the names and rows of --json")
+    group.add_argument("--parquet", type=Path, metavar="FILE", help="the same")
+    group.add_argument("--markdown", type=Path, metavar="FILE|-", help="the table, all columns of it")
+    group.add_argument(
+        "--latex", type=Path, metavar="FILE|-", help="without empty columns, with booktabs' rules"
+    )
+
+
+def exports_asked(args: argparse.Namespace) -> list[str]:
+    return [name for name in EXPORTS if getattr(args, name) is not None]
+
+
+def on_stdout(args: argparse.Namespace) -> list[str]:
+    """The flags that want stdout for themselves."""
+    named = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
+    return [*named, *(["json"] if args.json else [])]
+
+
+def check_exports(args: argparse.Namespace) -> None:
+    """Raises ValueError for a file that can't be written, before anything runs, and for two on stdout."""
+    problems = []
+    if args.parquet == STDOUT:
+        problems.append("--parquet -: Parquet is no text\nhint: --parquet rows.parquet")
+    elif len(taken := on_stdout(args)) > 1:
+        problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
+    for name in exports_asked(args):
+        path = getattr(args, name)
+        if path != STDOUT and (path.is_dir() or not path.parent.is_dir()):
+            what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            problems.append(f"--{name} {path}: {what}\nhint: a file in a folder that is there")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
+    """All that was asked for; returns whether it took stdout. `content`: the objects of `--json`."""
+    from slm_toolkit.report.tables.export import csv_text, json_text, latex_text, markdown_text, write_parquet
+
+    texts = {
+        "csv": lambda: csv_text(content),
+        "markdown": lambda: markdown_text(rows),
+        "latex": lambda: latex_text(rows),
+    }
+    for name in exports_asked(args):
+        path = getattr(args, name)
+        if path == STDOUT:
+            sys.stdout.write(texts[name]())
+            continue
+        with user_errors():
+            try:
+                if name == "parquet":
+                    write_parquet(content, path)
+                else:
+                    path.write_text(texts[name](), encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"--{name} {path}: {error}\nhint: another folder, or more space") from None
+        print(f"wrote {path}", file=sys.stderr)
+    if args.json:
+        print(json_text(content))
+    return bool(on_stdout(args))
+
+
+FOLDER = "comparisons"
+"beside the folder of the first record"
+
+
+def add_report_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report_to",
+        choices=("trackio", "tensorboard", "wandb"),
+        help="send each row to a tracker as a run, offline: all figures, losses and step_seconds by step",
+    )
+
+
+def check_report_to(args: argparse.Namespace) -> None:
+    """Raises ValueError for a tracker that is not installed."""
+    from slm_toolkit.report.trackers import TRACKERS, check_installed
+
+    if args.report_to in TRACKERS:
+        check_installed(args.report_to)
+
+
+def track_rows(
+    rows: dict[str, "Row"], records: list[tuple[Path, RunRecord]], args: argparse.Namespace
+) -> None:
+    """Each labelled row as a run; says on stderr how to look at them."""
+    from slm_toolkit.report.trackers import TRACKERS, track, tracked_run
+
+    if args.report_to not in TRACKERS:  # `slm compare` knows all of accelerate's
+        known = ", ".join(TRACKERS)
+        print(f"the runs are in {args.report_to}, their comparison is not: only {known}", file=sys.stderr)
+        return
+    by_path = {str(path): record for path, record in records}
+    runs = [tracked_run(label, row, by_path[row.record]) for label, row in rows.items()]
+    group = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    hint = track(runs, args.report_to, folder=records[0][0].parent.parent / FOLDER, group=group)
+    print(f"{len(runs)} runs in {args.report_to}: {hint}", file=sys.stderr)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    parser.add_argument(
+        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, instead of the table's"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
+    )
+    parser.add_argument(
+        "--parity_tolerance",
+        type=positive_number,
+        metavar="X",
+        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned 0.01, stock "
+        "and pure_bf16 0.05; more where one process of the same numerics differs by more from fp32)",
+    )
+    parser.add_argument(
+        "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="print where the memory peak is, which modules own it, and the step as a chart, of runs with "
+        "--trace_memory or --rehearse",
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
+    )
+    add_export_flags(parser)
+
+
+_SHORT = {
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accum",
+    "gradient_checkpointing": "checkpointing",
+    "attn_implementation": "attention",
+    "loss_kernel": "loss",
+    "norm_kernel": "norm",
+    "mlp_kernel": "mlp",
+    "torch_compile": "compile",
+    "world_size": "ranks",
+}
+
+
+def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
+    """The records to hold others against, read before those are written. Raises ValueError for none."""
+    if folder is None:
+        return []
+    records, problems = find_records([folder])
+    if not records:
+        raise ValueError(
+            (problems or [f"no {RECORD_FILE} under {folder}"])[0] + "\nhint: --baseline takes earlier records"
+        )
+    for problem in problems:
+        print(f"left out of the baseline: {problem}", file=sys.stderr)
+    return records
+
+
+def print_records(
+    rows: list["Row"],
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    baseline: list[tuple[Path, RunRecord]],
+) -> int:
+    """Rows to stdout; returns 1 where one failed, broke parity or is worse than its baseline, else 0.
+
+    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
+    memory that was followed.
+    """
+    from slm_toolkit.record.step_breakdown import Anatomy
+    from slm_toolkit.report.baseline import changes
+    from slm_toolkit.report.tables.baseline import baseline_table
+    from slm_toolkit.report.tables.comparison import MANY_ROWS, comparison_table
+    from slm_toolkit.report.tables.details import dataset_table, has_several, phase_table
+    from slm_toolkit.report.tables.export import json_rows
+    from slm_toolkit.report.tables.step_breakdown import anatomy_table
+
+    found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
+    unchecked = _failed_references(records)
+    if args.memory and all(row.memory_at_peak is None for row in rows):
+        unchecked.append(
+            "no memory timeline: only runs with --trace_memory, or --rehearse without a GPU, have one"
+        )
+    parity_due = getattr(args, "parity", None) and not _failed_references(records)
+    if parity_due and all(row.parity_holds is None for row in rows):
+        unchecked.append("no parity check: no row ended ok, or none had a reference")
+    content = json_rows(rows) if args.json or exports_asked(args) else []
+    if baseline:
+        by_record = {change.record_now: dataclasses.asdict(change) for change in found}
+        content = [{**row, "baseline": by_record.get(row["record"])} for row in content]
+    if write_exports(rows, content, args):
+        print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
+    else:
+        console = Console(markup=False, emoji=False)
+        width = console.width if console.is_terminal else PIPE_WIDTH
+        console.width = width
+        shown = rows[:MANY_ROWS] if console.is_terminal else rows
+        console.print(comparison_table(shown, width=width), crop=False)
+        if hidden := rows[len(shown) :]:
+            bad = sum(row.status in ("failed", "timeout") for row in hidden)
+            said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
+            console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
+        for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
+            console.print(note)
+        if any(map(has_several, rows)):
+            named = zip(labels(rows), rows, strict=True)
+            console.print(dataset_table({label: row for label, row in named if has_several(row)}), crop=False)
+        if args.phases:
+            console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
+        for chart in _memory_charts(rows, width=width) if args.memory else []:
+            console.print(chart, crop=False)
+        if any(row.anatomy for row in rows):
+            named = zip(labels(rows), rows, strict=True)
+            anatomies = {label: Anatomy(**row.anatomy) for label, row in named if row.anatomy}
+            console.print(anatomy_table(anatomies, width=width), crop=False)
+            console.print(
+                Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
+            )
+        if baseline:
+            named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+            console.print(
+                baseline_table(found, missing, named=named, baseline=args.baseline, width=width), crop=False
+            )
+    if args.report_to not in (None, "none"):
+        track_rows(dict(zip(labels(rows), rows, strict=True)), records, args)
+    well = all(row.status in ("ok", "oom", "skipped") and row.parity_holds is not False for row in rows)
+    worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
+    return 0 if well and not worse and not unchecked else 1
+
+
+def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
+    """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
+    from slm_toolkit.report.ledger import ledger_of, summaries
+    from slm_toolkit.report.tables.ledger import ledger_table
+
+    entries, left_out = ledger_of(records)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, allow_nan=False))
+    elif entries:
+        rows = rows_of(records, args)
+        named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+        console = Console(markup=False, emoji=False)
+        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        table = ledger_table(entries, summaries(entries), named=named, width=console.width)
+        console.print(table, crop=False)
+    return 0 if entries else 1
+
+
+def rows_of(
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    searches: dict[str, Search] | None = None,
+    problems: list[str] | None = None,
+) -> list["Row"]:
+    """One row for each run, however often it was launched, with parity, marks and ranks.
+
+    `searches`: by record, how the batch of it was found to be the largest. `problems`: takes a line for each
+    record that can't be shown, since it holds numbers that no run wrote.
+    """
+    from slm_toolkit.report.ranking import ranked
+    from slm_toolkit.report.rows import row_of
+
+    parities = judge([record for _, record in records], loss_tolerance=args.parity_tolerance)
+    launches: dict[tuple[str, str], list[int]] = {}
+    for index, (_, record) in enumerate(records):
+        if not (record.is_parity_reference and _others_than_references(records)):
+            launches.setdefault((record.identity, record.gpu or record.cpu), []).append(index)
+    rows = []
+    for indices in launches.values():
+        try:
+            row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
+        except Exception as error:
+            if problems is None:
+                raise
+            problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
+            continue
+        judged = [parities[index] for index in indices if parities[index] is not None]
+        rows.append(_with_parity(row, judged))
+    return [_with_search(row, searches or {}) for row in ranked(rows, strict=args.strict)]
+
+
+def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:
+    """By label, of each row whose allocations were followed."""
+    from slm_toolkit.report.tables.memory import memory_picture
+
+    found = {}
+    for label, row in zip(labels(rows), rows, strict=True):
+        if row.memory_at_peak is not None:
+            path = Path(row.record).with_name(TIMELINE_FILE)
+            try:
+                segments = read_segments(path) if path.is_file() else []
+            except ValueError as error:
+                print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
+                segments = []
+            found[label] = memory_picture(row.memory_at_peak, segments)
+    return found
+
+
+def _memory_charts(rows: list["Row"], *, width: int) -> Iterator["RenderableType"]:
+    from slm_toolkit.report.tables.memory import memory_chart
+
+    named = dict(zip(labels(rows), rows, strict=True))
+    for label, picture in pictures_of(rows).items():
+        row = named[label]
+        title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
+        yield memory_chart(title, picture, width=width)
+
+
+def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
+    return any(not record.is_parity_reference for _, record in records)
+
+
+def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
+    if row.record not in searches:
+        return row
+    found = searches[row.record]
+    return dataclasses.replace(row, largest_batch=found.largest_ok, smallest_oom_batch=found.smallest_oom)
+
+
+def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
+    if not judged:
+        return row
+    from slm_toolkit.report.ranking import with_values
+
+    worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
+    return with_values(
+        row,
+        parity_reference=worst.reference,
+        parity_max_loss_difference=finite(worst.loss_difference),
+        parity_grad_norm_ratio=None if worst.grad_norm_ratio is None else finite(worst.grad_norm_ratio),
+        parity_holds=worst.holds,
+        parity=str(worst),
+    )
+
+
+def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
+    return [
+        f"no parity check: the single-process {record.asked['config']['numerics']} reference ended "
+        f"{record.status}: {record.reason}"
+        for _, record in records
+        if record.is_parity_reference and record.status != "ok"
+    ]
+
+
+def _parity_notes(rows: list["Row"]) -> list[Text]:
+    """A line for what holds, red ones for each row that does not."""
+    named = list(zip(labels(rows), rows, strict=True))
+    broken = [
+        f"{label} computes something else, {row.parity}"
+        if row.parity.startswith("against")
+        else row.parity
+        if " compute different things" in row.parity
+        else f"{label}: {row.parity}"
+        for label, row in named
+        if row.parity_holds is False
+    ]
+    notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
+    for reference in sorted({row.parity_reference for row in rows if row.parity_holds}):
+        held = [
+            (label, row) for label, row in named if row.parity_holds and row.parity_reference == reference
+        ]
+        label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
+        others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
+        notes.append(Text(f"parity holds {worst.parity}{others}"))
+    if not notes and sum(not row.is_rehearsed for row in rows) > 1:
+        why = "no two strategies had the same flags and batches (--parity K adds a reference)"
+        notes.append(Text(f"losses were not compared: {why}"))
+    return notes
+
+
+def labels(rows: list["Row"]) -> list[str]:
+    """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
+    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"] and f.name != "rehearse"]
+    varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
+    of_rows = ("evidence", "world_size", "gpu", "allocator")  # the first two tell rehearsals apart
+    machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
+
+    def words(row: "Row") -> list[str]:
+        values = [(name, row.asked.get(name)) for name in varying]
+        values += [(name, getattr(row, name)) for name in machine]
+        return [
+            str(value) if name in ("model", "numerics", "evidence") else f"{_SHORT.get(name, name)}={value}"
+            for name, value in values
+            if value is not None
+        ]
+
+    made = [" ".join([row.strategy, *words(row)]) for row in rows]
+    count = Counter(made)
+    return [
+        label if count[label] == 1 else f"{label} {Path(row.record).parent}"
+        for label, row in zip(made, rows, strict=True)
+    ]

@@ -1,0 +1,162 @@
+"""`slm recipes`: the shell scripts that this package ships, each of which answers one question."""
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from slm_toolkit.base.errors import user_errors
+
+_DESCRIPTION = """\
+Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. With a GPU a
+recipe does the real thing, as its first block of variables says, which the environment can change; without
+one, or with TRY=1, two steps of a tiny model."""
+_EPILOG = """\
+examples:
+  slm recipes                            what there is, on which hardware, how long, for how much
+  slm recipes lora                       one, to read and to paste from
+  slm recipes --copy mine                all of them as files
+  TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
+  MODEL=slm-500m-hw bash mine/cheapest_100m.sh
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script's text, and what its first lines say of it; of the figures, what was estimated on `as_of`."""
+
+    name: str
+    question: str
+    hardware: str
+    memory: str
+    time: str
+    "as `6.1 h` or `12 min`; a dash, and why in parentheses, where no estimate says it"
+    cost: str
+    as_of: str
+    text: str
+
+    @property
+    def estimate(self) -> list[str]:
+        """The words of the script's first `slm recommend` or `slm estimate`, of which the figures are."""
+        text = self.text.replace("\\\n", " ")
+        return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
+
+    @property
+    def hours(self) -> float | None:
+        match = re.fullmatch(r"([\d.]+) (h|min)", self.time)
+        return float(match[1]) / (1 if match[2] == "h" else 60) if match else None
+
+    @property
+    def usd(self) -> float | None:
+        match = re.fullmatch(r"\$([\d,.]+)", self.cost)
+        return float(match[1].replace(",", "")) if match else None
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm recipes`, and what it does."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", nargs="?", help="print this one (default: list them)")
+    parser.add_argument(
+        "--copy", type=Path, metavar="DIR", help="write all of them, or the one named, to DIR"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON, unknown is null")
+    parser.set_defaults(verb=_recipes)
+
+
+def shipped_recipes() -> list[Recipe]:
+    """By name."""
+    return [read_recipe(path) for path in sorted(_folder().glob("*.sh"))]
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Raises KeyError or AttributeError where the head is not one."""
+    text = path.read_text()
+    said = dict(re.findall(r"^# (hardware|memory|time|cost): (.+)$", text, re.M))
+    as_of = re.search(r"^# estimated on (\d{4}-\d\d-\d\d) by the first command below$", text, re.M)[1]
+    question = re.match(r"#!/usr/bin/env bash\n# (.+\?)\n", text)[1]
+    return Recipe(path.stem, question, **said, as_of=as_of, text=text)
+
+
+def _folder() -> Path:
+    """In the wheel, else in the checkout."""
+    package = Path(__file__).parents[1]
+    return package / "recipes_sh" if (package / "recipes_sh").is_dir() else package.parent / "recipes"
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    with user_errors():
+        chosen = _named(args.name)
+        if args.copy is not None:
+            paths = [str(path) for path in _copy(chosen, args.copy)]
+            print(json.dumps(paths) if args.json else "\n".join(paths))
+            return 0
+    if args.json:
+        print(json.dumps([_row(recipe) for recipe in chosen], indent=2))
+    elif args.name is not None:
+        print(chosen[0].text, end="")
+    else:
+        _print_list(chosen)
+    return 0
+
+
+def _named(name: str | None) -> list[Recipe]:
+    recipes = shipped_recipes()
+    if name is None:
+        return recipes
+    names = [recipe.name for recipe in recipes]
+    if name.removesuffix(".sh") in names:
+        return [recipes[names.index(name.removesuffix(".sh"))]]
+    close = get_close_matches(name, names, n=1, cutoff=0.4)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(f"unknown recipe {name!r}\nhint: {meant}There are {', '.join(names)}")
+
+
+def _copy(recipes: list[Recipe], folder: Path) -> list[Path]:
+    """Refuses to overwrite files that are there."""
+    copies = {recipe.name: folder / f"{recipe.name}.sh" for recipe in recipes}
+    if present := [str(path) for path in copies.values() if path.exists()]:
+        raise ValueError(
+            f"{present[0]} exists ({len(present)} such files)\nhint: give an empty folder to --copy"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --copy a folder") from None
+    for name, path in copies.items():
+        shutil.copyfile(_folder() / f"{name}.sh", path)
+        path.chmod(0o755)
+    return list(copies.values())
+
+
+def _row(recipe: Recipe) -> dict[str, object]:
+    names = ("name", "question", "hardware", "memory", "time", "cost", "as_of")
+    row = {name: getattr(recipe, name) for name in names}
+    return {**row, "hours": recipe.hours, "usd": recipe.usd, "estimate": shlex.join(recipe.estimate)}
+
+
+def _print_list(recipes: list[Recipe]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+
+    console = Console(markup=False, emoji=False)
+    console.width = console.width if console.is_terminal else PIPE_WIDTH
+    table = Table(header_style="bold")
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("question")
+    for name in ("hardware", "time", "cost"):
+        table.add_column(name, justify="right" if name != "hardware" else "left")
+    for recipe in recipes:
+        short = [value.partition(" (")[0] for value in (recipe.time, recipe.cost)]
+        table.add_row(recipe.name, recipe.question, recipe.hardware, *short)
+    console.print(table)
+    dates = sorted({recipe.as_of for recipe in recipes})
+    console.print(f"time and cost as estimated on {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
+    console.print("print one: slm recipes NAME; run it: bash <(slm recipes NAME)", markup=False)

@@ -1,0 +1,365 @@
+"""`slm recommend`: which GPUs, how many, which strategy and batch for a job, and the commands to start it."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.config.flags import add_flags
+from slm_toolkit.config.parser import count, positive_number
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.flag_checks import (
+    NOT_OF_AN_ESTIMATE,
+    add_software_flag,
+    all_of,
+    check_grid,
+    model_to_estimate,
+)
+from slm_toolkit.predict.memory.coverage import unlike_the_model
+from slm_toolkit.strategy.strategy import (
+    STUDIED_STRATEGIES,
+    Strategy,
+    find_strategy,
+    notes_on,
+    shipped_strategies,
+)
+
+if TYPE_CHECKING:
+    from slm_toolkit.recommend.plans import GpuOffer, Job, Plan
+
+
+GRID: dict[str, list[Any]] = {
+    "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
+    "gradient_checkpointing": ["none", "selective_op", "full"],
+    "loss_kernel": ["hf", "fused_linear"],
+    "norm_kernel": ["fused"],
+}
+"what is tried where the flags don't say; kernels that change no result but its rounding"
+GLOBAL_BATCH_TOKENS = 524_288
+"0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
+_LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
+_DEFAULT_MODEL = "slm-100m"
+_DECIDED_HERE = ("gradient_accumulation_steps", "max_steps", "seed")
+_DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("job")
+    job.add_argument("--tokens", type=_tokens, metavar="N", help="to train on, as 20B or 300M")
+    job.add_argument(
+        "--target_loss", type=positive_number, metavar="L", help="train until a scaling law expects this loss"
+    )
+    job.add_argument(
+        "--law",
+        choices=_LAWS,
+        default="besiroglu",
+        help="scaling law that says what loss to expect and, without --tokens and --target_loss, how many "
+        "tokens are compute-optimal (default: besiroglu)",
+    )
+    job.add_argument(
+        "--global_batch_tokens",
+        type=_tokens,
+        default=GLOBAL_BATCH_TOKENS,
+        metavar="N",
+        help="per optimizer step; micro-steps follow from it (default: 524288, as GPT-3's small models)",
+    )
+    job.add_argument("--deadline_hours", type=positive_number, metavar="H", help="take no longer")
+    job.add_argument("--budget_usd", type=positive_number, metavar="USD", help="pay no more")
+    job.add_argument(
+        "--objective", choices=("cost", "time"), default="cost", help="what to rank by (default: cost)"
+    )
+    parser.add_argument(
+        "--gpu",
+        nargs="+",
+        required=True,
+        metavar="NAME[:N,N][@USD]",
+        help="offered, with how many and for how much each per hour: h100-80gb:8,16@2.49",
+    )
+    parser.add_argument(
+        "--num_gpus",
+        nargs="+",
+        type=count,
+        metavar="N",
+        help="where --gpu doesn't say (default: 1 2 4 ... 64)",
+    )
+    parser.add_argument("--gpus_per_node", type=count, default=8, metavar="K", help="at most (default: 8)")
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        default=["single", *STUDIED_STRATEGIES],
+        metavar="NAME|YAML|JSON",
+        help=f"of {', '.join(shipped_strategies())}, or a YAML or DeepSpeed JSON file (default: single,"
+        f" {', '.join(STUDIED_STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="records of your runs and rehearsals, used before estimates where they match",
+    )
+    add_software_flag(parser)
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows shown (default: 10)")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="write the first row's YAML, launch script and SkyPilot task there",
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    add_price_flags(parser)
+    add_network_flags(parser)
+    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_DECIDED_HERE))
+
+
+def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
+    """Raises one ValueError with all that can't be read or had."""
+    from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
+    from slm_toolkit.hardware.prices import Price
+    from slm_toolkit.predict.deployment import Site
+    from slm_toolkit.recommend.plans import GpuOffer
+
+    site_of = sites_of(args)
+    found, problems = [], []
+    for text in args.gpu:
+        asked = gpu_and_count(text)
+        if asked is None:
+            problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
+            continue
+        name, counts, usd = asked
+        gpu = gpu_of_name(name)
+        per_node = args.gpus_per_node
+        usual = args.num_gpus or [n for n in _DEFAULT_COUNTS if n <= per_node or n % per_node == 0]
+        counts = list(counts) or usual
+        site = site_of(gpu)
+        if usd is not None:
+            if usd <= 0:
+                problems.append(f"--gpu {text}: a price is above 0")
+                continue
+            site = Site(site.cluster, Price(usd, "given by --gpu"))
+        for number in counts:
+            if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
+                problems.append(
+                    f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {args.gpus_per_node}"
+                )
+        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), site))
+    if problems:
+        raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
+    return found
+
+
+def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
+    """A job per model, and notes on models that never reach the target. Raises ValueError if none does."""
+    from slm_toolkit.recommend.plans import Job
+    from slm_toolkit.recommend.scaling_laws import (
+        LAWS,
+        compute_optimal_tokens,
+        num_params_of,
+        tokens_for_loss,
+    )
+
+    if args.tokens is not None and args.target_loss is not None:
+        raise ValueError("--tokens and --target_loss both say how long to train\nhint: give one")
+    adapters = [name for name in args.peft or () if name != "none"]
+    if adapters and args.tokens is None:
+        raise ValueError(
+            f"--peft {adapters[0]} without --tokens: the scaling laws are of training from scratch\n"
+            "hint: --tokens 50M, what of the data the adapter is to see"
+        )
+    law = LAWS[args.law]
+    found, unreached, notes = [], [], []
+    lengths = args.seq_len or [RunConfig().with_defaults(has_gpu=True).seq_len]
+    for name in dict.fromkeys(args.model or [_DEFAULT_MODEL]):
+        spec = model_to_estimate(name)
+        if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
+            raise all_of(problems, verb="recommend")
+        notes += [note for n in lengths for note in unlike_the_model(spec, n)]
+        num_params = num_params_of(law, spec)
+        num_tokens = args.tokens
+        if args.target_loss is not None:
+            try:
+                num_tokens = tokens_for_loss(law, num_params, args.target_loss)
+            except ValueError as error:
+                unreached.append(f"{name}: {error}")
+                continue
+        if num_tokens is None:
+            num_tokens = compute_optimal_tokens(law, num_params)
+        found.append(Job(name, spec, num_tokens, args.global_batch_tokens, law))
+    if not found:
+        raise ValueError("\n".join(unreached))
+    return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
+
+
+def configs_of(args: argparse.Namespace) -> list[RunConfig]:
+    """The grid of flags given and GRID's for the rest, batches ascending."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    several = {
+        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+        for name, value in {**GRID, **given}.items()
+    }
+    check_grid(several, num_gpus=[1], gpus_per_node=args.gpus_per_node)
+    several["per_device_train_batch_size"].sort()
+    several.setdefault("model", [_DEFAULT_MODEL])
+    found = [
+        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
+        for values in itertools.product(*several.values())
+    ]
+    return sorted(found, key=lambda config: config.per_device_train_batch_size)
+
+
+def _tokens(text: str) -> float:
+    """20B, 300M, 1.5T, 2e10 or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
+    value = (
+        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
+    )
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: 20B, 300M, 2e10")
+    return value
+
+
+_MOST_LEFT_OUT = 6
+"reasons that are printed"
+_EPILOG = """\
+examples:
+  slm recommend --model slm-1b --gpu a100-40gb h100-80gb
+  slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
+  slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
+"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm recommend`, and what it does."""
+    parser.description = (
+        "Ranks GPU types and counts, strategies, batches and checkpointing for a whole training "
+        "run, by estimate, or by records of your own runs where there are any; says why, and writes what to "
+        "launch."
+    )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_recommend_flags(parser)
+    parser.set_defaults(verb=_recommend)
+
+
+def _recommend(args: argparse.Namespace) -> int:
+    """Exit code 0: a plan was found; 1: none is within the limits."""
+    with user_errors():
+        offers = offers_of(args)
+        jobs, notes = jobs_of(args)
+        strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
+        notes += notes_on(strategies)
+        configs = configs_of(args)
+        if args.write is not None:
+            from slm_toolkit.recommend.launch_files import check_folder
+
+            check_folder(args.write)
+        found, left_out = _search(args, jobs, offers, strategies, configs)
+        from slm_toolkit.recommend.ranking import best_plans
+
+        limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
+        ranked = best_plans(found, objective=args.objective, **limits)
+        if ranked and args.write is not None:
+            from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, write_launch
+
+            written = write_launch(ranked[0], args.write)
+            notes += [f"written: {path}" for path in written]
+            if args.write / SKYPILOT_FILE not in written:
+                notes.append(f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU")
+    notes += [f"left out: {reason}" for reason in left_out[:_MOST_LEFT_OUT]]
+    if len(left_out) > _MOST_LEFT_OUT:
+        notes.append(f"left out: {len(left_out) - _MOST_LEFT_OUT} more")
+    notes += [
+        f"{offer.gpu.name}: no price known: give one as {offer.gpu.name}@USD, or with --prices"
+        for offer in offers
+        if offer.site.price is None
+    ]
+    if args.json:
+        from slm_toolkit.recommend.plans import row_of
+
+        print("[" + ",\n ".join(json.dumps(row_of(plan), allow_nan=False) for plan in ranked) + "]")
+    else:
+        from rich.console import Console
+
+        from slm_toolkit.recommend.plan_table import nothing_found, plan_report
+        from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+
+        console = Console(markup=False, emoji=False)
+        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        if ranked:
+            advice = _advice(ranked, offers, args)
+            shown = plan_report(ranked, advice, top=args.top, objective=args.objective, width=console.width)
+        else:
+            shown = nothing_found(found, left_out, **limits)
+        console.print(shown, crop=False, soft_wrap=True)
+    for note in dict.fromkeys(notes):
+        print(note, file=sys.stderr)
+    return 0 if ranked else 1
+
+
+def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
+    """What aligned widths would give on each GPU type, and what else would move the first plan."""
+    from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers
+    from slm_toolkit.predict.setup import Setting, alignment_gain
+
+    def setting_of(plan: "Plan") -> Setting:
+        gpu = next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu)
+        shape = (plan.estimate.num_gpus, args.gpus_per_node)
+        return Setting(plan.spec, plan.config, plan.strategy, gpu, *shape, plan.site, args.software)
+
+    lines = []
+    for name in dict.fromkeys(plan.estimate.gpu for plan in ranked):
+        gain = alignment_gain(setting_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
+        if gain is not None and gain.speedup >= WORTH_SAYING:
+            lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")
+    if (hub_id := ranked[0].spec.hub_id) is not None:
+        name = ranked[0].spec.name
+        lines.append(
+            f"the command starts from the weights of {hub_id}; from random ones: --model {name} "
+            f"--tokenizer_name {hub_id}"
+        )
+    winner = setting_of(ranked[0])
+    bound = ranked[0].estimate.bottleneck.replace("_", " ")
+    found = levers(lambda spec, config: winner.estimate(spec, config), winner.spec, winner.config)
+    for lever in [lever for lever in found if lever.change.startswith("--")][:2]:
+        if not lever.change.startswith("--per_device"):  # that would make other steps of it
+            lines.append(
+                f"the first is bound by {bound}: {lever.change} should give {lever.speedup - 1:+.0%}"
+            )
+    return lines
+
+
+def _search(
+    args: argparse.Namespace,
+    jobs: list["Job"],
+    offers: list["GpuOffer"],
+    strategies: list[Strategy],
+    configs: list[RunConfig],
+) -> tuple[list["Plan"], list[str]]:
+    """All plans that fit, and what was left out and why."""
+    from slm_toolkit.recommend.measured_plans import observations_of
+    from slm_toolkit.recommend.plans import search
+
+    observations = observations_of(args.records)
+    found, left_out = [], []
+    for job in jobs:
+        of_job = search(
+            job,
+            offers,
+            strategies,
+            [config for config in configs if config.model == job.asked_model],
+            gpus_per_node=args.gpus_per_node,
+            observations=observations,
+            software=args.software,
+        )
+        found += of_job.plans
+        left_out += of_job.left_out
+    return found, list(dict.fromkeys(left_out))

@@ -1,0 +1,206 @@
+"""`slm report`: the table of recorded runs, its pictures and exports, and the study's pages."""
+
+import argparse
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+from rich.console import Console
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.garbage import no_garbage_collection
+from slm_toolkit.cli.output import (
+    add_output_flags,
+    add_report_to,
+    check_exports,
+    check_report_to,
+    exports_asked,
+    labels,
+    on_stdout,
+    pictures_of,
+    print_errors,
+    print_records,
+    read_baseline,
+    rows_of,
+)
+from slm_toolkit.cli.study import add_paper_flags, print_paper
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_FILE, RunRecord
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
+
+if TYPE_CHECKING:
+    from slm_toolkit.report.charts.figure import Panel
+    from slm_toolkit.report.rows import Row
+
+
+PICTURES = ("html", "figures", "plot")
+_PLOT_WIDTH = 80
+"columns where stdout has no width"
+
+
+def add_picture_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the table and all charts as one page that needs no network",
+    )
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        metavar="DIR",
+        help="write each chart as PNG and SVG; needs kaleido and a Chrome, see CHROME_PATH",
+    )
+    parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
+
+
+def print_plots(rows: list["Row"]) -> None:
+    from slm_toolkit.report.charts.terminal import terminal_plots
+
+    console = Console(markup=False, emoji=False)
+    console.width = console.width if console.is_terminal else _PLOT_WIDTH
+    plots = terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=console.width)
+    console.print(plots, crop=False)
+
+
+def write_pictures(
+    rows: list["Row"],
+    records: list[tuple[Path, RunRecord]],
+    args: argparse.Namespace,
+    *,
+    left_out: list[str],
+) -> None:
+    """The files that flags ask for; their names go to stderr. `left_out`: records that could not be read."""
+    from slm_toolkit.report.charts.html import html_page
+    from slm_toolkit.report.charts.images import write_images
+
+    panels = panels_of(records, dict(zip(labels(rows), rows, strict=True)))
+    with user_errors():
+        try:
+            if args.html:
+                args.html.parent.mkdir(parents=True, exist_ok=True)
+                args.html.write_text(html_page(rows, panels, left_out=left_out), encoding="utf-8")
+                print(f"wrote {args.html}", file=sys.stderr)
+            if args.figures:
+                written = write_images(panels, args.figures)
+                print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
+        except OSError as error:
+            raise ValueError(f"can't write: {error}\nhint: a place where you may, with room") from None
+    for panel in panels:
+        if panel.missing:
+            print(f"left out: {panel.title}: {panel.missing}", file=sys.stderr)
+
+
+def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> list["Panel"]:
+    """All panels of labelled rows, in the order of a page."""
+    from slm_toolkit.report.charts import figures
+    from slm_toolkit.report.charts import memory as memory_figures
+    from slm_toolkit.report.ledger import ledger_of
+    from slm_toolkit.report.recorded_estimate import estimate_of
+
+    by_path = {str(path): record for path, record in records}
+    estimates = {
+        label: made for label, row in rows.items() if (made := estimate_of(by_path[row.record])) is not None
+    }
+    return [
+        figures.speed_panel(rows),
+        memory_figures.parts_panel(rows, estimates),
+        figures.cost_panel(rows),
+        figures.front_panel(rows),
+        figures.scaling_panel(rows),
+        figures.loss_panel(rows),
+        memory_figures.timeline_panel(rows, pictures_of(list(rows.values()))),
+        figures.anatomy_panel(rows),
+        memory_figures.errors_panel(rows, ledger_of(records)[0]),
+    ]
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """The flags of `slm report`, and what it does."""
+    parser.description = "The table of records."
+    parser.add_argument(
+        "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
+    )
+    parser.add_argument(
+        "--errors",
+        action="store_true",
+        help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of record.json, and nothing else"
+    )
+    add_picture_flags(parser)
+    add_paper_flags(parser)
+    add_output_flags(parser)
+    add_report_to(parser)
+    parser.set_defaults(verb=no_garbage_collection()(_report))
+
+
+def _report(args: argparse.Namespace) -> int:
+    if args.schema:
+        return _print_schema(args)
+    if args.paper or args.gpu or args.inter_node_gbps:
+        return print_paper(args)
+    with user_errors():
+        others = [
+            name for name in ("baseline", "memory", "phases", "strict", *PICTURES) if getattr(args, name)
+        ]
+        others += [*exports_asked(args), *(["report_to"] if args.report_to else [])]
+        if args.errors and others:
+            raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
+        if args.plot and (taken := on_stdout(args)):
+            raise ValueError(f"--plot with --{taken[0]}, of which stdout holds nothing else\nhint: give one")
+        check_exports(args)
+        check_report_to(args)
+        records, problems = find_records(args.records)
+        if not records:
+            nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
+            raise ValueError(problems[0] if problems else nothing)
+        baseline = read_baseline(args.baseline)
+    records.sort(key=_order)
+    rows = [] if args.errors else rows_of(records, args, problems=problems)
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    broken = 1 if problems else 0
+    if args.errors:
+        return max(print_errors(records, args), broken)
+    if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
+        write_pictures(rows, records, args, left_out=[f"left out: {problem}" for problem in problems])
+    code = print_records(rows, records, args, baseline=baseline)
+    if args.plot:
+        print_plots(rows)
+    return max(code, broken)
+
+
+def _print_schema(args: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(args).items() if value != args.parser.get_default(name)}
+    with user_errors():
+        if others := sorted(given.keys() - {"schema"}):
+            raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
+    print(SCHEMA_FILE.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _order(found: tuple[Path, RunRecord]) -> tuple:
+    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
+    record = found[1]
+    known = [*STUDIED_STRATEGIES, record.strategy]
+    asked = {**record.asked["config"]}
+    num_rehearsed = asked.pop("rehearse", None)
+    return (
+        record.model["num_params"],
+        not record.is_parity_reference,
+        _sortable(orjson.dumps(asked)),  # text, for settings of several types have no order
+        num_rehearsed or 0,
+        known.index(record.strategy),
+        str(found[0]),
+    )
+
+
+@cache
+def _sortable(asked: bytes) -> bytes:
+    """JSON with its whole numbers equally long, so that it sorts as they do."""
+    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)

@@ -1,0 +1,1 @@
+"""What must be equal for a fair comparison, and the command line made of it."""

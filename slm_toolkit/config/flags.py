@@ -1,0 +1,90 @@
+"""The command line: a flag for each field of RunConfig, the same under every verb."""
+
+import argparse
+import dataclasses
+import itertools
+from typing import Any, get_args, get_origin
+
+from slm_toolkit.config.run_config import RunConfig
+
+_GROUPS = ("model", "adapters", "batch", "data", "length", "optimizer", "saving")
+
+
+def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
+    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
+    for f in dataclasses.fields(RunConfig):
+        if f.name in leave_out:
+            continue
+        meta = f.metadata
+        group = groups[meta["group"]]
+        several = grid and meta["grid"]
+        kind = _value_type(f.type)
+        bare = True if kind is bool else meta["bare"]
+        options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
+        if meta["synonyms"]:
+            options["type"] = lambda text, of=meta["synonyms"]: of.get(text.lower(), text)
+        options["choices"] = meta["choices"]
+        options["metavar"] = (
+            None if meta["choices"] else kind.__name__.upper() if kind is not bool else "true|false"
+        )
+        if several:
+            options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
+        elif bare is not None:
+            options.update(nargs="?", const=bare)
+        shown = (
+            ""
+            if f.default is None
+            else f" (default: {str(f.default).lower() if kind is bool else f.default})"
+        )
+        options["help"] = (
+            meta["help"] + shown + ("; several values make a grid" if several else "")
+        ).replace("%", "%%")
+        group.add_argument(*(f"--{name}" for name in (f.name, *meta["aliases"])), **options)
+
+
+def config_from_args(args: argparse.Namespace) -> RunConfig:
+    """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    return RunConfig(
+        **{name: value for name, value in vars(args).items() if name in names and value is not None}
+    )
+
+
+def every_config(given: dict[str, Any]) -> list[RunConfig]:
+    """The grid of `given`, field name to a value or a list of values: a RunConfig for each combination."""
+    several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    combinations = itertools.product(*several.values())
+    return [RunConfig(**dict(zip(several, values, strict=True))) for values in combinations]
+
+
+def flags_of(config: RunConfig) -> list[str]:
+    """The command line that stands for `config`: each field that differs from its default."""
+    given = []
+    for f in dataclasses.fields(RunConfig):
+        value = getattr(config, f.name)
+        if value != f.default:
+            given += [f"--{f.name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return given
+
+
+class _Several(argparse.Action):
+    """A list of values; of a flag without any, what the flag alone stands for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, values or [self.const])
+
+
+def _value_type(annotation: Any) -> type:
+    """int of `int | None`."""
+    if get_origin(annotation) is None:
+        return annotation
+    return next(kind for kind in get_args(annotation) if kind is not type(None))
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "false", "0", "no"):
+        return text.lower() in ("true", "1", "yes")
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")

@@ -1,0 +1,220 @@
+"""The command line's parsers: errors in one line with a hint, names of other trainers' flags.
+
+The names are those of Hugging Face's Trainer and examples, accelerate, TRL, torchrun, DeepSpeed, torchtitan,
+litgpt, nanoGPT, axolotl and LLaMA-Factory.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Collection
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.garbage import no_garbage_collection
+
+SAME_MEANING = {  # our flag: other names of it
+    "model": ("model_name", "model_id", "pretrained_model_name_or_path"),
+    "tokenizer_name": ("tokenizer", "tokenizer_name_or_path"),
+    "attn_implementation": ("attention_implementation", "attn_impl"),
+    "gradient_checkpointing": ("activation_checkpointing", "activation_checkpoint"),
+    "torch_compile": ("compile",),
+    "lora_r": ("lora_rank",),
+    "seq_len": (
+        *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len", "block_size"),
+        *("context_length", "cutoff_len", "model_max_length"),
+    ),
+    "per_device_train_batch_size": (
+        *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
+        *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
+    ),
+    "gradient_accumulation_steps": (
+        *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
+        *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
+    ),
+    "max_steps": (
+        *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
+        *("max_iters", "train_iters", "num_iterations"),
+    ),
+    "num_train_epochs": ("epochs", "num_epochs", "max_epochs"),
+    "optim": ("optimizer",),
+    "learning_rate": ("lr", "max_lr", "peak_lr"),
+    "warmup_steps": ("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
+    "weight_decay": ("wd",),
+    "adam_beta1": ("beta1",),
+    "adam_beta2": ("beta2",),
+    "max_grad_norm": (
+        *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
+        "max_norm",
+    ),
+    "dataset": (
+        *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
+        "dataset_path",
+    ),
+    "eval_dataset": ("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
+    "text_column": ("dataset_text_field", "text_field"),
+    "dataloader_num_workers": ("num_workers",),
+    "eval_steps": ("eval_interval", "eval_every", "eval_freq"),
+    "save_steps": (
+        *("save_interval", "save_every", "save_freq", "checkpointing_steps", "checkpoint_interval"),
+    ),
+    "save_total_limit": ("keep_latest_k",),
+    "resume_from_checkpoint": ("resume", "resume_from"),
+    "output_dir": ("out_dir", "save_dir"),
+    "strategy": ("config_file",),
+    "num_machines": ("nnodes", "num_nodes"),
+    "machine_rank": ("node_rank",),
+    "main_process_ip": ("master_addr",),
+    "main_process_port": ("master_port",),
+}
+
+_BATCH = (
+    "--per_device_train_batch_size N: sequences of one process and micro-step; a step has that times "
+    "--gradient_accumulation_steps times the processes"
+)
+_PRECISION = (
+    "--numerics: aligned (the default) computes in bf16 with fp32 master weights, stock as accelerate's "
+    "mixed_precision bf16, fp32 without low precision"
+)
+_SCHEDULE = "the schedule is a cosine to a tenth of --learning_rate after --warmup_steps steps"
+_SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
+_RANKS = "--num_processes N: ranks of all machines together"
+_ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
+_FLASH = "--attn_implementation flash_attention_2; sdpa, the default, has PyTorch's own flash kernel"
+_OF_THE_LAUNCHER = "it is the launcher's: `slm train` takes it; `accelerate launch` takes its own before -m"
+_HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
+
+HINTS = {  # a name that is refused: what to write instead
+    **dict.fromkeys(
+        ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
+    ),
+    **dict.fromkeys(("bf16", "amp", "mixed_precision", "precision", "dtype", "torch_dtype"), _PRECISION),
+    "fp16": "--numerics aligned (the default) computes in bf16; fp16 needs --numerics stock, a GPU and a "
+    "--strategy file with mixed_precision: fp16",
+    "warmup_ratio": "--warmup_steps N: a number of steps",
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "min_lr"), _SCHEDULE),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
+    **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
+    "num_processes": "--num_gpus N",
+    **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
+    **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
+    "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), "--eval_steps N"),
+    "save_strategy": "--save_steps N",
+    "do_train": "leave it out",
+    **dict.fromkeys(("logging_steps", "log_interval"), "--report_to tensorboard logs every step"),
+    **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
+    "gpu": _HERE,
+}
+_LAUNCHERS_OWN = ("strategy", "config_file", "num_processes", "num_machines", "machine_rank")
+_OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() for other in others}
+
+
+def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
+    """`--lr 1e-3` as `--learning_rate 1e-3`, where only the latter is among the flags that a parser knows."""
+    return [_in_our_name(word, known) for word in words]
+
+
+def _in_our_name(word: str, known: Collection[str]) -> str:
+    name, equals, value = word.partition("=")
+    ours = _OUR_NAME.get(name)
+    return word if name in known or ours not in known else ours + equals + value
+
+
+def hint_for(words: list[str], known: Collection[str]) -> str:
+    """What the unknown flags among `words` may mean in a parser with the flags `known`; empty if nothing."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return "; ".join(filter(None, (_hint(flag, known) for flag in dict.fromkeys(flags))))
+
+
+def _hint(flag: str, known: Collection[str]) -> str:
+    name = flag.removeprefix("--")
+    text = HINTS.get(name, "")
+    if name in _LAUNCHERS_OWN and "--strategy" not in known:
+        text = _OF_THE_LAUNCHER
+    if text and "--seq_len" in known and all(word in known for word in re.findall(r"--\w+", text)):
+        return text
+    close = get_close_matches(flag, known, n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def with_underscores(argv: list[str]) -> list[str]:
+    """Accept `--seq-len` where the flag is `--seq_len`; after `--` or `-m` come another command's words."""
+    words = []
+    ours = min((argv.index(mark) for mark in ("--", "-m") if mark in argv), default=len(argv))
+    for word in argv[:ours]:
+        name, equals, value = word.partition("=")
+        words.append(
+            name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else word
+        )
+    return words + argv[ours:]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that accepts other trainers' names of flags, and ends errors with a hint and exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = getattr(found, "parser", self)  # the verb's
+            hint = hint_for(unknown, parser._option_string_actions)
+            parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
+        return found
+
+    def error(self, message: str) -> None:
+        problem, _, hint = message.partition("\nhint: ")
+        with user_errors():
+            raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
+
+
+class VerbParser(Parser):
+    """A verb's parser, filled by `fill(parser)` of the module `filled_by` when the verb is used.
+
+    So `slm --help` loads no verb, and a verb none of the others.
+    """
+
+    def __init__(self, *, filled_by: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._filled_by: str | None = filled_by
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._filled_by is not None:
+            with no_garbage_collection():
+                import_module(self._filled_by).fill(self)
+            self._filled_by = None
+            self.set_defaults(parser=self)
+        return super().parse_known_args(args, namespace)
+
+
+def positive_number(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def price_per_hour(text: str) -> float:
+    """A price that a report can show: no less than a millionth, no more than a million."""
+    if not 1e-6 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
+    return float(text)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return int(text)

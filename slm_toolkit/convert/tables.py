@@ -1,0 +1,110 @@
+"""The tables of docs/fsdp_and_zero.md, from those that convert: `python -m slm_toolkit.convert.tables`."""
+
+from typing import Any
+
+from slm_toolkit.convert.counterparts import (
+    FSDP_ALONE,
+    INIT_FLAG,
+    PAIRS,
+    PLUGIN_ALONE,
+    ZERO,
+    ZERO_ALONE,
+    Alone,
+    Pair,
+)
+from slm_toolkit.convert.trainer_keys import DEEPSPEED_ARGUMENTS, FSDP_KEYS, TORCHRUN, USE_GROUPS, VARIABLES
+
+
+def tables() -> dict[str, str]:
+    """Each table as Markdown, by its heading."""
+    return {
+        "Pairs": _markdown(
+            ("FSDP2", "ZeRO", "what differs"),
+            [
+                (_said(p.fsdp, p.fsdp_value), _said(p.zero, p.zero_value) + _when(p), p.note or "nothing")
+                for p in PAIRS
+            ],
+        ),
+        "FSDP2 alone": _alone(FSDP_ALONE, "ZeRO"),
+        "ZeRO alone": _alone((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
+        "FSDP2 in accelerate and in transformers": _markdown(
+            ("accelerate's `fsdp_config`", "absent", "TrainingArguments' `fsdp_config`", "absent"),
+            [
+                (
+                    f"`{key.accelerate}`",
+                    _word(key.launch_default),
+                    f"`{key.trainer}`"
+                    if key.trainer
+                    else f"`{VARIABLES[key.accelerate]}=...` before the command",
+                    _word(key.trainer_default),
+                )
+                for key in FSDP_KEYS
+            ],
+        ),
+        "The launcher": _markdown(
+            ("accelerate YAML", "otherwise"),
+            [
+                ("`num_processes`", "`torchrun --nproc_per_node`: those of one machine"),
+                *((f"`{key}`", f"`torchrun {option}`") for key, option in TORCHRUN.items()),
+                ("`mixed_precision: bf16`, `fp16`", "`--bf16`, `--fp16`"),
+                ("`dynamo_config`", "`--torch_compile`, `--torch_compile_backend`, `--torch_compile_mode`"),
+                *(
+                    (f"`{key}`", _variable(key, name))
+                    for key, name in VARIABLES.items()
+                    if key[:5] != "fsdp_"
+                ),
+            ],
+        ),
+        "DeepSpeed's numbers": _markdown(
+            ("DeepSpeed JSON", "TrainingArguments"),
+            [
+                (f"`{key}`", ", ".join(f"`{name}`" for name in names))
+                for key, names in DEEPSPEED_ARGUMENTS.items()
+            ],
+        ),
+    }
+
+
+def _alone(rows: tuple[Alone, ...], other: str) -> str:
+    cells = [(_family(row.key), _words(row.as_other), row.note) for row in rows]
+    return _markdown(("key", f"{other} does as with", "instead"), cells)
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _said(key: str, value: Any) -> str:
+    return f"`{key.removeprefix(ZERO)}: {str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _when(pair: Pair) -> str:
+    """Under which stage, and whether one way only."""
+    is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
+    stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
+    return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
+
+
+def _family(key: str) -> str:
+    if not key:
+        return "all others"
+    if key.endswith("."):
+        return f"others of `{key.rstrip('.')}`"
+    return f"`{key.removeprefix(ZERO)}`"
+
+
+def _word(value: Any) -> str:
+    return "-" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _words(values: tuple[Any, ...]) -> str:
+    return ", ".join(dict.fromkeys(_word(value) for value in values if value is not None)) or "-"
+
+
+def _variable(key: str, name: str) -> str:
+    return f"`{USE_GROUPS}=true {name}=...`" if key.startswith("parallelism") else f"`{name}=...`"
+
+
+if __name__ == "__main__":
+    print("\n\n".join(f"{heading}\n\n{table}" for heading, table in tables().items()))

@@ -1,0 +1,1 @@
+"""What is wrong or unwise in a model and its configuration."""

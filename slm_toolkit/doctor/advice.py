@@ -1,0 +1,294 @@
+"""What closed forms find wrong or unwise in a model and its configuration on given GPUs."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers, misaligned_widths
+from slm_toolkit.predict.estimate import Estimate, largest_batch
+from slm_toolkit.predict.setup import Setting, alignment_gain
+from slm_toolkit.strategy.strategy import Strategy, find_strategy
+
+_CLEARLY_FASTER = 1.05
+"less is within what estimates can tell apart"
+_MUCH_FASTER = 1.15
+
+
+def needless(setting: Setting) -> Iterator[Finding]:
+    """Sharding and offload of what fits without: the paper's answer is DDP first."""
+    if setting.strategy.offloads:
+        row = dataclasses.replace(setting, strategy=without_offload(setting.strategy)).estimate()
+        if row.verdict == "fits":
+            yield Finding(
+                name="offload-of-what-fits",
+                topic="strategy",
+                severity="unwise",
+                gpu=setting.gpu.name,
+                strategy=setting.strategy.name,
+                sentence=f"{setting.spec.name} fits on {setting.num_gpus} x {setting.gpu.name} without "
+                f"offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under {setting.strategy.name}",
+                why="offload sends the training state over the host's bus at every step",
+                change="the same strategy without its offload keys",
+            )
+        return
+    if not setting.strategy.sharded_parts:
+        return
+    plain = find_strategy("ddp" if setting.num_gpus > 1 else "single")
+    before, after = setting.estimate(), dataclasses.replace(setting, strategy=plain).estimate()
+    if after.verdict != "fits" or before.tokens_per_second is None or after.tokens_per_second is None:
+        return
+    speedup = after.tokens_per_second / before.tokens_per_second
+    if speedup >= _CLEARLY_FASTER:
+        yield Finding(
+            name="sharding-of-what-fits",
+            topic="strategy",
+            severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"{setting.spec.name} fits on each of {setting.num_gpus} x {setting.gpu.name} whole: "
+            f"{plain.name} gives {speedup - 1:+.0%} tokens/s over {setting.strategy.name}",
+            why="shards are sent around to be put together again; the paper's advice for small models is DDP "
+            "while it fits",
+            change=f"--strategy {plain.name}",
+            speedup=speedup,
+        )
+
+
+def without_offload(strategy: Strategy) -> Strategy:
+    """The strategy with everything on the GPU."""
+    config = dict(strategy.accelerate_config or {})
+    if strategy.engine == "deepspeed":
+        zero = dict(strategy.deepspeed_config["zero_optimization"])
+        for part in ("offload_optimizer", "offload_param"):
+            zero.pop(part, None)
+        deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}
+        return dataclasses.replace(strategy, deepspeed_config=deepspeed)
+    config["fsdp_config"] = {**config["fsdp_config"], "fsdp_offload_params": False}
+    return dataclasses.replace(strategy, accelerate_config=config)
+
+
+def faster_strategies(settings: list[Setting]) -> Iterator[Finding]:
+    """Where another of the strategies asked about fits too and is clearly faster; plain ones: `needless`."""
+    groups: dict[tuple, list[Estimate]] = {}
+    for setting in settings:
+        row = setting.estimate()
+        if row.fits and row.tokens_per_second is not None:
+            groups.setdefault((setting.gpu.name, setting.num_gpus, setting.spec.name), []).append(row)
+    for group in groups.values():
+        best = max(group, key=lambda row: row.tokens_per_second)
+        for row in group:
+            speedup = best.tokens_per_second / row.tokens_per_second
+            if speedup >= _CLEARLY_FASTER and best.strategy not in ("ddp", "single"):
+                yield Finding(
+                    name="faster-strategy",
+                    topic="strategy",
+                    severity="could be faster",
+                    gpu=row.gpu,
+                    strategy=row.strategy,
+                    sentence=f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives "
+                    f"{speedup - 1:+.0%} tokens/s over {row.strategy}",
+                    why="it sends less, or computes less again",
+                    change=f"--strategy {best.strategy}",
+                    speedup=speedup,
+                )
+
+
+_MOST_LEVERS = 3
+_LOGIT_BYTES = 10
+"per token and word, in transformers' loss: bf16 logits, an fp32 copy, its log-softmax"
+
+
+def findings(settings: list[Setting]) -> list[Finding]:
+    """Of all settings, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
+    found = [finding for setting in settings for check in _OF_EACH for finding in check(setting)]
+    found += [f for setting in _fastest(settings) for check in _OF_FASTEST for f in check(setting)]
+    found += faster_strategies(settings)
+    return gravest_first(found)
+
+
+def _fastest(settings: list[Setting]) -> list[Setting]:
+    by_gpu: dict[str, list[tuple[float, Setting]]] = {}
+    for setting in settings:
+        row = setting.estimate()
+        rate = (row.tokens_per_second or 0.0) if row.fits else -1.0
+        by_gpu.setdefault(setting.gpu.name, []).append((rate, setting))
+    return [max(rated, key=lambda pair: pair[0])[1] for rated in by_gpu.values()]
+
+
+def _alignment(setting: Setting) -> Iterator[Finding]:
+    gain = alignment_gain(setting)
+    if gain is None or gain.speedup < WORTH_SAYING:
+        return
+    widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setting.spec).items())
+    yield Finding(
+        name="widths-off-tensor-cores",
+        topic="alignment",
+        severity="wrong" if gain.speedup >= 1.25 else "unwise",
+        gpu=gain.gpu,
+        sentence=f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
+        f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
+        why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS "
+        "takes kernels that load one number at a time",
+        change=f"--model {gain.sibling.split(' ')[0]}"
+        if gain.sibling.startswith("slm-")
+        else f"another shape: {gain.sibling}",
+        speedup=gain.speedup,
+    )
+
+
+def _memory(setting: Setting) -> Iterator[Finding]:
+    row = setting.estimate()
+    gpu, strategy = setting.gpu.name, setting.strategy.name
+    size = row.peak_allocated_bytes / 2**30
+    if row.verdict == "does not fit":
+
+        def of_batch(config: RunConfig) -> Estimate:
+            return setting.estimate(config=config)
+
+        most = largest_batch(of_batch, setting.config).per_device_train_batch_size
+        remedy = f"--per_device_train_batch_size {most} does" if most else "not even one sequence does"
+        yield Finding(
+            name="does-not-fit",
+            topic="memory",
+            severity="wrong",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{size:.1f} GiB don't fit on {gpu} under {strategy}: {remedy}",
+            why=f"most of it at {row.peak_instant}",
+            change=f"--per_device_train_batch_size {most}, or --gradient_checkpointing full"
+            if most
+            else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
+        )
+    elif row.verdict == "tight":
+        yield Finding(
+            name="fits-tightly",
+            topic="memory",
+            severity="unwise",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{size:.1f} GiB fit tightly on {gpu} under {strategy}: it may run out, or thrash",
+            why="what the allocator holds beside its tensors takes about a tenth more",
+            change="a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+        )
+
+
+def _network(setting: Setting) -> Iterator[Finding]:
+    row = setting.estimate()
+    gpu, strategy = setting.gpu.name, setting.strategy.name
+    if setting.strategy.offloads:
+        yield Finding(
+            name="offload-time-unknown",
+            topic="kernels",
+            severity="could be faster",
+            strategy=strategy,
+            sentence=f"{strategy} offloads: there is no closed form for its time, memory alone was looked at",
+            why="the host's bus, its cores and its disks decide, and nothing here knows them",
+            change="--gradient_checkpointing full first, or more GPUs: both cost less time",
+        )
+    elif row.tokens_per_second is None:
+        yield Finding(
+            name="network-unknown",
+            topic="network",
+            severity="unwise",
+            gpu=gpu,
+            sentence=f"the network between nodes of {gpu} is not known: --inter_node_gbps gives it",
+            why="without it nobody can say what communication costs",
+            change="--inter_node_gbps GBIT, or --network with what `slm compare --probe_network` measured",
+        )
+    needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
+    if needed and has and needed > has:
+        share = row.parts_seconds["communication"] / row.step_seconds
+        yield Finding(
+            name="network-too-slow",
+            topic="network",
+            severity="wrong" if share > 0.5 else "unwise",
+            gpu=gpu,
+            strategy=strategy,
+            sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
+            f"its communication, there are {has:,.0f}: {share:.0%} of a step is waiting",
+            why="what is sent between nodes takes longer than the compute beside it",
+            change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
+        )
+
+
+def _logits(setting: Setting) -> Iterator[Finding]:
+    """Logits and their loss against the model's weights, where they make the peak."""
+    config, params = setting.config, setting.spec.num_params
+    if config.loss_kernel != "hf":
+        return
+    tokens = config.per_device_train_batch_size * config.seq_len
+    logits = _LOGIT_BYTES * tokens * setting.spec.vocab_size
+    chunked = dataclasses.replace(config, loss_kernel="fused_linear")
+    before = setting.estimate().peak_allocated_bytes
+    saved = before - setting.estimate(config=chunked).peak_allocated_bytes
+    if logits > 2 * params and saved > 0.05 * before:
+        yield Finding(
+            name="logits-larger-than-model",
+            topic="kernels",
+            severity="unwise",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"logits and their loss take {logits / 2**30:.1f} GiB at once, the weights of "
+            f"{setting.spec.name} {2 * params / 2**30:.1f}",
+            why=f"{tokens:,} tokens x {setting.spec.vocab_size:,} words x {_LOGIT_BYTES} bytes; in chunks "
+            f"the peak is {saved / 2**30:.1f} GiB lower",
+            change="--loss_kernel fused_linear",
+        )
+
+
+def _saturation(setting: Setting) -> Iterator[Finding]:
+    """A batch of which a smaller one trains as many tokens per second: the GPU was full before."""
+    size, row = setting.config.per_device_train_batch_size, setting.estimate()
+    if row.tokens_per_second is None or not row.fits:
+        return
+
+    def of(batch: int) -> Estimate:
+        return setting.estimate(config=dataclasses.replace(setting.config, per_device_train_batch_size=batch))
+
+    enough = size
+    while enough % 2 == 0 and of(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second:
+        enough //= 2
+    if enough == size:
+        return
+    smaller = of(enough)
+    gain = row.tokens_per_second / smaller.tokens_per_second - 1
+    more = (row.peak_allocated_bytes - smaller.peak_allocated_bytes) / 2**30
+    steps = setting.config.gradient_accumulation_steps * size // enough
+    yield Finding(
+        name="batch-past-saturation",
+        topic="kernels",
+        severity="unwise",
+        gpu=setting.gpu.name,
+        strategy=setting.strategy.name,
+        sentence=f"--per_device_train_batch_size {size} gives {gain:+.1%} tokens/s over {enough} on "
+        f"{setting.gpu.name} under {setting.strategy.name}",
+        why=f"the GPU is full before: the rest takes {more:.1f} GiB and no time off",
+        change=f"--per_device_train_batch_size {enough}; --gradient_accumulation_steps {steps} keeps the "
+        "tokens per step",
+    )
+
+
+def _kernels(setting: Setting) -> Iterator[Finding]:
+    row = setting.estimate()
+    if not row.fits or row.tokens_per_second is None:
+        return
+    found = levers(lambda spec, config: setting.estimate(spec, config), setting.spec, setting.config)
+    for lever in [lever for lever in found if lever.change.startswith("--")][:_MOST_LEVERS]:
+        bound = row.bottleneck.replace("_", " ")
+        yield Finding(
+            name="faster-flag",
+            topic="kernels",
+            severity="could be faster",
+            gpu=setting.gpu.name,
+            strategy=setting.strategy.name,
+            sentence=f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} "
+            f"should give {lever.speedup - 1:+.0%} tokens/s",
+            why=f"of a step's time most goes to {bound}",
+            change=lever.change,
+            speedup=lever.speedup,
+        )
+
+
+_OF_EACH = (_memory, _network, needless)
+_OF_FASTEST = (_alignment, _kernels, _logits, _saturation)

@@ -1,0 +1,250 @@
+"""Case: a strategy's files as they stand, read without refusing anything, beside flags, model and machine."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slm_toolkit.base.user_files import json_of, read_text, yaml_node
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.finding import Edit, Finding
+from slm_toolkit.doctor.host import Host
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
+from slm_toolkit.strategy.strategy import settings_of, yaml_around
+
+
+@dataclass(frozen=True)
+class Files:
+    """A YAML and the DeepSpeed JSON that it names, each as text and as what it says."""
+
+    yaml_path: Path
+    yaml_text: str
+    "empty where a DeepSpeed JSON was given without a YAML"
+    config: dict[str, Any]
+    json_path: Path | None = None
+    "None without a JSON, and where the one that is named is not found"
+    json_text: str = ""
+    deepspeed: Any = None
+    "the JSON's content; None without one, and where it can't be read"
+    json_problem: str | None = None
+    "why there is no content"
+    duplicates: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    "keys that stand twice in the same mapping: the file, yaml or json, and the keys down to it"
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that a fault can lie in."""
+
+    name: str
+    files: Files
+    spec: ModelSpec
+    flags: RunConfig
+    host: Host
+    num_gpus: int
+    gpus_per_node: int
+    gpu_names: tuple[str, ...] = ()
+    "canonical, of the GPUs it is meant for; none: a machine whose GPUs we have no figures of"
+    gpus_given: bool = False
+    "whether num_gpus was said by the user or counted on this machine, not assumed"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.files.config
+
+    @property
+    def engine(self) -> str:
+        """accelerate's word, in capitals; empty where the YAML has none."""
+        said = self.config.get("distributed_type")
+        return "NO" if said is False else str(said or "").upper()
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A mapping of the YAML; empty where there is none, or something else stands there."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def fsdp(self) -> dict[str, Any]:
+        """fsdp_config with accelerate's prefix, which it puts before keys that lack it."""
+        section = self.section("fsdp_config") if self.engine == "FSDP" else {}
+        return {key if str(key).startswith("fsdp") else f"fsdp_{key}": v for key, v in section.items()}
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.engine == "FSDP" and str(self.fsdp.get("fsdp_version", 1)) == "2"
+
+    @property
+    def has_json(self) -> bool:
+        """Whether a DeepSpeed JSON decides; without one the YAML does."""
+        return self.engine == "DEEPSPEED" and isinstance(self.files.deepspeed, dict)
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """zero_optimization of the JSON, or as accelerate makes it of the YAML."""
+        if self.engine != "DEEPSPEED":
+            return {}
+        if self.has_json:
+            found = self.files.deepspeed.get("zero_optimization")
+            return found if isinstance(found, dict) else {}
+        section = self.section("deepspeed_config")
+        made: dict[str, Any] = {
+            "stage": section.get("zero_stage", 2),  # accelerate's default
+            "stage3_gather_16bit_weights_on_model_save": section.get("zero3_save_16bit_model"),
+        }
+        for part in ("offload_optimizer", "offload_param"):
+            if str(section.get(f"{part}_device", "none")) != "none":
+                made[part] = {"device": section[f"{part}_device"]}
+        return made
+
+    @property
+    def zero_stage(self) -> int | None:
+        """None under another engine, and where it is no stage."""
+        stage = self.zero.get("stage", 0)
+        if stage == "auto":
+            return 2  # accelerate 1.15, DeepSpeedPlugin.zero_stage
+        return stage if self.engine == "DEEPSPEED" and stage in (0, 1, 2, 3) else None
+
+    def offload(self, part: str) -> str:
+        """none, cpu or nvme: where `offload_optimizer` or `offload_param` puts it, stage aside."""
+        section = self.zero.get(part)
+        device = section.get("device", "none") if isinstance(section, dict) else "none"
+        return "none" if device in (None, "auto") else str(device)
+
+    @property
+    def num_machines(self) -> int:
+        count = self.config.get("num_machines", 1)
+        return count if is_count(count) else 1
+
+    @property
+    def num_processes(self) -> int | None:
+        count = self.config.get("num_processes", 1 if self.engine == "NO" else None)
+        return count if is_count(count) else None
+
+    @property
+    def num_ranks(self) -> int:
+        """That the strategy will be launched on: `num_gpus`, but for a single process."""
+        return 1 if self.engine == "NO" else self.num_gpus
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_true(value: object) -> bool:
+    return str(value).lower() == "true"
+
+
+def shown(value: object) -> str:
+    """A value as the files write it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def fault(
+    case: Case,
+    severity: str,
+    name: str,
+    sentence: str,
+    *,
+    topic: str,
+    why: str,
+    change: str,
+    file: str | None = None,
+    key: str | None = None,
+    edits: tuple[Edit, ...] = (),
+) -> Finding:
+    """A finding about `case`; `file`: yaml or json, where it lies in one, else of no one strategy."""
+    paths = {"yaml": case.files.yaml_path, "json": case.files.json_path or case.files.yaml_path}
+    of_case = file is not None or bool(edits)
+    return Finding(
+        name=name,
+        topic=topic,
+        severity=severity,
+        sentence=sentence,
+        why=why,
+        change=change,
+        file=str(paths[file]) if file else None,
+        key=key,
+        strategy=case.name if of_case else None,
+        edits=edits,
+    )
+
+
+def read_files(path: Path) -> Files:
+    """Raises ValueError for a file that can't be read or holds no settings; all else is a finding."""
+    text = _read(path)
+    if path.suffix == ".json" and "distributed_type" not in (content := _parsed_json(path, text)):
+        return Files(path, "", yaml_around(path), path.resolve(), text, content, None, _json_duplicates(text))
+    config = settings_of(text, path)
+    duplicates = tuple(("yaml", keys) for keys in _yaml_duplicates(yaml_node(text, path, hint=_HINT), ()))
+    return with_json(Files(path, text, config, duplicates=duplicates))
+
+
+def with_json(files: Files) -> Files:
+    """The files with the JSON that the YAML names, as far as it can be read."""
+    section = files.config.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    is_deepspeed = str(files.config.get("distributed_type")).upper() == "DEEPSPEED"
+    if named in (None, "none") or not is_deepspeed:
+        return files
+    found = deepspeed_config_path(str(named), files.yaml_path)
+    if found is None:
+        problem = f"there is no {named}, neither here nor beside the YAML"
+        return Files(**{**vars(files), "json_problem": problem})
+    try:
+        text = _read(found)
+        content = _parsed_json(found, text)
+    except ValueError as error:
+        problem = str(error).splitlines()[0]
+        return Files(**{**vars(files), "json_path": found, "json_problem": problem})
+    duplicates = (*files.duplicates, *_json_duplicates(text))
+    return Files(files.yaml_path, files.yaml_text, files.config, found, text, content, None, duplicates)
+
+
+_HINT = "compare with ds_configs/zero2.json"
+
+
+def _read(path: Path) -> str:
+    return read_text(path, hint="give an accelerate YAML file")
+
+
+def _parsed_json(path: Path, text: str) -> dict[str, Any]:
+    content = json_of(text, path, hint=_HINT)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no DeepSpeed settings\nhint: {_HINT}")
+    return content
+
+
+def _yaml_duplicates(node: yaml.Node | None, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        keys = (*above, str(key.value))
+        if key.value in seen:
+            yield keys
+        seen.add(key.value)
+        yield from _yaml_duplicates(value, keys)
+
+
+@dataclass
+class _Pairs:
+    """A JSON object as it stands."""
+
+    items: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def _json_duplicates(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    def walk(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if not isinstance(value, _Pairs):
+            return
+        names = [name for name, _ in value.items]
+        yield from ((*above, name) for name in dict.fromkeys(names) if names.count(name) > 1)
+        for name, below in value.items:
+            yield from walk(below, (*above, name))
+
+    whole = json.loads(text, object_pairs_hook=lambda pairs: _Pairs(pairs))
+    return tuple(("json", keys) for keys in dict.fromkeys(walk(whole, ())))

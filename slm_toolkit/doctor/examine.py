@@ -1,0 +1,146 @@
+"""All findings of a case: of its files, of what corrections bring up, of flags, machine and closed forms."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slm_toolkit.doctor.advice import findings
+from slm_toolkit.doctor.case import Case, fault
+from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
+from slm_toolkit.doctor.environment_faults import environment_faults
+from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.doctor.fix import edits_of, mended
+from slm_toolkit.doctor.flag_faults import flag_faults
+from slm_toolkit.doctor.fsdp_faults import fsdp_faults
+from slm_toolkit.doctor.keys import key_faults
+from slm_toolkit.doctor.launch_faults import group_faults, launch_faults, machine_count_faults
+from slm_toolkit.doctor.machine_faults import host_ram_faults, machine_faults
+from slm_toolkit.doctor.zero_sizes import zero_size_faults
+from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.flag_checks import placement_problems
+from slm_toolkit.predict.memory.coverage import known_to_estimates, unlike_the_model
+from slm_toolkit.predict.setup import Setting
+from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
+
+_CHECKS = (
+    *(key_faults, launch_faults, machine_count_faults, fsdp_faults, group_faults, deepspeed_faults),
+    *(zero_size_faults, flag_faults, machine_faults, environment_faults),
+)
+_MOST_ROUNDS = 6
+"of corrections, each of which may bring up what the one before hid"
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A case, what was found in it, and what it would be with its files corrected."""
+
+    case: Case
+    corrected: Case
+    found: list[Finding]
+    strategy: Strategy | None
+    "of the corrected case; None where it is none all the same"
+
+
+def examine(case: Case) -> Examined:
+    """What its keys, flags, machine and environment show, without closed forms.
+
+    A fault may hide others, as a wrong distributed_type does all of an engine: those are looked for in the
+    corrected files.
+    """
+    found: list[Finding] = []
+    now = case
+    for _ in range(_MOST_ROUNDS):
+        seen = {(f.name, f.key, f.file) for f in found}
+        current = gravest_first([f for check in _CHECKS for f in check(now)])
+        found += [f for f in current if (f.name, f.key, f.file) not in seen]
+        edits = edits_of(current)
+        if not edits:
+            break
+        now = mended(now, edits)
+    strategy, refused = _strategy(now)
+    found += refused
+    return Examined(case, now, found, strategy)
+
+
+def examine_all(
+    cases: list[Case], *, site_of: Callable[[Gpu], Site], software: str
+) -> tuple[list[Examined], list[Finding], list[str]]:
+    """Each case, the findings of all, the gravest first, and notes on what could not be looked at."""
+    notes: list[str] = []
+    examined, settings = [], []
+    for case in cases:
+        one = examine(case)
+        of_case = _settings(one, site_of=site_of, software=software, notes=notes)
+        short = [f for setting in of_case for f in host_ram_faults(one.corrected, setting)]
+        corrected = mended(one.corrected, edits_of(short))
+        examined.append(dataclasses.replace(one, corrected=corrected, found=[*one.found, *short]))
+        settings += of_case
+    found = [finding for one in examined for finding in one.found] + findings(settings)
+    return examined, gravest_first(found), list(dict.fromkeys(notes))
+
+
+def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
+    """The corrected files as a launch would read them, and what it would refuse still."""
+    content = case.files.deepspeed if case.has_json else None
+    try:
+        strategy = strategy_of(case.config, case.files.yaml_path, content)
+    except ValueError as error:
+        if case.files.json_problem is not None:
+            return None, []
+        sentences, _, hint = str(error).partition("\nhint: ")
+        return None, [
+            fault(
+                *(case, "wrong", "refused", sentence.removeprefix(f"{case.files.yaml_path}: ")),
+                topic="launch",
+                why="a launch with these files ends with this",
+                change=hint or "compare with the files that `slm configs --copy DIR` writes",
+                file="yaml",
+            )
+            for sentence in sentences.splitlines()
+        ]
+    strategy = dataclasses.replace(strategy, name=case.name)
+    problems = [(sentence, "flag-contradiction") for sentence in contradictions(strategy, case.flags)]
+    count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
+    try:
+        grouped = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
+    except ValueError:  # no estimate of it: said by `_settings`
+        grouped = []
+    problems += [(sentence, "groups-do-not-divide") for sentence in grouped]
+    found = [
+        fault(
+            *(case, "wrong", name, sentence.removeprefix(f"{strategy.path}: ")),
+            topic="flags" if name == "flag-contradiction" else "fsdp",
+            why="the trainer refuses to start",
+            change="leave out the flag, or the strategy"
+            if name == "flag-contradiction"
+            else "another --num_gpus",
+            file="yaml",
+        )
+        for sentence, name in problems
+    ]
+    return (None if grouped else strategy), found
+
+
+def _settings(
+    one: Examined, *, site_of: Callable[[Gpu], Site], software: str, notes: list[str]
+) -> list[Setting]:
+    """The corrected case on each GPU type it is meant for, as far as there are closed forms for it."""
+    if one.strategy is None:
+        return []
+    case, spec = one.corrected, one.corrected.spec
+    config, unknown = known_to_estimates(case.flags)
+    unknown += unlike_the_model(spec, config.seq_len)
+    notes += [f"note: {sentence}" for sentence in unknown]
+    made = []
+    for gpu in map(gpu_of_name, case.gpu_names):
+        setting = Setting(
+            *(spec, config, one.strategy, gpu, case.num_ranks, case.gpus_per_node, site_of(gpu), software)
+        )
+        try:
+            setting.estimate()
+        except ValueError as error:
+            notes.append(f"note: {str(error).splitlines()[0]}")
+            continue
+        made.append(setting)
+    return made

@@ -1,0 +1,119 @@
+"""Calibration: constants measured on one GPU, which replace those fitted to published runs.
+
+`bench/gpu/digest.py` writes the rows of `data/calibration.csv`. A GPU without rows keeps the constants of
+`software.py` and `gpu_memory.py`.
+"""
+
+import csv
+import dataclasses
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).parent / "calibration.csv"
+VARIABLE = "SLM_CALIBRATION"
+"environment variable: another file to read"
+COLUMNS = ("gpu", "term", "value", "residual", "num_measurements", "evidence", "source", "date")
+"residual: median of |predicted / measured - 1| over what the value was fitted to; empty: as many terms"
+SOFTWARE_MEASURED = "2026"
+"the generation of software that runs where digest.py's archives come from"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The terms of one GPU; None: not measured. Shares are of the data sheet's dense bf16 or memory rate."""
+
+    matmul_share: float | None = None
+    "large products with aligned widths"
+    misaligned_share_1: float | None = None
+    "of matmul_share, what is left where a width is odd"
+    misaligned_share_2: float | None = None
+    "the same: even, but no multiple of 4"
+    misaligned_share_4: float | None = None
+    "the same: a multiple of 4, but not of 8"
+    product_start_seconds: float | None = None
+    "of each product, whatever its size: what makes products of few rows slow"
+    attention_forward_share_64: float | None = None
+    "attention without scores with heads of 64, at long sequences; causal half counted"
+    attention_forward_half_64: float | None = None
+    "the sequence length at which half of that share is reached"
+    attention_backward_share_64: float | None = None
+    attention_backward_half_64: float | None = None
+    attention_forward_share_128: float | None = None
+    attention_forward_half_128: float | None = None
+    attention_backward_share_128: float | None = None
+    attention_backward_half_128: float | None = None
+    memory_share: float | None = None
+    "kernels that only move bytes"
+    optimizer_share: float | None = None
+    "the optimizer's step"
+    loss_share_hf: float | None = None
+    "transformers' cross-entropy"
+    loss_share_fused: float | None = None
+    "cross-entropy that overwrites its logits"
+    eager_slowdown: float | None = None
+    compiled_slowdown: float | None = None
+    kernel_seconds: float | None = None
+    "these three: see Software"
+    cuda_context_bytes: float | None = None
+    slack_factor: float | None = None
+    "of the allocator's slack as counted for an allocator without expandable segments"
+    described: str | None = None
+    "number of terms, date and source"
+
+    def attention(self, which: str, head_dim: int) -> tuple[float, float] | None:
+        """Share and half-length of the measured head size that is nearest; `which`: forward or backward."""
+        for size in sorted((64, 128), key=lambda size: abs(size - head_dim)):
+            share = getattr(self, f"attention_{which}_share_{size}")
+            if share is not None:
+                return share, getattr(self, f"attention_{which}_half_{size}") or 0.0
+        return None
+
+
+NOT_CALIBRATED = Calibration()
+TERMS = tuple(field.name for field in dataclasses.fields(Calibration) if field.name != "described")
+
+
+def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
+    """Of a GPU by its canonical name; NOT_CALIBRATED where there is no row of it, or for older software."""
+    if gpu is None or software != SOFTWARE_MEASURED:
+        return NOT_CALIBRATED
+    return _calibrations(Path(os.environ.get(VARIABLE) or FILE)).get(gpu, NOT_CALIBRATED)
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """Raises ValueError for an unknown term or a value that is not a positive number."""
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    for number, row in enumerate(rows, start=2):
+        problem = _problem(row)
+        if problem:
+            raise ValueError(f"{problem} (line {number} of {file})\nhint: write it with bench/gpu/digest.py")
+    return rows
+
+
+def _problem(row: dict[str, str]) -> str | None:
+    if missing := [name for name in COLUMNS if row.get(name) is None]:
+        return f"a calibration without {', '.join(missing)}"
+    if row["term"] not in TERMS:
+        return f"unknown term {row['term']!r}"
+    try:
+        is_positive = 0 < float(row["value"]) < float("inf")
+    except ValueError:
+        is_positive = False
+    return None if is_positive else f"{row['term']} is {row['value']!r}, not a positive number"
+
+
+@cache
+def _calibrations(file: Path) -> dict[str, Calibration]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows_of(file):
+        found.setdefault(row["gpu"], []).append(row)
+    return {
+        gpu: Calibration(
+            **{row["term"]: float(row["value"]) for row in rows},
+            described=f"{len(rows)} terms measured on {rows[-1]['date']} ({rows[-1]['source']})",
+        )
+        for gpu, rows in found.items()
+    }

@@ -1,0 +1,1 @@
+"""Starting `accelerate launch`, on one machine or several, and how launches end."""

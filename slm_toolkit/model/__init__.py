@@ -1,0 +1,1 @@
+"""Models as shapes and counts, without torch."""

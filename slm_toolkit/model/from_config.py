@@ -1,0 +1,255 @@
+"""ModelSpecs of Hugging Face's config.json: Llama-like models, and the GPTs that estimates alone know."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.base.user_files import check_name, json_of, read_text
+from slm_toolkit.model.model_spec import ModelSpec
+
+LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
+
+_KIND = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    dict: ("an object", lambda value: isinstance(value, dict)),
+    str: ("a word", lambda value: isinstance(value, str)),
+    int: ("a whole number above 0", lambda value: is_size(value)),
+    float: (
+        "a number above 0",
+        lambda value: isinstance(value, float | int) and value is not True and value > 0,
+    ),
+}
+
+
+def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
+    """Raises ValueError with the first key that is there and is not of its kind."""
+    for key, kind in kinds.items():
+        said, is_kind = _KIND[kind]
+        if config.get(key) is not None and not is_kind(config[key]):
+            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {said}")
+
+
+def check_layers(num_layers: int, path: str) -> None:
+    """Raises ValueError for more than can be counted one by one."""
+    if num_layers > MOST_LAYERS:
+        raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {MOST_LAYERS:,}")
+
+
+def is_size(value: object) -> bool:
+    """Whether it may be a dimension of a model, or how many there are of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
+
+
+GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
+
+
+def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
+    """Two-matrix FFN, LayerNorm. Raises ValueError with all keys that are missing or make no sense."""
+    model_type = config["model_type"]
+    layers, hidden, heads, positions = _KEYS[model_type]
+    required = (layers, hidden, heads, "vocab_size")
+    bad = [key for key in required if not is_size(config.get(key))]
+    if not bad and config[hidden] % config[heads]:
+        bad = [hidden, heads]
+    if bad:
+        raise ValueError(
+            f"{path}: {', '.join(bad)} must be positive whole numbers that go together\n"
+            f"hint: is it a {model_type} model?"
+        )
+    kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
+    check_kinds(
+        config,
+        path,
+        **kinds,
+        **{"attn_config": dict, "expansion_ratio": float, "no_bias": bool, "attention_bias": bool},
+    )
+    check_layers(config[layers], path)
+    width = config[hidden]
+    alibi = (config.get("attn_config") or {}).get("alibi", True)  # transformers' default for MPT
+    learned = model_type == "gpt2" or (model_type == "mpt" and not alibi)
+    ffn_size = {
+        "gpt2": config.get("n_inner") or 4 * width,
+        "gpt_neox": config.get("intermediate_size") or 4 * width,
+        "mpt": int(min(width * (config.get("expansion_ratio") or 4), 1e18)),
+    }[model_type]
+    if not is_size(ffn_size):
+        raise ValueError(f"{path}: expansion_ratio makes an FFN {ffn_size:,} wide\nhint: usual is 4")
+    has_biases = not _told(config, "no_bias", model_type == "mpt")
+    in_attention = has_biases and (model_type != "gpt_neox" or _told(config, "attention_bias", True))
+    return ModelSpec(
+        name,
+        config[layers],
+        width,
+        config[heads],
+        config[heads],
+        width // config[heads],
+        ffn_size,
+        config["vocab_size"],
+        tied=_told(config, "tie_word_embeddings", model_type != "gpt_neox"),
+        model_type=model_type,
+        max_position_embeddings=config.get(positions) or 2048,
+        source=path,
+        path=path,
+        gated_ffn=False,
+        layer_norm=True,
+        qkv_bias=in_attention,
+        output_bias=in_attention,
+        ffn_bias=has_biases,
+        learned_positions=(config.get(positions) or 2048) if learned else 0,
+    )
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """Raises ValueError for a model that only estimates know."""
+    if spec.model_type in GPT_TYPES:
+        raise ValueError(
+            f"model_type {spec.model_type!r} can be estimated, not trained here\n"
+            "hint: Llama-like models are: llama, qwen2, mistral"
+        )
+
+
+_KEYS = {  # layers, hidden size, heads, positions
+    "gpt2": ("n_layer", "n_embd", "n_head", "n_positions"),
+    "gpt_neox": (*("num_hidden_layers", "hidden_size", "num_attention_heads"), "max_position_embeddings"),
+    "mpt": ("n_layers", "d_model", "n_heads", "max_seq_len"),
+}
+
+
+def _told(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    return default if config.get(key) is None else config[key]
+
+
+def position_problem(spec: ModelSpec, seq_len: int) -> str | None:
+    """Why a model with learned positions can't have sequences of this length; None where it can."""
+    if not 0 < spec.learned_positions < seq_len:
+        return None
+    most = spec.learned_positions
+    return f"--seq_len {seq_len}: {spec.name} has {most} learned positions, --seq_len {most} at most"
+
+
+def spec_from_config_file(path: Path) -> ModelSpec:
+    """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
+    text = read_text(path, what="the model configuration", hint="give a folder with config.json")
+    config = json_of(text, path, hint="give a Hugging Face config.json")
+    name = os.path.basename(os.path.realpath(path.parent)) if path.name == "config.json" else path.stem
+    return spec_from_config(config, name=check_name(name, "a model called"), path=str(path))
+
+
+def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
+    """ModelSpec from a Hugging Face configuration's keys; all that is missing is reported at once."""
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
+    model_type = config.get("model_type", "llama")
+    if model_type in GPT_TYPES:
+        return gpt_spec(config, name=name, path=path)
+    if model_type not in ("llama", "qwen2", "mistral"):
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not supported\n"
+            "hint: Llama-like models are: llama, qwen2, mistral; gpt2, gpt_neox and mpt can be estimated"
+        )
+    required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    bad = [key for key in required if not is_size(config.get(key))]
+    if bad:
+        raise ValueError(
+            f"{path}: {', '.join(bad)} must be positive whole numbers, at most {LARGEST_SIZE:,}\n"
+            "hint: is it a language model?"
+        )
+    check_layers(config["num_hidden_layers"], path)
+    _check_honoured(config, model_type, path)
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", _KV_HEADS.get(model_type)) or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
+        raise ValueError(
+            f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
+        )
+    if config["hidden_size"] % heads:
+        raise ValueError(
+            f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
+            "hint: transformers refuses such a model"
+        )
+    rope = config.get("rope_parameters")
+    check_kinds(
+        {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
+        path,
+        **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
+        **{"rope_theta": float, "rope_parameters.rope_theta": float, "hidden_act": str},
+    )
+    rope = rope or {}
+    attention_bias = model_type == "llama" and bool(config.get("attention_bias"))
+    return ModelSpec(
+        name,
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        heads,
+        kv_heads,
+        head_dim,
+        config["intermediate_size"],
+        config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        ffn_bias=model_type == "llama" and bool(config.get("mlp_bias")),
+        sliding_window=_sliding_window(config, model_type),
+        hidden_act=config.get("hidden_act") or "silu",
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
+        model_type=model_type,
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+        source=path,
+        path=path,
+    )
+
+
+_KV_HEADS = {"mistral": 8, "qwen2": 32}
+"where the key is absent: transformers 5.23, MistralConfig and Qwen2Config"
+_WINDOW = 4096
+"where the key is absent: the same classes"
+
+
+def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
+    """Raises ValueError for a key that means something and that training from this file would ignore."""
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{path}: quantization_config: weights that are quantized already can't be trained here\n"
+            "hint: give the unquantized model; --peft qlora quantizes it and trains an adapter"
+        )
+    kinds = {"attention_bias": bool, "mlp_bias": bool, "use_sliding_window": bool, "sliding_window": int}
+    check_kinds(config, path, **kinds)
+    layer_types, dropout = config.get("layer_types") or [], config.get("attention_dropout") or 0.0
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ValueError(f"{path}: layer_types is {layer_types!r}\nhint: a list, of each layer's kind")
+    if not isinstance(dropout, float | int) or not 0 <= dropout < 1:
+        raise ValueError(f"{path}: attention_dropout is {dropout!r}\nhint: 0 to below 1")
+    if type(config.get("max_window_layers", 0)) is not int:
+        raise ValueError(
+            f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: a whole number"
+        )
+    builds = {"llama": {}, "qwen2": {"attention_bias": True, "mlp_bias": False}}
+    builds["mistral"] = {"attention_bias": False, "mlp_bias": False}
+    ignored = [
+        key for key, built in builds[model_type].items() if config.get(key, built) not in (None, built)
+    ]
+    ignored += [key for key in ("num_experts", "num_local_experts") if config.get(key) not in (None, 0, 1)]
+    if model_type == "llama" and config.get("sliding_window") is not None:
+        ignored.append("sliding_window")
+    if set(layer_types) - {"full_attention", "sliding_attention" if model_type == "qwen2" else ""}:
+        ignored.append("layer_types")
+    if ignored:
+        told = ", ".join(f"{key} {config[key]!r}" for key in ignored)
+        raise ValueError(
+            f"{path}: {told}: transformers' {model_type} ignores it, and would train another model\n"
+            "hint: is model_type right? else remove the key"
+        )
+
+
+def _sliding_window(config: dict[str, Any], model_type: str) -> int | None:
+    """As MistralConfig and Qwen2Config of transformers 5.23 make it."""
+    window = config.get("sliding_window", _WINDOW)
+    if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
+        return None
+    kinds = config.get("layer_types")
+    if model_type == "qwen2" and kinds is None:
+        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
+    return None if kinds is not None and "sliding_attention" not in kinds else window

@@ -1,0 +1,87 @@
+"""Bytes from the final norm on (logits, loss, their gradients) at the instants that may be the peak."""
+
+from dataclasses import dataclass
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.memory.activations import AUTOCAST, BF16, FP32
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Heads and losses differ."""
+
+    final_norm: float
+    forward: float
+    backward: float
+    head: float
+    norm: float
+
+
+def loss_memory(
+    spec: ModelSpec,
+    config: RunConfig,
+    compute: str,
+    num_tokens: int,
+    software: str,
+    *,
+    is_frozen: bool,
+    keeps_inputs: bool,
+) -> LossMemory:
+    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient.
+
+    In 2024 the fp32 copy was what the model handed back, and so stayed alive in backward. A frozen norm and
+    head keep neither what the norm scaled nor its output, which lives as long as forward does; `keeps_inputs`
+    (see `frozen_activations.Kernels`): but for the output.
+    """
+    h, V, T = spec.hidden_size, spec.vocab_size, num_tokens
+    e = 4 if compute == FP32 else 2
+    fused_norm = config.norm_kernel == "fused"
+    # kept by the final norm, the residual stream's gradient (as wide as the norm's input) included
+    if compute == BF16:
+        kept = (4 if fused_norm else 8) * h + 4
+        norm_backward = 16 * h + 8 if fused_norm else 24 * h
+    elif compute == AUTOCAST:
+        kept = (6 if fused_norm else 10) * h + 4
+        norm_backward = 20 * h + 8
+    else:
+        kept = (8 if fused_norm else 12) * h + 4
+        norm_backward = 20 * h + 8
+    weight_gradient, output = V * h * e, 0
+    if is_frozen:
+        kept = (2 if compute == BF16 and fused_norm else 4) * h + 4
+        weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
+        if keeps_inputs and config.loss_kernel != "fused_linear":
+            kept, output = kept + output, 0
+    apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
+    if config.loss_kernel == "fused_linear":
+        chunk = chunk_rows(num_tokens=T, vocab_size=V, hidden_size=h)
+        wide = min(chunk * V, max(1, FUSED_LOSS_CHUNK // V) * V)
+        gradients = e * h * T + weight_gradient
+        cast = 2 * h * (compute == AUTOCAST and is_frozen)
+        buffers = chunk * V * e + (wide * 4 if apart else 0)
+        in_forward = (kept + output + cast) * T + gradients + buffers
+        after = kept * T + gradients
+        return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
+    if config.loss_kernel == "fused_logits":
+        rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
+        in_forward = (kept + output) * T + e * V * T + (rows * V * 4 if apart else 0)
+        if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
+            in_forward = kept * T + (e + 4) * V * T
+        after = kept * T + e * V * T
+        return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
+    in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
+    backward = kept * T + (16 if software == "2024" else 12) * V * T
+    head = kept * T + e * V * T + e * h * T
+    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
+
+
+FUSED_LOSS_CHUNK = 2**24
+"elements of fp32 probabilities at a time in `run/kernels/loss_kernels.py`: a test compares the two"
+
+
+def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Tokens whose logits the fused linear loss makes at once: see `run/kernels/loss_kernels.py`."""
+    rows = -(-num_tokens // -(-vocab_size // hidden_size))
+    at_least = max(1, FUSED_LOSS_CHUNK // 2 // vocab_size)
+    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))

@@ -1,0 +1,228 @@
+"""Bytes that one rank sends in one optimizer step, by collective, under DDP, FSDP, ZeRO and ZeRO++.
+
+P parameters in bf16 are M = 2 P bytes. A gather or a scatter of M bytes over n ranks makes each rank send
+M (n - 1) / n, a reduction to all of them twice that. So per step, with one micro-step: DDP, ZeRO-1 and ZeRO-2
+2 M, FSDP full shard and ZeRO-3 3 M, shard grad-op 2 M (Rajbhandari et al., arXiv 1910.02054, section 7).
+ZeRO++ (Wang et al., arXiv 2306.10209): qwZ gathers int8 for forward, hpZ gathers backward's inside a group,
+qgZ sends int4 gradients: 3 M between nodes become 0.75 M.
+Under --peft gathers are of all parameters, frozen ones too; gradients, and what ZeRO-1 and ZeRO-2 gather
+after the step, are the adapters' alone.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
+from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
+from slm_toolkit.predict.memory.host import Placement
+from slm_toolkit.predict.memory.peak import dtypes_asked
+from slm_toolkit.strategy.strategy import Strategy
+
+INT8_SCALES = 1.0  # qwZ: one byte per parameter; its scales, one per some thousand, are not counted
+INT4_SCALES = 0.5
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind and purpose in one step."""
+
+    name: str
+    "what is sent, as in traffic_bytes: gather_forward, gather_backward, reduce_gradients, ..."
+    collective: str
+    "all_reduce, all_gather or reduce_scatter"
+    num_bytes: float
+    "of the whole tensors, all collectives of the step together"
+    ranks: int
+    "that take part in one of them"
+    ranks_per_node: int
+    "of those, how many share a node"
+    groups_per_node: int
+    "that do this at the same time beside each other"
+    num_calls: float
+    overlaps: bool
+    "can be hidden behind compute; what follows the optimizer can't"
+    in_last_micro_step: bool = False
+    "once per step, behind the last micro-step's compute only"
+
+    @property
+    def num_nodes(self) -> int:
+        """That a group lies on."""
+        return -(-self.ranks // self.ranks_per_node)
+
+    @property
+    def sent_bytes(self) -> float:
+        """By each rank, whatever the algorithm."""
+        twice = 2 if self.collective == "all_reduce" else 1
+        return twice * self.num_bytes * (self.ranks - 1) / self.ranks
+
+    @property
+    def inter_node_bytes(self) -> float:
+        """Of `sent_bytes`, what leaves the node: a ring has one such link for each node's ranks."""
+        return self.sent_bytes / self.ranks_per_node if self.ranks > self.ranks_per_node else 0.0
+
+    @property
+    def intra_node_bytes(self) -> float:
+        return self.sent_bytes - self.inter_node_bytes
+
+
+def transfers(
+    spec: ModelSpec,
+    strategy: Strategy,
+    config: RunConfig,
+    placement: Placement,
+    *,
+    num_gpus: int,
+    gpus_per_node: int,
+    reduces_each_micro_step: bool = False,
+) -> tuple[Transfer, ...]:
+    """All that a rank communicates in one optimizer step; nothing for a single one.
+
+    FSDP under accumulation reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
+    micro-step. Raises ValueError for what has no closed form.
+    """
+    if num_gpus == 1 or strategy.engine == "single":
+        return ()
+    dtypes = dtypes_asked(strategy, config)
+    shard_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
+    weights = weights_of(spec, adapters_of(spec, config))
+    return _transfers(
+        weights.total,
+        weights.trained,
+        spec.num_layers + 2,
+        strategy.engine,
+        strategy.zero_stage,
+        strategy.reshard_after_forward is not False,
+        _zero_settings(strategy),
+        dtypes.compute,
+        dtypes.reduced,
+        config.gradient_accumulation_steps,
+        reduces_each_micro_step,
+        shard_ranks,
+        placement.secondary_ranks,
+        num_gpus,
+        gpus_per_node,
+    )
+
+
+@dataclass(frozen=True)
+class _ZeroSettings:
+    """What a DeepSpeed JSON says of communication; hpZ is in the placement."""
+
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    overlaps: bool = True
+    bucket_elements: float | None = None
+
+
+def _zero_settings(strategy: Strategy) -> _ZeroSettings:
+    if strategy.engine != "deepspeed":
+        return _ZeroSettings()
+    zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+    zero = {key: value for key, value in zero.items() if value is not None}  # null is DeepSpeed's default
+    bucket = zero.get("reduce_bucket_size", "auto")
+    return _ZeroSettings(
+        bool(zero.get("zero_quantized_weights")),
+        bool(zero.get("zero_quantized_gradients")),
+        bool(zero.get("overlap_comm", strategy.zero_stage == 3)),  # deepspeed 0.19's default
+        None if bucket == "auto" else float(bucket),
+    )
+
+
+@lru_cache(maxsize=65536)
+def _transfers(
+    num_params: int,
+    num_trained: int,
+    num_units: int,
+    engine: str,
+    zero_stage: int | None,
+    reshard_after_forward: bool,
+    zero: _ZeroSettings,
+    parameter_bytes: int,
+    reduced_bytes: int,
+    micro_steps: int,
+    reduces_each_micro_step: bool,
+    shard_ranks: int,
+    secondary_ranks: int,
+    num_gpus: int,
+    gpus_per_node: int,
+) -> tuple[Transfer, ...]:
+    updated, gradients = num_trained * parameter_bytes, num_trained * reduced_bytes
+    bucket_bytes = (zero.bucket_elements or 0) * reduced_bytes or DDP_BUCKET_BYTES
+    buckets = max(1.0, gradients / bucket_bytes)
+
+    def transfer(
+        name: str,
+        collective: str,
+        num_bytes: float,
+        num_calls: float,
+        *,
+        times: int = 1,
+        ranks: int = num_gpus,
+        stride: int = 1,
+        overlaps: bool = True,
+    ) -> Transfer:
+        # a group of every `stride`-th rank has so many in a node; where it doesn't divide one, some groups
+        # lie across two, and the slowest decides
+        places = max(1, gpus_per_node // stride)
+        per_node = gcd(ranks, places)
+        groups = max(1, gpus_per_node // per_node)
+        sizes = (times * num_bytes, ranks, per_node, groups)
+        return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
+
+    if engine == "ddp":
+        return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
+    if engine == "deepspeed" and zero_stage in (1, 2):
+        each = micro_steps if zero_stage == 2 else 1
+        return (
+            transfer(
+                *("reduce_gradients", "reduce_scatter", gradients, buckets),
+                times=each,
+                overlaps=zero.overlaps,
+            ),
+            transfer("gather_updated", "all_gather", updated, 1, overlaps=False),
+        )
+    found = []
+    whole = parameter_bytes if not zero.quantized_weights else INT8_SCALES
+    found.append(
+        transfer(
+            "gather_forward",
+            "all_gather",
+            num_params * whole,
+            num_units,
+            times=micro_steps,
+            ranks=shard_ranks,
+        )
+    )
+    if reshard_after_forward:
+        found.append(
+            transfer(
+                "gather_backward",
+                "all_gather",
+                num_params * (parameter_bytes if secondary_ranks > 1 else whole),
+                num_units,
+                times=micro_steps,
+                ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
+            )
+        )
+    each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
+    reduced = num_trained * INT4_SCALES if zero.quantized_gradients else gradients
+    found.append(
+        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
+    )
+    if shard_ranks < num_gpus:  # copies of the model: each shard's gradients are reduced between them
+        copies = num_gpus // shard_ranks
+        found.append(
+            transfer(
+                "reduce_between_copies",
+                "all_reduce",
+                gradients / shard_ranks,
+                num_units,
+                times=each,
+                ranks=copies,
+                stride=shard_ranks,
+            )
+        )
+    return tuple(found)

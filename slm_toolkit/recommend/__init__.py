@@ -1,0 +1,1 @@
+"""Which GPUs, how many, which strategy and batch for a job."""

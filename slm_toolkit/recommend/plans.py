@@ -1,0 +1,299 @@
+"""Plans: the configurations that could do a job, each with its hours, dollars and expected loss."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import Gpu
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.cost import budget
+from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.memory.host import placement_of
+from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import Strategy, contradictions
+
+_GLOBAL_BATCH_OFF = 0.10
+"of the tokens per step asked for, what a plan may be off: micro-steps are whole"
+
+
+@dataclass(frozen=True)
+class GpuOffer:
+    """GPUs that can be had."""
+
+    gpu: Gpu
+    counts: tuple[int, ...]
+    site: Site
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, whatever the hardware."""
+
+    asked_model: str
+    "as the flags call it"
+
+    spec: ModelSpec
+    num_tokens: float
+    global_batch_tokens: int
+    law: Law
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way of doing the job."""
+
+    estimate: Estimate
+    spec: ModelSpec
+    config: RunConfig
+    "as the flags of a command have it, before what the user's own files decide"
+    strategy: Strategy
+    site: Site
+    num_tokens: float
+    num_steps: int
+    tokens_per_step: int
+    tokens_per_second: float
+    "measured where a record of the configuration is at hand, else the estimate's"
+    evidence: str
+    "of tokens_per_second: measured or estimated"
+    memory_evidence: str
+    "of verdict and headroom: measured, rehearsed or estimated"
+    verdict: str
+    headroom_bytes: int
+    hours: float
+    usd: float | None
+    law: str
+    "of scaling_laws.LAWS"
+    expected_loss: float | None
+    "by that law, of its own data and tokenizer; None with adapters, of which it says nothing"
+    loss_per_usd: float | None
+    "the paper's equation 1: what the next dollar would take off the loss"
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.estimate.num_gpus
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What records say of one configuration; None where none says it."""
+
+    tokens_per_second: float | None
+    peak_allocated_bytes: int | None
+    memory_evidence: str | None
+    is_out_of_memory: bool
+
+
+Observations = Mapping[tuple, Observed]
+
+
+def observation_key(
+    spec: ModelSpec, gpu_name: str | None, num_gpus: int, strategy: Strategy, config: RunConfig
+) -> tuple:
+    """What must be equal for a record to stand for a configuration: shape, hardware, all that costs time."""
+    shape = dataclasses.replace(spec, name="", source="", path=None)
+    names = (
+        *("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "attn_implementation"),
+        *("gradient_checkpointing", "loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel"),
+        *("torch_compile", "torch_compile_mode", "numerics", "reduce_dtype", "optim", "fp8", "tf32"),
+        *("fsdp_prefetch", "peft", "lora_r", "lora_dropout", "lora_target_modules", "packing"),
+    )
+    sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
+    return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What came of looking through a grid."""
+
+    plans: list[Plan]
+    "all that fit, tight ones too"
+    left_out: list[str]
+    "what was not even considered, as sentences with the reason"
+
+
+def search(
+    job: Job,
+    offers: list[GpuOffer],
+    strategies: list[Strategy],
+    configs: list[RunConfig],
+    *,
+    gpus_per_node: int,
+    observations: Observations,
+    software: str = "2026",
+) -> Search:
+    """`configs` have their defaults and one micro-step; their batches must ascend.
+
+    The micro-steps follow from the job's tokens per step. A batch above one that does not fit is not tried,
+    unless a record says what it did: with as many micro-steps, or fewer but more than one, more sequences
+    never take less memory. Going from several micro-steps to one may.
+    """
+    found = Search([], [])
+    for offer in offers:
+        for count in offer.counts:
+            micro_steps = {config: _micro_steps(job, config, count) for config in configs}
+            if not any(micro_steps.values()):
+                asked = f"{job.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
+                found.left_out.append(f"{count} x {offer.gpu.name}: no batch comes near {asked}")
+            for strategy in strategies:
+                if (strategy.engine == "single") != (count == 1):
+                    continue
+                considered = [
+                    dataclasses.replace(config, gradient_accumulation_steps=steps)
+                    for config, steps in micro_steps.items()
+                    if steps is not None
+                ]
+                nodes = {"num_gpus": count, "gpus_per_node": min(count, gpus_per_node)}
+                _search_strategy(job, offer, strategy, considered, nodes, observations, software, found)
+    found.left_out[:] = dict.fromkeys(found.left_out)
+    return found
+
+
+def _search_strategy(
+    job: Job,
+    offer: GpuOffer,
+    strategy: Strategy,
+    configs: list[RunConfig],
+    nodes: dict[str, int],
+    observations: Observations,
+    software: str,
+    found: Search,
+) -> None:
+    where = f"{nodes['num_gpus']} x {offer.gpu.name} {strategy.name}"
+    try:
+        strategy = fit_groups(strategy, num_ranks=nodes["num_gpus"], ranks_per_node=nodes["gpus_per_node"])
+    except ValueError as error:
+        found.left_out.append(str(error).splitlines()[0])
+        return
+    placement, launched_strategy = placement_of(strategy), strategy_as_launched(strategy)
+    if problems := placement.problems(**nodes):
+        found.left_out.extend(f"{where}: {problem}" for problem in problems)
+        return
+    if strategy.offloads:
+        found.left_out.append(f"{strategy.name}: no closed form for the time of offload")
+        return
+    smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
+    for config in configs:
+        if problems := contradictions(strategy, config):
+            found.left_out.extend(problems)
+            continue
+        launched = config_as_launched(config, launched_strategy)
+        observed = _observed(job, offer, nodes["num_gpus"], launched_strategy, launched, observations)
+        batch, accumulates = config.per_device_train_batch_size, config.gradient_accumulation_steps > 1
+        alike = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+        if observed is None and batch >= smallest_that_failed.get((alike, accumulates), math.inf):
+            continue
+        row = estimate(
+            job.spec,
+            launched_strategy,
+            placement,
+            launched,
+            **nodes,
+            gpu=offer.gpu,
+            deepspeed_needs=deepspeed_needs,
+            deepspeed_version=ESTIMATOR_VERSION,
+            software=software,
+            site=offer.site,
+        )
+        if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
+            reason = "the network between nodes is not known (--inter_node_gbps)"
+            found.left_out.append(f"{nodes['num_gpus']} x {offer.gpu.name}: {reason}")
+            continue
+        if not row.fits and observed is None:
+            smallest_that_failed[alike, accumulates] = batch
+        plan = _plan(job, row, config, strategy, offer, observed)
+        if plan is not None:
+            found.plans.append(plan)
+
+
+def _observed(
+    job: Job,
+    offer: GpuOffer,
+    num_gpus: int,
+    strategy: Strategy,
+    config: RunConfig,
+    observations: Observations,
+) -> Observed | None:
+    """Of this GPU type; else what was rehearsed without a GPU, which every type would take."""
+    if not observations:
+        return None
+    keys = (observation_key(job.spec, name, num_gpus, strategy, config) for name in (offer.gpu.name, None))
+    return next((observations[key] for key in keys if key in observations), None)
+
+
+def _micro_steps(job: Job, config: RunConfig, num_gpus: int) -> int | None:
+    of_micro_step = num_gpus * config.per_device_train_batch_size * config.seq_len
+    micro_steps = max(1, round(job.global_batch_tokens / of_micro_step))
+    off = abs(micro_steps * of_micro_step / job.global_batch_tokens - 1)
+    return micro_steps if off <= _GLOBAL_BATCH_OFF else None
+
+
+def _plan(
+    job: Job,
+    found: Estimate,
+    config: RunConfig,
+    strategy: Strategy,
+    offer: GpuOffer,
+    observed: Observed | None,
+) -> Plan | None:
+    """None for what does not fit, or has no known time."""
+    verdict, headroom, memory_evidence = found.verdict, found.headroom_bytes, "estimated"
+    tokens_per_second, evidence = found.tokens_per_second, "estimated"
+    if observed is not None:
+        if observed.is_out_of_memory:
+            return None
+        if observed.tokens_per_second is not None:
+            tokens_per_second, evidence = observed.tokens_per_second, "measured"
+        if observed.peak_allocated_bytes is not None:
+            context = found.parts["cuda_context"]
+            headroom = offer.gpu.memory_bytes - context - observed.peak_allocated_bytes
+            memory_evidence = observed.memory_evidence
+            ran = memory_evidence == "measured"
+            verdict = "fits" if ran or headroom >= 0 else "does not fit"
+    if verdict not in ("fits", "tight") or tokens_per_second is None:
+        return None
+    tokens_per_step = (
+        found.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
+    ) * config.seq_len
+    price = offer.site.price
+    paid = {"tokens_per_second": tokens_per_second, "num_gpus": found.num_gpus}
+    per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
+    taken = budget(num_tokens=job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+    num_params = num_params_of(job.law, job.spec)
+    trains_all = config.peft == "none"
+    return Plan(
+        estimate=found,
+        spec=job.spec,
+        config=config,
+        strategy=strategy,
+        site=offer.site,
+        num_tokens=job.num_tokens,
+        num_steps=math.ceil(job.num_tokens / tokens_per_step),
+        tokens_per_step=tokens_per_step,
+        tokens_per_second=tokens_per_second,
+        evidence=evidence,
+        memory_evidence=memory_evidence,
+        verdict=verdict,
+        headroom_bytes=headroom,
+        hours=taken.hours,
+        usd=taken.usd if price else None,
+        law=job.law.name,
+        expected_loss=loss(job.law, num_params, job.num_tokens) if trains_all else None,
+        loss_per_usd=loss_per_usd(job.law, num_params, job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+        if price and trains_all
+        else None,
+    )
+
+
+def row_of(plan: Plan) -> dict[str, Any]:
+    """As JSON: the estimate's keys, then the plan's."""
+    own = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    for name in ("estimate", "spec", "config", "strategy", "site"):
+        del own[name]
+    return {**vars(plan.estimate), **own, "gpu_hours": plan.gpu_hours}

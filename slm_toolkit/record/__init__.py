@@ -1,0 +1,1 @@
+"""The raw facts of a run as JSON, and what follows from two of them."""

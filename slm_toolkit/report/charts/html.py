@@ -1,0 +1,100 @@
+"""Rows and panels as one HTML file that fetches nothing: plotly.js, data, style and script are inside."""
+
+import dataclasses
+import html
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from slm_toolkit import __version__
+from slm_toolkit.report.charts.figure import Panel
+from slm_toolkit.report.rows import Row
+from slm_toolkit.report.tables.columns import columns_of
+from slm_toolkit.report.tables.comparison import heading, notes
+
+_PAGE = Path(__file__).parent / "page"
+PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
+"of https://cdn.plot.ly, its licence beside it"
+
+
+def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> str:
+    """The whole file; `left_out`: sentences on records that could not be read."""
+    drawn = [panel for panel in panels if panel.missing is None]
+    missing = [panel for panel in panels if panel.missing is not None]
+    said = [*(note.plain for note in notes(rows, [])), *left_out]
+    parts = {
+        "heading": heading(rows).plain,
+        "made_by": f"slm_toolkit {__version__}",
+        "num_rows": str(len(rows)),
+    }
+    filled = {name: html.escape(text) for name, text in parts.items()} | {
+        "style": _file("report.css"),
+        "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
+        "table": _table(rows),
+        "notes": _items(said),
+        "panels": "".join(map(_section, drawn)),
+        "missing": _missing(missing),
+        "figures": figures_json(drawn),
+        "plotly": plotly_script(),
+        "script": _file("report.js"),
+    }
+    return re.sub(r"{{(\w+)}}", lambda place: filled[place[1]], _file("report.html"))
+
+
+def figures_json(panels: list[Panel]) -> str:
+    """All figures by name, as JSON that can stand inside a script element."""
+    figures = {figure.name: dataclasses.asdict(figure) for panel in panels for figure in panel.figures}
+    text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")  # no text of a record can end the element
+
+
+@cache
+def plotly_script() -> str:
+    """plotly.js's basic bundle (MIT), 1.2 MB of the page."""
+    licence = _file("plotly-LICENSE").replace("*/", "")
+    return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
+
+
+def _file(name: str) -> str:
+    return (_PAGE / name).read_text(encoding="utf-8")
+
+
+def _table(rows: list[Row]) -> str:
+    columns = columns_of(rows)
+    titles = "".join(
+        f'<th scope="col" aria-sort="none"><button>{html.escape(column.title)}</button></th>'
+        for column in columns
+    )
+    lines = [f"<thead><tr>{titles}</tr></thead><tbody>"]
+    for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
+        state = "unequal" if row.parity_holds is False else row.status
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        lines.append(f'<tr class="{html.escape(state)}">{cells}</tr>')
+    return "\n".join([*lines, "</tbody>"])
+
+
+def _section(panel: Panel) -> str:
+    choice = ""
+    if len(panel.figures) > 1:
+        options = "".join(
+            f'<option value="{figure.name}">{html.escape(figure.title)}</option>' for figure in panel.figures
+        )
+        choice = f'<label>of <select data-of="{panel.name}">{options}</select></label>'
+    return (
+        f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
+        f'<div class="scroll"><div class="chart" id="chart-{panel.name}"'
+        f' data-figure="{panel.figures[0].name}"></div></div>'
+        f'<ul class="notes">{_items(list(panel.notes))}</ul></section>'
+    )
+
+
+def _missing(panels: list[Panel]) -> str:
+    if not panels:
+        return ""
+    items = [f"{panel.title}: {panel.missing}" for panel in panels]
+    return f'<section id="missing"><h2>Left out</h2><ul class="notes">{_items(items)}</ul></section>'
+
+
+def _items(lines: list[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)

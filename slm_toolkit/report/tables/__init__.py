@@ -1,0 +1,1 @@
+"""Rows as rich tables and exported files."""

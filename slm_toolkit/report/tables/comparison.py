@@ -1,0 +1,199 @@
+"""Rows as a rich table; no figure is ever cut, narrow terminals get fewer columns."""
+
+import re
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table
+from rich.text import Text
+
+from slm_toolkit.report.rows import Row
+from slm_toolkit.report.tables.columns import Column, columns_of, common, marks_of, value_of, varying
+from slm_toolkit.report.tables.fitted import fix_width
+
+MANY_ROWS = 200
+"""above which rich, half a millisecond a row, does not lay the table out; a terminal is shown no more"""
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
+_SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
+    "loss_kernel": ("hf", "loss {}"),
+    "norm_kernel": ("hf", "norm {}"),
+    "mlp_kernel": ("hf", "MLP {}"),
+    "use_liger_kernel": (False, "Liger"),
+    "gradient_checkpointing": ("none", "checkpointing {}"),
+    "torch_compile": (False, "compiled"),
+    "torch_compile_mode": ("default", "{}"),
+    "fsdp_prefetch": (0, "{} layers prefetched"),
+    "fp8": ("none", "fp8 {}"),
+    "tf32": (False, "TF32"),
+    "peft": ("none", "{}"),
+    "packing": ("auto", "packing {}"),
+}
+
+
+def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
+    """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
+
+    Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
+    """
+    columns = columns_of(rows)
+    dropped: list[str] = []
+    while _width(columns) > width and any(column.drop_order for column in columns):
+        victim = min(
+            (column for column in columns if column.drop_order),
+            key=lambda column: (column.says_something, column.drop_order),
+        )
+        columns.remove(victim)
+        dropped.append(victim.title.replace("\n", " "))
+    table = _plain(columns) if len(rows) > MANY_ROWS else _build(rows, columns)
+    return Group(heading(rows), table, *notes(rows, dropped))
+
+
+def _width(columns: list[Column]) -> int:
+    """With a blank either side of each column, and a line either side of that."""
+    return sum(_column_width(column) + 3 for column in columns) + 1
+
+
+def _column_width(column: Column) -> int:
+    return max(map(cell_len, {*column.title.split("\n"), *column.cells}))
+
+
+def _build(rows: list[Row], columns: list[Column]) -> Table:
+    table = Table(header_style="bold")
+    for column in columns:
+        justify = "right" if column.is_numeric else "left"
+        table.add_column(column.title, justify=justify, no_wrap=True)
+    status = [column.title for column in columns].index("status")
+    for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
+        cells = [Text(text) for text in texts]
+        cells[status].stylize(_STATUS_STYLE[row.status])
+        table.add_row(*cells, style="red" if row.parity_holds is False else None)
+    return fix_width(table)
+
+
+def _plain(columns: list[Column]) -> Segments:
+    """The same lines as rich's, without colours."""
+    widths = [_column_width(column) for column in columns]
+    titles = [column.title.split("\n") for column in columns]
+    height = max(map(len, titles))
+    aligned = []
+    for column, lines, width in zip(columns, titles, widths, strict=True):
+        put = str.rjust if column.is_numeric else str.ljust
+        padded = [*[""] * (height - len(lines)), *lines, *column.cells]
+        as_aligned = {text: put(text, width - cell_len(text) + len(text)) for text in set(padded)}
+        aligned.append([as_aligned[text] for text in padded])
+    lines = list(zip(*aligned, strict=True))
+
+    def rule(left: str, line: str, middle: str, right: str) -> str:
+        return left + middle.join(line * (width + 2) for width in widths) + right
+
+    text = [
+        rule("┏", "━", "┳", "┓"),
+        *(f"┃ {' ┃ '.join(cells)} ┃" for cells in lines[:height]),
+        rule("┡", "━", "╇", "┩"),
+        *(f"│ {' │ '.join(cells)} │" for cells in lines[height:]),
+        rule("└", "─", "┴", "┘"),
+    ]
+    return Segments([Segment(line) for line in text], new_lines=True)
+
+
+def heading(rows: list[Row]) -> Text:
+    """What all rows share."""
+    columns = {name for name, _ in varying(rows)}
+    row = rows[0]
+    same = []
+    if "model" not in columns:
+        same.append(row.model)
+    if any(row.is_rehearsed for row in rows):
+        same += _rehearsed_ranks(rows, columns)
+    elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
+        gpu = common(rows, "gpu")  # a run that failed may not have told it
+        ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}"
+        several = "num_machines" not in columns and (common(rows, "num_machines") or 1) > 1
+        same.append(f"{ranks} on {common(rows, 'num_machines')} machines" if several else ranks)
+    if "numerics" not in columns:
+        same.append(f"numerics {row.numerics}")
+    if "seq_len" not in columns:
+        same.append(f"sequence {row.seq_len}")
+    if "per_device_train_batch_size" not in columns and row.largest_batch is None:
+        same.append(f"batch {row.per_device_train_batch_size} per process")
+    if "attn_implementation" not in columns and (kernel := common(rows, "attn_implementation")):
+        same.append(f"attention {kernel}")
+    if "gradient_accumulation_steps" not in columns and row.gradient_accumulation_steps > 1:
+        same.append(f"{row.gradient_accumulation_steps} micro-steps")
+    for name, (default, words) in _SAID_ABOVE.items():
+        if name not in columns and value_of(row, name) not in (None, default):
+            same.append(words.format(value_of(row, name)))
+    evidence = " and ".join(dict.fromkeys(row.evidence for row in rows))
+    return Text(f"{evidence}: " + ", ".join(same), style="bold")
+
+
+def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
+    """How many ranks, and what the rehearsals had instead."""
+    size = common(rows, "world_size")
+    known = "world_size" not in columns and size is not None
+    if "evidence" in columns:
+        return [f"{size} ranks"] if known else []
+    gpu = common(rows, "gpu")
+    ranks = f"of {size}" if known else "of the ranks below"
+    return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
+
+
+def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
+    """What stands under the table; `dropped`: titles of columns that were left out."""
+    notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
+    for found, mark in marks_of(rows).items():
+        reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
+        notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(found)}", style="yellow"))
+    if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
+        notes.append(
+            Text("rows with such a mark have no rank: --strict, or nobody to be ranked with", style="dim")
+        )
+    notes += _warnings(rows)
+    if any(row.rank for row in rows) and "rank" not in dropped:
+        scope = "within a model, sequence length and machine; = shares a rank, the intervals overlap"
+        notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
+    if (most := max(row.num_launches for row in rows)) > 1:
+        notes.append(Text(f"intervals: of up to {most} launches", style="dim"))
+    if any(row.is_rehearsed for row in rows):
+        notes.append(
+            Text(
+                "rehearsed: one process played rank 0, nothing was sent; what tensors take, without what "
+                "CUDA, NCCL and the allocator add",
+                style="dim",
+            )
+        )
+    prices = sorted({row.price for row in rows if row.price})
+    notes += [Text(f"price: {price}", style="dim") for price in prices]
+    if not prices and any(row.status == "ok" and not row.is_rehearsed for row in rows):
+        notes.append(Text("no price known for this hardware: --usd_per_gpu_hour gives one", style="dim"))
+    if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
+        notes.append(
+            Text("DeepSpeed's estimate: its own function; model states only, no activations", style="dim")
+        )
+    if any(row.largest_batch is not None for row in rows):
+        more = "; or more: --max_batch ended the search"
+        ended = any(row.largest_batch is not None and row.smallest_oom_batch is None for row in rows)
+        said = "largest batch: sequences per process that ran; one more ran out of memory"
+        notes.append(Text(said + more * ended, style="dim"))
+    if any(row.estimated_peak_bytes for row in rows) and "estimated GiB" not in dropped:
+        notes.append(
+            Text("estimated: by closed forms; `slm report --errors` has their errors by part", style="dim")
+        )
+    if dropped:
+        notes.append(Text(f"left out for want of width: {', '.join(dropped)} (--json has all)", style="dim"))
+    return notes
+
+
+def _warnings(rows: list[Row]) -> list[Text]:
+    """Those that differ in numbers only are one line."""
+    alike: dict[str, list[tuple[Row, str]]] = {}
+    for row in rows:
+        for warning in row.warnings:
+            alike.setdefault(re.sub(r"[\d.]+", "", warning), []).append((row, warning))
+    lines = []
+    for found in alike.values():
+        names = dict.fromkeys(row.strategy for row, _ in found)
+        others = f" (and the like, {len(found)} times in {len(rows)} rows)" if len(found) > 1 else ""
+        lines.append(Text(f"{', '.join(names)}: {max(text for _, text in found)}{others}", style="yellow"))
+    return lines

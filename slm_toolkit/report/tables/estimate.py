@@ -1,0 +1,265 @@
+"""Estimates as a rich table; of a single one the parts of its peak and of its step too, with bars."""
+
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
+from slm_toolkit.predict.memory.gpu import STATE
+from slm_toolkit.report.tables.cells import DASH, dollars, rate
+from slm_toolkit.report.tables.fitted import fix_width
+
+_BAR_WIDTH = 40
+_VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_SETTINGS = (  # a column where rows differ, else once above: in these words, but not these plain values
+    ("model", "model", "{}", ()),
+    ("gpu", "GPU", "{}", (None,)),
+    ("num_gpus", "GPUs", "GPUs: {}", ()),
+    ("numerics", "numerics", "numerics {}", ()),
+    ("reduce_dtype", "reduced in", "gradients reduced in {}", (None,)),
+    ("seq_len", "seq", "sequence {}", ()),
+    ("per_device_train_batch_size", "batch", "batch {} per GPU", ()),
+    ("gradient_accumulation_steps", "accum.", "{} micro-steps", (1,)),
+    ("attn_implementation", "attention", "attention {}", ()),
+    ("gradient_checkpointing", "checkpointing", "checkpointing {}", ("none",)),
+    ("loss_kernel", "loss kernel", "loss {}", ("hf",)),
+    ("norm_kernel", "norm kernel", "norm {}", ("hf",)),
+    ("mlp_kernel", "MLP kernel", "MLP {}", ("hf",)),
+    ("torch_compile", "compile", "compiled", (False,)),
+    ("optim", "optimizer", "{}", ()),
+    ("peft", "peft", "{}", ("none",)),
+    ("lora_r", "rank", "rank {}", (None,)),
+)
+_OTHERS = ("communication", "temporary", "workspace")
+
+
+def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = False) -> RenderableType:
+    """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
+
+    Print it with `crop=False`.
+    """
+    columns = _columns(rows, largest_batch=largest_batch)
+    dropped = []
+    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
+        victim = min((column for column in columns if column[2]), key=lambda column: column[2])
+        columns.remove(victim)
+        dropped.append(victim[0].replace("\n", " "))
+    parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
+    return Group(_heading(rows, largest_batch), table, *parts, *_notes(rows, dropped, largest_batch))
+
+
+def parts_table(row: Estimate) -> RenderableType:
+    """One configuration's parts; bars are shares of the largest, dimmed outside what is allocated."""
+    table = Table(header_style="bold")
+    table.add_column("part", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max(row.parts.values())
+    for name, size in row.parts.items():
+        if size == 0:
+            continue
+        bar = "█" * max(1, round(_BAR_WIDTH * size / largest))
+        outside = name in ("allocator_slack", "cuda_context")
+        table.add_row(name.replace("_", " "), f"{size / 2**30:.3f}", bar, style="dim" if outside else None)
+    return Group(
+        fix_width(table), Text("allocator slack and CUDA context come on top of allocated", style="dim")
+    )
+
+
+def step_tables(row: Estimate) -> list[RenderableType]:
+    """One configuration's step by part; nothing where its time is unknown."""
+    if row.parts_seconds is None:
+        return []
+    table = Table(header_style="bold")
+    table.add_column("part of a step", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max(row.parts_seconds.values())
+    for name, seconds in row.parts_seconds.items():
+        if seconds > 0:
+            bar = "█" * max(1, round(_BAR_WIDTH * seconds / largest))
+            table.add_row(name.replace("_", " "), f"{1e3 * seconds:.1f}", bar)
+    found: list[RenderableType] = [fix_width(table)]
+    if row.misaligned_seconds > 0.0005:
+        cost = f"{1e3 * row.misaligned_seconds:.1f} ms of matmul are for widths that are no multiple of 8"
+        found.append(Text(f"{cost}: `slm doctor` names them", style="dim"))
+    return found
+
+
+def _columns(
+    rows: list[Estimate], *, largest_batch: bool
+) -> list[tuple[str, Callable[[Estimate], str], int]]:
+    """Title, cell, and the order in which columns are dropped (0: never)."""
+    found = [
+        (title, lambda row, name=name: _setting(getattr(row, name)), 0)
+        for name, title, _, _ in _SETTINGS
+        if _differs(rows, name) or (largest_batch and title == "batch")
+    ]
+    if largest_batch:
+        found.append(("batch with\nmargin", lambda row: str(row.batch_with_margin), 0))
+    found += [
+        ("strategy", lambda row: row.strategy, 0),
+        ("peak GiB\nallocated", lambda row: _gib(row.peak_allocated_bytes), 0),
+        ("reserved\nGiB", _reserved, 9),
+        ("peak at", lambda row: row.peak_instant, 8),
+        ("training\nstate", lambda row: _parts(row, STATE), 6),
+        ("activations", lambda row: _parts(row, ("activations",)), 5),
+        ("logits\nand loss", lambda row: _parts(row, ("logits_and_loss",)), 4),
+        ("gathered", lambda row: _parts(row, ("gathered_parameters",)), 2),
+        ("other", lambda row: _parts(row, _OTHERS), 1),
+    ]
+    if any(row.verdict for row in rows):
+        found += [
+            ("fits", lambda row: row.verdict or DASH, 0),
+            ("headroom\nGiB", lambda row: _gib(row.headroom_bytes), 3),
+        ]
+    found.append(("host GiB\nper node", lambda row: _gib(row.host_bytes_per_node), 7))
+    if any(row.deepspeed_bytes for row in rows):
+        found.append(("DeepSpeed's\nestimate GiB", _deepspeed, 10))
+    if any(row.gpu for row in rows):
+        found += [
+            ("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
+            ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.0%}", 11),
+            ("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
+            ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 13),
+        ]
+    return found
+
+
+def _build(rows: list[Estimate], columns: list[tuple[str, Callable[[Estimate], str], int]]) -> Table:
+    table = Table(header_style="bold")
+    cells = [[cell(row) for _, cell, _ in columns] for row in rows]
+    for index, (title, _, _) in enumerate(columns):
+        numeric = all(line[index][:1] in f"0123456789${DASH}" for line in cells)
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
+    for line in cells:
+        table.add_row(*(Text(text, style=_VERDICT_STYLE.get(text, "")) for text in line))
+    return fix_width(table)
+
+
+def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
+    same = [
+        words.format(getattr(rows[0], name))
+        for name, title, words, plain in _SETTINGS
+        if not _differs(rows, name)
+        and getattr(rows[0], name) not in plain
+        and not (largest_batch and title == "batch")
+    ]
+    return Text("estimated: " + ", ".join(same), style="bold")
+
+
+def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:
+    notes = ["closed forms, no run; peaks are of one step on the GPU that holds most, parts at that instant"]
+    if largest_batch:
+        notes.append(
+            f"batch: the largest per GPU that fits, tight or not, of up to {LARGEST_BATCH_TRIED:,}; "
+            "0: not even 1; with margin: the largest that is not tight either, the safe one"
+        )
+    for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
+        notes.append(f"{gpu.name}: {_gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
+    if any(row.verdict for row in rows):
+        context = " to ".join(
+            dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
+        )
+        notes.append(
+            f"headroom: that less {context} GiB for CUDA and NCCL, less allocated; tight: a tenth more "
+            "activations, or the middle of reserved, would not fit"
+        )
+    notes += _speed_notes(rows)
+    if any(row.torch_compile for row in rows):
+        notes.append("compiled: what Inductor's kernels keep is a hypothesis, never traced")
+    notes += _adapter_notes(rows)
+    if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
+        notes.append(f"DeepSpeed's estimate: of version {versions.pop()}; model states only, no activations")
+    if any(row.deepspeed_stands_in for row in rows):
+        notes.append("* that of ZeRO-3, which people take for FSDP full shard")
+    if dropped:
+        notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
+    return [Text(note, style="dim") for note in notes]
+
+
+def _adapter_notes(rows: list[Estimate]) -> list[str]:
+    notes = []
+    for peft in dict.fromkeys(row.peft for row in rows if row.adapted_modules):
+        row = next(row for row in rows if row.peft == peft)
+        counts = sorted({row.num_trainable_params for row in rows if row.peft == peft})
+        trained = " to ".join(dict.fromkeys(f"{count:,}" for count in (counts[0], counts[-1])))
+        notes.append(f"{peft}: {trained} trained parameters beside {', '.join(row.adapted_modules)}")
+    if any(row.adapted_modules for row in rows):
+        notes.append(
+            "adapters: memory as traced; the time that they take beside frozen weights is counted by hand; "
+            "MFU is of 4 N + 6 N_adapters; DeepSpeed's estimator knows of no frozen parameters"
+        )
+    if any(row.peft == "qlora" for row in rows):
+        notes.append(
+            "qlora: checked on a CPU, but for what unpacking 4-bit weights takes of memory and of time: that "
+            "needs a GPU"
+        )
+    return notes
+
+
+def _speed_notes(rows: list[Estimate]) -> list[str]:
+    if not any(row.gpu for row in rows):
+        return []
+    notes = []
+    if timed := next((row for row in rows if row.step_seconds), None):
+        slower = timed.step_seconds / timed.step_high_seconds - 1
+        faster = timed.step_seconds / timed.step_low_seconds - 1
+        notes.append(
+            f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
+            "no kernel was timed" + " but on calibrated GPUs" * any(row.calibration for row in rows)
+        )
+    for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
+        notes.append(f"{gpu}: calibrated, {calibration}")
+    for name in dict.fromkeys(row.gpu for row in rows if row.gpu):
+        row = next(row for row in rows if row.gpu == name)
+        if row.usd_per_gpu_hour is None:
+            notes.append(f"{name}: no price known: --usd_per_gpu_hour or --prices gives one")
+        else:
+            notes.append(f"{name}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}")
+    short = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
+    short = [row for row in short if row.inter_node_gbps_needed > row.inter_node_gbps]
+    if short:
+        worst = max(short, key=lambda row: row.inter_node_gbps_needed)
+        needed, has = (f"{gbps:,.0f}" for gbps in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
+        notes.append(
+            f"between nodes {worst.strategy} would need {needed} Gbit/s to hide its communication, "
+            f"a node of {worst.gpu} has {has}"
+        )
+    if any(row.network_evidence in ("measured", "measured in part") for row in rows):
+        partly = any(row.network_evidence == "measured in part" for row in rows)
+        notes.append("communication as --network measured" + ", as far as it goes" * partly)
+    if any(row.gpu and row.tokens_per_second is None for row in rows):
+        notes.append(
+            "no tokens/s for offload, nor between nodes of an unknown network: --inter_node_gbps gives it"
+        )
+    return notes
+
+
+def _differs(rows: list[Estimate], name: str) -> bool:
+    return len({getattr(row, name) for row in rows}) > 1
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return DASH if value is None else str(value)
+
+
+def _reserved(row: Estimate) -> str:
+    return f"{row.peak_reserved_low_bytes / 2**30:.2f} to {row.peak_reserved_high_bytes / 2**30:.2f}"
+
+
+def _deepspeed(row: Estimate) -> str:
+    return _gib(row.deepspeed_bytes) + ("*" if row.deepspeed_stands_in else "")
+
+
+def _parts(row: Estimate, names: tuple[str, ...]) -> str:
+    return _gib(sum(row.parts[name] for name in names))
+
+
+def _gib(value: int | None) -> str:
+    return DASH if value is None else f"{value / 2**30:.2f}"

@@ -1,0 +1,1 @@
+"""Checkpoints, the final model, and the folder of a run."""

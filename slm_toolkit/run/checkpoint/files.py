@@ -1,0 +1,292 @@
+"""A checkpoint on disk: stretches of tensors in safetensors files, and a manifest with their checksums.
+
+    checkpoints/step_6/checkpoint.json       what it is of, which elements each file holds, SHA-256 of each
+    checkpoints/step_6/rank_0.safetensors    what rank 0 wrote: flat tensors, `weights/<parameter>`, ...
+
+No pickle: reading one runs no code. A folder called step_<k> is whole: it was renamed when all was written.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slm_toolkit.base.user_files import read_bytes
+from slm_toolkit.record.check import fits_of
+from slm_toolkit.record.saved_files import delete, sync
+
+FORMAT = 3
+"1 was accelerate's own, a format for each engine; 2 did not know its data"
+MANIFEST_FILE = "checkpoint.json"
+_HINT = "resume from another checkpoint"
+_MANIFEST_BYTES = 2**28
+_MOST_STEPS = 10**12
+WRITTEN_BY = {
+    *("strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "base_batch_size",
+}
+"what is said of the launch that wrote a checkpoint"
+DATA, NUM_HELD_OUT = "data", "num_held_out"
+"what is said in a run's description of its data, a list, and of how much of a stream was held out"
+_FLOATS, _BYTES = ("F64", "F32", "F16", "BF16"), ("U8",)
+"dtypes as safetensors calls them: of weights and moments, of random states"
+_OF_RANK = re.compile(r"rank_\d+\.safetensors")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank wrote."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    starts: dict[str, int]
+    "of each tensor in it: its first element's place in the whole, flattened tensor"
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All about a checkpoint but its tensors."""
+
+    step: int
+    "optimizer steps of the run that are done"
+    optimizer_steps: int
+    "those of them that changed the weights"
+    order: int
+    "one more than the newest of its folder had: clocks jump"
+    run: dict[str, Any]
+    "what a run that goes on from it must have in common with the one that wrote it"
+    written_by: dict[str, Any]
+    "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps, base_batch_size"
+    frozen: str | None
+    "fingerprint of the weights that an adapter is for"
+    scaler: dict[str, Any] | None
+    "of fp16's gradient scaler"
+    num_elements: dict[str, int]
+    "of each tensor, whole"
+    files: tuple[RankFile, ...]
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def file_of_rank(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
+    """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; on disk when this returns.
+
+    Raises OSError where there is no room.
+    """
+    path = folder / file_of_rank(rank)
+    try:
+        save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
+    except SafetensorError as error:  # of Rust's io::Error only the text is left
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else 5, str(error), str(path)) from None
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return RankFile(
+        name=path.name,
+        num_bytes=path.stat().st_size,
+        sha256=digest,
+        starts={name: start for name, (start, _) in tensors.items()},
+        sizes={name: tensor.numel() for name, (_, tensor) in tensors.items()},
+    )
+
+
+def unfinished(folder: Path, step: int, token: str) -> Path:
+    """Where a checkpoint of `folder` is written before it is renamed; `token` is this launch's own."""
+    return folder / f".{step_name(step)}.{token}.unfinished"
+
+
+def finish(beside: Path, manifest: Manifest) -> Path:
+    """Put the manifest beside the ranks' files and rename the folder: from here on, the checkpoint exists.
+
+    One of the same step is there until the new one is, whenever the process is killed.
+    """
+    folder = beside.parent
+    final = folder / step_name(manifest.step)
+    with (beside / MANIFEST_FILE).open("w") as file:
+        content = dataclasses.asdict(manifest)
+        json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(beside)
+    replaced = folder / f".{final.name}.replaced"
+    if final.exists():
+        delete(replaced)
+        final.rename(replaced)
+    beside.rename(final)
+    sync(folder)
+    delete(replaced)
+    return final
+
+
+def remove(checkpoint: Path) -> None:
+    """So that a kill leaves no half of it under its name."""
+    doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
+    delete(doomed)
+    checkpoint.rename(doomed)
+    delete(doomed)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises ValueError where it is not readable, or not as it was written."""
+    path = checkpoint / MANIFEST_FILE
+    data = read_bytes(path, what="", hint=_HINT, limit_bytes=_MANIFEST_BYTES)
+    try:
+        content = json.loads(data)
+        version = content.pop("format")
+        is_as_written = content.pop("sha256") == digest_of(content)
+        files = [RankFile(**file) for file in content.pop("files")]
+        manifest = Manifest(**content, files=tuple(files))
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError):
+        raise ValueError(f"{path} is no checkpoint's of this version\nhint: {_HINT}") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version!r}, {FORMAT} is read here\nhint: {_HINT}")
+    has_types = _has_types(manifest) and all(map(_has_types, files))
+    if not (has_types and is_as_written and _makes_sense(manifest)):
+        raise ValueError(f"{path} has changed since it was written\nhint: {_HINT}")
+    return manifest
+
+
+def _makes_sense(manifest: Manifest) -> bool:
+    """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
+    of_data, names = manifest.run.get(DATA), [file.name for file in manifest.files]
+    counts = [manifest.order, *manifest.num_elements.values()]
+    for file in manifest.files:
+        counts += [*file.starts.values(), *file.sizes.values()]
+    return (
+        0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
+        and manifest.written_by.keys() == WRITTEN_BY
+        and all(
+            isinstance(value, str) and value.isprintable()
+            if name == "strategy"
+            else _is_count(value) and value > 0
+            for name, value in manifest.written_by.items()
+        )
+        and (manifest.scaler is None or _is_scaler(manifest.scaler))
+        and len(names) == len(set(names))
+        and all(map(_OF_RANK.fullmatch, names))
+        and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
+        and all(map(_is_count, counts))
+        and isinstance(of_data, list)
+        and all(isinstance(content, dict) for content in of_data)
+        and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in of_data)
+    )
+
+
+def _is_scaler(state: dict[str, Any]) -> bool:
+    is_as_torch_has_it = state.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
+    numbers = [value for value in state.values() if isinstance(value, float) or _is_count(value)]
+    return is_as_torch_has_it and len(numbers) == len(state) and all(map(math.isfinite, numbers))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS
+
+
+def _has_types(value: Manifest | RankFile) -> bool:
+    hints = get_type_hints(type(value))
+    return all(fits_of(hint)(getattr(value, name)) for name, hint in hints.items() if name != "files")
+
+
+def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
+    """What is wrong with some of a checkpoint's files; None where they are as they were written."""
+    for file in files:
+        path = checkpoint / file.name
+        try:
+            size = path.stat().st_size
+            if not path.is_file():
+                return f"{path} is no file"
+            if size != file.num_bytes:
+                return f"{path} has {size:,} bytes, {file.num_bytes:,} were written"
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    return f"{path} has changed since it was written"
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    return None
+
+
+class Reader:
+    """Any stretch of any tensor of a checkpoint, whoever wrote it."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.checkpoint, self.manifest = checkpoint, manifest
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
+        "files that have been read from, with the names of their tensors"
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[int, int, str]]]:
+        """By tensor: (first element, one past the last, file)."""
+        places: dict[str, list[tuple[int, int, str]]] = {}
+        for file in self.manifest.files:
+            for name, start in file.starts.items():
+                places.setdefault(name, []).append((start, start + file.sizes[name], file.name))
+        return {name: sorted(of_tensor) for name, of_tensor in places.items()}
+
+    def read(self, name: str, start: int, size: int) -> torch.Tensor:
+        """Elements `start` to `start + size` of the flattened tensor.
+
+        Raises ValueError where some lack, or a file does not hold what the manifest says.
+        """
+        parts, read_to, end = [], start, start + size
+        for first, last, file in self._places.get(name, []):
+            if first <= read_to < min(last, end):
+                part = self._tensor(file, name, _FLOATS)
+                parts.append(part[read_to - first : min(end, last) - first])
+                read_to = min(end, last)
+        if read_to < end:
+            raise ValueError(
+                f"{self.checkpoint} lacks {end - read_to:,} elements of {name}, from {read_to:,} on\n"
+                f"hint: {_HINT}"
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
+        """Bytes that every rank has for itself; None where there are none of such a rank."""
+        file = file_of_rank(rank)
+        is_there = any(file == of_file for *_, of_file in self._places.get(name, []))
+        return self._tensor(file, name, _BYTES)[:] if is_there else None
+
+    def _tensor(self, file: str, name: str, dtypes: tuple[str, ...]) -> Any:
+        """A tensor of a file, to be sliced. Raises ValueError where it is not there as the manifest says."""
+        path = self.checkpoint / file
+        if file not in self._open:
+            try:
+                opened = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} can't be read: {error}\nhint: {_HINT}") from None
+            self._open[file] = opened, frozenset(opened.keys())
+        opened, names = self._open[file]
+        if name not in names:
+            raise ValueError(f"{path} lacks the tensor {name}\nhint: {_HINT}")
+        tensor = opened.get_slice(name)
+        (size,) = (of_file.sizes[name] for of_file in self.manifest.files if of_file.name == file)
+        if (shape := tensor.get_shape()) != [size]:
+            raise ValueError(f"{path}: {name} has shape {shape}, not {[size]}\nhint: {_HINT}")
+        if (dtype := tensor.get_dtype()) not in dtypes:
+            raise ValueError(f"{path}: {name} is {dtype}, not {' or '.join(dtypes)}\nhint: {_HINT}")
+        return tensor
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, but for the format and this."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,301 @@
+"""A run goes on from a checkpoint: which is meant, whether it is whole, and its state under any engine."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from slm_toolkit.base.user_files import typed_path
+from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, saved_model
+from slm_toolkit.run.checkpoint.checkpoint import (
+    RANDOM_CPU,
+    RANDOM_CUDA,
+    fingerprint_of_frozen,
+    is_of,
+    plain,
+    readable_manifests,
+)
+from slm_toolkit.run.checkpoint.files import (
+    DATA,
+    NUM_HELD_OUT,
+    Manifest,
+    Reader,
+    damage,
+    file_of_rank,
+    read_manifest,
+)
+from slm_toolkit.run.engine.training_state import (
+    WEIGHTS,
+    Stretch,
+    num_elements,
+    set_optimizer_steps,
+    stretches,
+    trained,
+)
+from slm_toolkit.run.peers.step_exchange import gather_to_all
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that a run goes on from."""
+
+    path: Path
+    manifest: Manifest
+
+
+def find_checkpoints(
+    asked: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
+) -> list[Checkpoint]:
+    """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
+
+    `latest` and `auto` mean this run's newest, `auto` first those before `num_steps`, its last step; a run's
+    folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
+    Raises ValueError where there is none, or none that this run can go on from.
+    """
+    folder = Path(os.path.realpath(typed_path(asked)))
+    if asked == "latest":
+        return _newest(run_dir, run, can_be_none=False)
+    if asked == "auto":
+        found = _newest(run_dir, run, can_be_none=True)
+        # of a run killed after its last checkpoint, before its record: its last steps again
+        return sorted(found, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
+    of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
+    if (of_run / CHECKPOINTS_DIR).is_dir():
+        return _newest(of_run, run, can_be_none=False)
+    if not folder.is_dir():
+        raise ValueError(
+            f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
+        )
+    manifest = read_manifest(folder)
+    _check_alike(folder, manifest, run)
+    return [Checkpoint(folder, manifest)]
+
+
+def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Checkpoint]:
+    folder = run_dir / CHECKPOINTS_DIR
+    manifests = readable_manifests(folder, warn=True)
+    of_run = [(m.order, path) for path, m in manifests.items() if is_of(m, run)]
+    if of_run:
+        return [Checkpoint(path, manifests[path]) for _, path in sorted(of_run, reverse=True)]
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        _check_alike(newest, manifests[newest], run)
+    elif there := finished(folder):
+        raise ValueError(
+            f"of {len(there)} checkpoints under {folder} none can be read\nhint: see above; what wrote them "
+            "reads them, or start again with another --run_name"
+        )
+    if can_be_none:
+        return []
+    raise ValueError(
+        f"no checkpoint under {folder}\nhint: --save_steps writes them, --run_name names the folder; auto "
+        "starts anew where there is none"
+    )
+
+
+def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
+    """Raises ValueError if the run would replace another run's checkpoints or, where it `starts` from the
+    beginning, its own checkpoints or the model in its folder.
+
+    has_ended: the record in the folder is of this run, which did all its steps.
+    """
+    replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
+    manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
+    for path, manifest in manifests.items():
+        if not is_of(manifest, run):
+            told = _differences(manifest, run) or "a step has other numbers of sequences"
+            raise ValueError(
+                f"{path} is of another run, and this one's checkpoints would take its place: {told}\n"
+                "hint: another --run_name or --output_dir; or the flags that it was written with"
+                + replaces.format("it")
+            )
+    if not starts:
+        return
+    if manifests:
+        newest = max(manifests, key=lambda path: manifests[path].order)
+        ended = ", which has ended" if has_ended else ""
+        more = " and a larger --max_steps go on" if has_ended else " goes on"
+        raise ValueError(
+            f"{run_dir} holds the checkpoints of this run{ended}, and a new start would replace them\n"
+            f"hint: --resume_from_checkpoint latest{more} from {newest.name}{replaces.format('them')}"
+        )
+    if unreadable := finished(run_dir / CHECKPOINTS_DIR):
+        raise ValueError(
+            f"{unreadable[-1]} can't be read, and a new start would replace it\n"
+            f"hint: another --run_name keeps it{replaces.format('it')}"
+        )
+    if (model := saved_model(run_dir)) is not None:
+        raise ValueError(
+            f"{model} is the model of an earlier run, and a new start would replace it\n"
+            f"hint: another --run_name keeps it{replaces.format('it')}"
+        )
+
+
+def num_held_out(checkpoint: Checkpoint | None) -> int | None:
+    """How many sequences the run before held out of each stream; None where it had none."""
+    of_data = checkpoint.manifest.run[DATA] if checkpoint else []
+    return max((content[NUM_HELD_OUT] for content in of_data if NUM_HELD_OUT in content), default=None)
+
+
+def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
+    """Raises ValueError where the data has changed since a checkpoint was written."""
+    before = checkpoint.manifest.run[DATA]
+    if before != plain({DATA: contents})[DATA]:
+        sizes = [[content.get("num_sequences") for content in of_run] for of_run in (before, contents)]
+        counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
+        raise ValueError(
+            f"the data has changed since {checkpoint.path} was written{counts}\n"
+            "hint: a run goes on with the data that it began with; for other data start from its saved model"
+        )
+
+
+def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
+    """The first whose files are as they were written, looked at by all ranks; each other is named on stderr.
+
+    Raises ValueError where all are damaged, or where ranks see other ones; None where there are none.
+    """
+    seen = gather_to_all([str(candidate.path) for candidate in candidates])
+    if odd := [rank for rank, paths in enumerate(seen) if paths != seen[0]]:
+        raise ValueError(
+            f"rank {odd[0]} sees other checkpoints than rank 0: {seen[odd[0]]}, {seen[0]}\n"
+            "hint: --output_dir on a file system that all machines share; or again in a minute"
+        )
+    for checkpoint in candidates:
+        share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
+        found = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
+        if not found:
+            return checkpoint
+        if accelerator.is_main_process:
+            print(f"warning: {checkpoint.path} is damaged and skipped: {found[0]}", file=sys.stderr)
+    if candidates:
+        raise ValueError(
+            f"every checkpoint under {candidates[0].path.parent} is damaged\nhint: start again without "
+            "--resume_from_checkpoint"
+        )
+    return None
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Put the weights into a model that no engine has seen yet, in the dtype it computes with.
+
+    Raises ValueError where the model has other parameters, or frozen ones that are not those of before.
+    """
+    reader, expected = Reader(checkpoint.path, checkpoint.manifest), checkpoint.manifest.num_elements
+    here = {name: num_elements(param) for name, param in trained(model)}
+    if here != expected:
+        unlike = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
+        raise ValueError(
+            f"{checkpoint.path} is of another model: {', '.join(unlike[:3])}"
+            f"{f' and {len(unlike) - 3} more' if len(unlike) > 3 else ''}\nhint: give the --model it was of"
+        )
+    if fingerprint_of_frozen(model) != checkpoint.manifest.frozen:
+        raise ValueError(
+            f"{checkpoint.path} is of an adapter of other frozen weights\nhint: give the --model it was of"
+        )
+    for name, param in trained(model):
+        held, start = param.data.view(-1), 0
+        if hasattr(param, "ds_tensor"):  # zero3_init_flag made the model in pieces
+            held = param.ds_tensor.data.view(-1)
+            start = torch.distributed.get_rank(param.ds_process_group) * held.numel()
+        size = min(held.numel(), here[name] - start)
+        if size > 0:
+            held[:size].copy_(reader.read(f"{WEIGHTS}/{name}", start, size))
+
+
+def load_state(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any, accelerator: Accelerator
+) -> None:
+    """Put master weights and moments into what the engine made of the model; every rank reads its share."""
+    reader = Reader(checkpoint.path, checkpoint.manifest)
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    for part in stretches(model, optimizer, **ranks):
+        if part.size:
+            part.tensor.copy_(_read(reader, part))
+    set_optimizer_steps(model, optimizer, checkpoint.manifest.optimizer_steps)
+    if accelerator.scaler is not None and checkpoint.manifest.scaler is not None:
+        accelerator.scaler.load_state_dict(checkpoint.manifest.scaler)
+
+
+def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again.
+
+    Raises ValueError where torch does not take this rank's state.
+    """
+    if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
+        return
+    reader = Reader(checkpoint.path, checkpoint.manifest)
+    rank = accelerator.process_index
+    setters = {RANDOM_CPU: torch.set_rng_state}
+    if torch.cuda.is_available():
+        setters[RANDOM_CUDA] = torch.cuda.set_rng_state
+    for name, set_state in setters.items():
+        state = reader.of_rank(rank, name)
+        if state is None and name == RANDOM_CUDA:  # written on a CPU
+            continue
+        try:
+            set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{checkpoint.path / file_of_rank(rank)}: {name} is no state of torch's random numbers: "
+                f"{str(error).splitlines()[0]}\nhint: resume from another checkpoint"
+            ) from None
+
+
+def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that a run goes on from, for its record."""
+    manifest = checkpoint.manifest
+    said = _conversion(manifest, here)
+    return {"path": str(checkpoint.path), "step": manifest.step, **manifest.written_by, "conversion": said}
+
+
+def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
+    """What changes hands where a run goes on under another strategy or on other processes, as a sentence."""
+    before = manifest.written_by
+    said = []
+    if any(before[key] != here[key] for key in ("strategy", "num_processes")):
+        then, now = (f"{side['strategy']} x {side['num_processes']}" for side in (before, here))
+        said.append(
+            f"written under {then}, goes on under {now}: weights and AdamW's moments of "
+            f"{len(manifest.num_elements)} tensors are dealt out anew"
+        )
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if any(before[key] != here[key] for key in batch):
+        then, now = (" x ".join(str(side[key]) for key in batch) for side in (before, here))
+        said.append(
+            f"a step's {manifest.run['sequences_per_step']} sequences are {now} on a process, not {then}"
+        )
+    return "; ".join(said) or None
+
+
+def _read(reader: Reader, part: Stretch) -> torch.Tensor:
+    return reader.read(f"{part.kind}/{part.name}", part.start, part.size)
+
+
+def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
+    """Raises ValueError where a checkpoint was written by a run that another would not continue."""
+    if told := _differences(manifest, run):
+        raise ValueError(
+            f"{checkpoint} is of another run: {told}\n"
+            "hint: give the flags it was written with; strategy, processes, length, learning rate may change"
+        )
+    before = manifest.run
+    if before.get("sequences_per_step") != run["sequences_per_step"]:
+        raise ValueError(
+            f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, and has "
+            f"{run['sequences_per_step']} now\nhint: --per_device_train_batch_size x "
+            "--gradient_accumulation_steps x processes is to stay as it was"
+        )
+
+
+def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
+    """Between the run that wrote a checkpoint and another, but for how many sequences a step has."""
+    return "; ".join(
+        f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in plain(run).items()
+        if manifest.run.get(name) != value and name != "sequences_per_step"
+    )

@@ -1,0 +1,266 @@
+"""Rows of text, of chats in four formats and of tokens, each made a document: tokens and their labels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.run.data.limits import limits
+from slm_toolkit.run.data.tokenizers import tokenizer_errors
+from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
+
+TEMPLATE_SECONDS = 2.0
+"of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
+TEMPLATE_BYTES = 2**28
+"that a chat template may take for a conversation, beyond what the process has"
+_COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row has
+    "tokens": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+CHATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+_SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens, and for each the label that the token before it predicts: itself, or IGNORE_INDEX."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
+    """The format of a dataset from its first row. Raises ValueError where it is not what was asked."""
+    found = asked
+    if asked == "auto" and text_column != "text" and text_column not in row:
+        found = "text"  # which then is said to be missing
+    elif asked == "auto":
+        chosen = text_column != "text" and text_column in row
+        fitting = [kind for kind, needed in _COLUMNS.items() if all(column in row for column in needed)]
+        found = "text" if chosen or not fitting else fitting[0]
+    needed = _COLUMNS.get(found, (text_column,))
+    missing = [column for column in needed if column not in row]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {missing[0]!r} (columns: {', '.join(row) or 'none'})\n"
+            + (
+                "hint: --text_column names it"
+                if found == "text"
+                else "hint: --dataset_format says what it holds"
+            )
+        )
+    kinds = {"text": str, "tokens": list, "messages": list, "sharegpt": list, "alpaca": str}
+    value = row[needed[0]]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if found in kinds and value is not None and not isinstance(value, kinds[found]):
+        raise ValueError(
+            f"{path}: column {needed[0]!r} holds {type(value).__name__}, not "
+            f"{'text' if kinds[found] is str else 'a list'}\n"
+            + ("hint: --text_column names another" if found == "text" else "hint: see --dataset_format")
+        )
+    return found
+
+
+@contextmanager
+def unreadable_text() -> Iterator[None]:
+    """Raises ValueError for text that is no UTF-8: Arrow looks at a Parquet file's only when it is asked."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise ValueError(f"a row's text can't be read: {error}\nhint: is it UTF-8?") from None
+
+
+def documents_of(
+    rows: dict[str, list[Any]], kind: str, tokenizer: Any, *, text_column: str, loss_on: str
+) -> list[Document]:
+    """The documents of some rows, given by column; blank ones and those without any label are left out.
+
+    Raises ValueError for a row that is not what its format wants, or that the tokenizer can't read.
+    """
+    if kind == "tokens":
+        return _of_tokens(rows)
+    if kind == "text":
+        if odd := [text for text in rows[text_column] if not isinstance(text, str | None)]:
+            raise ValueError(
+                f"column {text_column!r} holds {str(odd[0])[:80]}, which is no text\n"
+                "hint: --text_column names another"
+            )
+        texts = [text for text in rows[text_column] if text and text.strip()]
+        pieces = [[(text, True)] for text in texts]
+        return _tokenized(pieces, tokenizer, end=True)
+    names = list(rows)
+    chats = [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    as_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
+    ended = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, raw in as_pieces if raw]
+    found = [*ended, *_tokenized([pieces for pieces, raw in as_pieces if not raw], tokenizer, end=False)]
+    return [document for document in found if any(label != IGNORE_INDEX for label in document.labels[1:])]
+
+
+def _pieces(
+    row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
+) -> tuple[list[tuple[str, bool]], bool]:
+    """A chat's text in pieces, each with or without a loss; and whether it is two plain texts, no chat."""
+    if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as TRL takes them
+    messages, num_asked = _messages(row, kind)
+    with limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
+        if loss_on == "all":
+            return [(_rendered(messages, tokenizer), True)], False
+        return _turns(messages, tokenizer, first=num_asked), False
+
+
+def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
+    """A row's conversation as roles and contents, and how many turns of it are given, not answered.
+
+    Raises ValueError where it is none, or holds more than text.
+    """
+    if kind == "alpaca":
+        parts = [part for part in (row["instruction"], row.get("input")) if part]
+        if not all(isinstance(part, str) for part in parts):
+            raise _not_a_chat("instruction and input are not text", row)
+        asked = "\n\n".join(parts)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        return [_turn(turn, "role", "content") for turn in turns], 1
+    if kind == "prompt_completion":
+        if not (isinstance(row["prompt"], list) and isinstance(row["completion"], list)):
+            raise _not_a_chat("prompt and completion are neither two texts nor two lists", row)
+        turns = [*row["prompt"], *row["completion"]]
+        return [_turn(turn, "role", "content") for turn in turns], len(row["prompt"])
+    role, content = ("from", "value") if kind == "sharegpt" else ("role", "content")
+    turns = row["conversations" if kind == "sharegpt" else "messages"]
+    if not turns or not isinstance(turns, list):
+        raise _not_a_chat("a conversation has no turns", row)
+    return [_turn(turn, role, content) for turn in turns], 1
+
+
+def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
+    if not isinstance(turn, dict) or not isinstance(turn.get(role), str):
+        raise _not_a_chat(f"a conversation has a turn without {role!r} and {content!r}", turn)
+    said = turn.get(content)
+    if isinstance(said, list) and all(map(_is_text_part, said)):
+        said = "".join(part["text"] for part in said)
+    if turn.get("tool_calls"):
+        raise _not_a_chat("a turn calls tools, of which only text is trained on", turn)
+    if not isinstance(said, str):
+        raise _not_a_chat(
+            f"a conversation has a turn without {role!r} and {content!r}, or more than text", turn
+        )
+    return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": said}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and bool(part["text"])
+
+
+def _not_a_chat(what: str, row: Any) -> ValueError:
+    hint = "leave such rows out, or name the format by --dataset_format"
+    return ValueError(f"{what}: {str(row)[:80]}\nhint: {hint}")
+
+
+def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> list[tuple[str, bool]]:
+    """A conversation by its chat template, cut where answers begin and end: text, and is it an answer.
+
+    An answer begins where generation would, and ends with its last mark that is no blank; those before turn
+    number `first` are not learnt, nor is one that answers nothing.
+    Raises ValueError for a template that writes earlier turns in another way once later ones are there.
+    """
+    pieces: list[tuple[str, bool]] = []
+    whole, done = _rendered(messages, tokenizer), 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number < max(1, first):
+            continue
+        before = _rendered(messages[:number], tokenizer, add_generation_prompt=True)
+        after = _rendered(messages[: number + 1], tokenizer).rstrip()
+        after = after if len(after) >= len(before) else before  # an answer of nothing
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise ValueError(
+                "the chat template changes earlier turns, so that answers can't be told from the rest\n"
+                "hint: --loss_on all, or a tokenizer with a template that only appends"
+            )
+        pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+        done = len(after)
+    return [*pieces, (whole[done:], False)]
+
+
+def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program: it divides by zero, recurses, takes all memory
+        reason = {
+            TimeoutError: "it takes too long",
+            MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB",
+            RecursionError: "it calls itself without end",
+        }.get(type(error), str(error) or type(error).__name__)
+        raise _refused(reason, messages) from None
+    num_given = sum(len(message["content"]) for message in messages)
+    if len(text) > 2**20 + 10 * num_given:
+        raise _refused(f"it makes {len(text):,} characters of {num_given:,}", messages)
+    return text
+
+
+def _refused(reason: str, messages: list[dict[str, str]]) -> ValueError:
+    return ValueError(
+        f"the chat template refuses a conversation: {reason[:200]}\n"
+        f"hint: mend the template, or leave the conversation out; its first turns: {str(messages)[:80]}"
+    )
+
+
+def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: bool) -> list[Document]:
+    """Each document's pieces tokenized one by one, as a prompt is when a model answers it.
+
+    `end`: with an end-of-text token, which has a label.
+    """
+    texts = [text for document in pieces for text, _ in document]
+    with tokenizer_errors("the tokenizer fails"):
+        tokenized = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    documents = []
+    for document in pieces:
+        tokens: list[int] = []
+        labels: list[int] = []
+        for _, has_loss in document:
+            piece = next(tokenized)
+            tokens += piece
+            labels += piece if has_loss else [IGNORE_INDEX] * len(piece)
+        if end:
+            tokens.append(tokenizer.eos_token_id)
+            labels.append(tokenizer.eos_token_id)
+        documents.append(Document(tokens, labels))
+    return documents
+
+
+def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
+    """Rows that are tokens already, taken as they are, but for what their attention_mask leaves out."""
+    found = []
+    for index, tokens in enumerate(rows["input_ids"]):
+        if tokens is None:
+            continue
+        labels, mask = (
+            rows[name][index] if rows.get(name) else None for name in ("labels", "attention_mask")
+        )
+        for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
+            if not (numbers is None or _are_tokens(numbers, least=IGNORE_INDEX if name == "labels" else 0)):
+                raise ValueError(f"{name} of a row is {str(numbers)[:80]}\nhint: whole numbers, not below 0")
+        for name, other in (("labels", labels), ("attention_mask", mask)):
+            if other is not None and len(other) != len(tokens):
+                raise ValueError(
+                    f"a row has {len(tokens)} input_ids and {len(other)} {name}\nhint: one for each token"
+                )
+        labels = tokens if labels is None else labels
+        kept = [place for place in range(len(tokens)) if mask is None or mask[place]]
+        if kept:
+            found.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
+    return found
+
+
+def _are_tokens(numbers: Any, *, least: int) -> bool:
+    """A mask may be of true and false."""
+    return (
+        isinstance(numbers, list)
+        and {int, bool}.issuperset(map(type, numbers))
+        and least <= min(numbers, default=0)
+        and max(numbers, default=0) < 2**31
+    )

@@ -1,0 +1,1 @@
+"""The engine that a strategy asks for, its optimizer, and the state that each rank holds."""

@@ -1,0 +1,364 @@
+"""The Accelerator of a launched strategy, on GPUs or CPU processes, and the proof of which engine runs."""
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations import unset_hf_deepspeed_config
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
+from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.peers.launch_info import Launch
+from slm_toolkit.run.peers.machines import process_group_timeout
+from slm_toolkit.strategy.strategy import check_passed_on, precision_note
+
+
+def check_tracker(name: str) -> None:
+    """Raises ValueError unless accelerate has a tracker of this name and its package is installed."""
+    if name not in ("none", *(str(tracker) for tracker in get_available_trackers())):
+        raise ValueError(
+            f"--report_to {name}: no such tracker is installed\n"
+            "hint: `pip install tensorboard` (or trackio, wandb, ...) installs one"
+        )
+
+
+def start_tracker(accelerator: Accelerator, config: RunConfig, run_dir: Path) -> None:
+    """Start the tracker that the accelerator was made with; its run is named as the run's folder."""
+    flags = {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
+    options = {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
+    accelerator.init_trackers("slm_toolkit", config=flags, init_kwargs=options)
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """What `probe_engine` found in the prepared model."""
+
+    engine: str
+    zero_stage: int | None
+    reshard_after_forward: bool | None
+    world_size: int
+
+
+def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) -> Accelerator:
+    """The Accelerator of this process; without a GPU the same YAML runs over gloo.
+
+    accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one
+    process. Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
+    Raises ValueError for settings of the YAML or the DeepSpeed JSON that are not passed on.
+    """
+    check_passed_on(launch.strategy)
+    engine = launch.strategy.engine
+    check_tracker(config.report_to)
+    if engine == "deepspeed":
+        use_extensions_folder()
+        remove_stale_locks()
+    options = {
+        "mixed_precision": _mixed_precision(launch, config),
+        # Without this, the last batch of an epoch would end a step early and shift all that follow.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=micro_steps(launch, config), sync_with_dataloader=False
+        ),
+        "dataloader_config": DataLoaderConfiguration(
+            dispatch_batches=False, use_seedable_sampler=True, non_blocking=torch.cuda.is_available()
+        ),
+        "log_with": None if config.report_to == "none" else config.report_to,
+        "project_dir": project_dir,
+    }
+    patience = {"timeout": process_group_timeout()}
+    if torch.cuda.is_available():
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
+    elif engine == "deepspeed":
+        gloo = InitProcessGroupKwargs(backend="gloo", **patience)
+        accelerator = Accelerator(kwargs_handlers=[gloo], **options)
+    elif engine == "fsdp2":
+        PartialState(backend="gloo", **patience)
+        PartialState._shared_state["distributed_type"] = (
+            DistributedType.MULTI_GPU
+        )  # private: nothing public does it
+        accelerator = Accelerator(**options)
+        if accelerator.state.fsdp_plugin.cpu_offload:  # pinned memory is a GPU's
+            accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    else:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if not accelerator.deepspeed_plugin.zero3_init_flag:
+            # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
+            # in pieces and draw other weights than under any other strategy.
+            unset_hf_deepspeed_config()
+        check_passed_on(  # the JSON that accelerate has read: an option or a variable may name another
+            replace(
+                launch.strategy,
+                path=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", launch.strategy.path),
+                accelerate_config=None,
+                deepspeed_config=accelerator.deepspeed_plugin.deepspeed_config,
+            )
+        )
+        _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
+    if engine == "fsdp2" and _reduces_in_fp32(config):
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    return accelerator
+
+
+def micro_steps(launch: Launch, config: RunConfig) -> int:
+    """Per step: as the flags say, in `stock` as a DeepSpeed JSON says, which wins there."""
+    in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
+    json_wins = config.numerics == "stock" and isinstance(in_json, int)
+    return in_json if json_wins else config.gradient_accumulation_steps
+
+
+def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
+    """Let DeepSpeed do what the flags say, where they say something.
+
+    "auto" or absent would clip at 1.0 whatever the script does (that is what `stock` shows), and accumulate
+    as the JSON says.
+    """
+    for section in ("optimizer", "scheduler"):  # `set_up` has printed what they say
+        deepspeed.pop(section, None)
+    deepspeed["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
+    if config.numerics != "stock":
+        deepspeed["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+        deepspeed["gradient_clipping"] = config.max_grad_norm
+    if config.numerics == "pure_bf16":
+        in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        deepspeed["bf16"] = {**deepspeed.get("bf16", {}), **in_bf16}
+    zero = deepspeed.get("zero_optimization") or {}
+    if zero.get("zero_hpz_partition_size") == "auto":  # a second copy of the parameters on each node
+        zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if _reduces_in_fp32(config):  # one of the two alone changes nothing
+        deepspeed["communication_data_type"] = "fp32"
+        deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
+
+
+def _reduces_in_fp32(config: RunConfig) -> bool:
+    """Whether gradients of bf16 weights are to be reduced in fp32."""
+    return config.reduce_dtype == "fp32" and config.numerics != "fp32"
+
+
+def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
+    """DDP's part of `--reduce_dtype fp32`; FSDP2 and DeepSpeed have it in their own configuration.
+
+    And of a rehearsal, whose process group has nothing to wait for.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if config.rehearse is not None:
+        sizes = [param.numel() for param in model.parameters() if param.requires_grad]
+        in_a_bucket = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
+        largest = max(in_a_bucket, *sizes)
+        model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduced_already)
+    elif _reduces_in_fp32(config):
+        model.register_comm_hook(model.process_group, _reduce_in_fp32)
+
+
+def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
+    """FSDP2's explicit prefetching: each layer's unit starts the gathers of the next `num_layers`.
+
+    PyTorch's own way, with 0, gathers as the host reaches a layer, and in backward one ahead.
+    """
+    if not num_layers:
+        return
+    # FSDP's own checkpointing puts a wrapper around the unit that holds the layer's parameters
+    layers = [units[0] for layer in model.model.layers if (units := _units_of(layer))]
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - num_layers) : index][::-1])
+
+
+def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
+    """The units in `module` that FSDP2 gathers, the outermost first."""
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
+
+
+def _reduce_in_fp32(
+    group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook: the mean over all ranks, summed in fp32."""
+    wide = bucket.buffer().float().div_(group.size())
+    work = torch.distributed.all_reduce(wide, group=group, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _reduced_already(
+    largest_copy: int, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook for ranks that don't exist; `largest_copy`: elements that are cast to fp32.
+
+    DDP's first bucket holds all parameters; the buckets of later steps, which fake tensors never see, don't.
+    """
+    gradients = bucket.buffer()[:largest_copy]
+    if largest_copy:
+        gradients.copy_(gradients.float())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _mixed_precision(launch: Launch, config: RunConfig) -> str:
+    """accelerate's word for the numerics; the launch decides in `stock` only, else rank 0 prints a note."""
+    if config.numerics == "stock":
+        return launch.mixed_precision or "bf16"
+    note = precision_note(launch.mixed_precision, config)
+    if note is not None and os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", file=sys.stderr)
+    # the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
+    return "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
+
+
+def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:
+    """AdamW, weight decay on matrices only; with master weights where the engine does not hold its own."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if _is_matrix(param)], "weight_decay": config.weight_decay},
+        {"params": [param for param in params if not _is_matrix(param)], "weight_decay": 0.0},
+    ]
+    options = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "fused": config.optim == "adamw_torch_fused",
+        "foreach": None if config.optim == "adamw_torch_fused" else True,
+    }
+    if config.numerics == "stock" or engine == "deepspeed":
+        return torch.optim.AdamW(groups, **options)
+    master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
+    return AdamWWithMasterWeights(
+        groups,
+        master_dtype=master_dtype,
+        max_grad_norm=config.max_grad_norm,
+        holds_flat_shards=engine == "fsdp1",
+        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal plays a GPU
+        **options,
+    )
+
+
+def _is_matrix(param: torch.Tensor) -> bool:
+    return (
+        len(getattr(param, "ds_shape", param.shape)) >= 2
+    )  # ds_shape: under zero3_init_flag the shape is gone
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_grad_norm: float | None,
+) -> torch.Tensor | float | None:
+    """Clip (0 or None: don't), step and clear; returns the gradient norm before clipping, over all ranks.
+
+    A step whose norm is no number changes nothing, under every engine. DeepSpeed did all of it inside
+    accelerate's backward (and has no norm, None, where it does not clip without ZeRO), our master weight
+    optimizer clips in its step.
+    """
+    if hasattr(model, "zero_optimization_stage"):
+        return model.get_global_grad_norm()
+    inner = optimizer.optimizer
+    if isinstance(inner, AdamWWithMasterWeights):
+        optimizer.step()
+        norm = inner.grad_norm
+    else:
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if accelerator.scaler is None:
+            _step_if_finite(optimizer, inner, norm)
+        else:  # of fp16: leaves steps out itself
+            optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def _step_if_finite(
+    optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, norm: torch.Tensor
+) -> None:
+    """A kernel for all parameters leaves itself out, as for a gradient scaler; else the host has to look."""
+    param = inner.param_groups[0]["params"][0]
+    is_bad = ~torch.isfinite(norm)  # False of a fake tensor, whose step is traced
+    if inner.defaults["fused"] and not isinstance(param, DTensor):
+        inner.found_inf = is_bad.float()
+        optimizer.step()
+    elif not is_bad:
+        optimizer.step()
+
+
+def probe_engine(model: torch.nn.Module) -> RunningEngine:
+    """Read engine, stage and world size off a prepared model, never off a configuration."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if hasattr(
+        model, "zero_optimization_stage"
+    ):  # deepspeed.DeepSpeedEngine, without importing deepspeed for DDP
+        return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
+    if isinstance(model, FSDPModule):
+        world_size = next(model.parameters()).device_mesh.size()
+        units = _units_of(model.model.layers)
+        if not units:
+            raise ValueError(
+                "FSDP2 sharded no decoder layer\nhint: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+            )
+        reshard = units[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward  # private
+        return RunningEngine("fsdp2", None, reshard, world_size)
+    if isinstance(model, FullyShardedDataParallel):
+        return RunningEngine("fsdp1", None, None, model.process_group.size())
+    if isinstance(model, DistributedDataParallel):
+        return RunningEngine("ddp", None, None, model.process_group.size())
+    return RunningEngine("single", None, None, 1)
+
+
+def check_engine(running: RunningEngine, launch: Launch) -> None:
+    """Raises ValueError unless what runs is what the YAML asked for."""
+    strategy = launch.strategy
+    asked = RunningEngine(
+        strategy.engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes
+    )
+    ddp_of_one = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
+    if running == asked or (ddp_of_one and launch.num_processes == 1):
+        return
+    names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
+    differences = [
+        f"{name} {getattr(asked, name)!r} asked, {getattr(running, name)!r} runs"
+        for name in names
+        if getattr(asked, name) != getattr(running, name)
+    ]
+    raise ValueError(
+        f"{strategy.path or strategy.name}: {'; '.join(differences)}\n"
+        "hint: an option of `accelerate launch` or a variable of the environment overrides the YAML: "
+        f"{', '.join(name for name in os.environ if name.startswith(('ACCELERATE_', 'FSDP_')))}"
+    )
+
+
+def sequences_per_step(config: RunConfig, launch: Launch) -> int:
+    """Over all ranks and micro-steps."""
+    return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
+
+
+def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
+    """The effective batch size and learning rate, as a line."""
+    said = (
+        f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
+        f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
+    )
+    if config.scale_lr == "none":
+        return said
+    base = config.base_batch_size or config.per_device_train_batch_size
+    return (
+        f"{said}; learning rate {config.learning_rate_of(per_step):.3g}: {config.learning_rate:g} for {base} "
+        f"sequences, scaled by {config.scale_lr}"
+    )

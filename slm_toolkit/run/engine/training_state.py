@@ -1,0 +1,206 @@
+"""The training state that a rank holds, as stretches of named tensors, alike under every engine.
+
+Whatever the engine shards by, rows (FSDP2) or elements of one flat buffer (ZeRO), a rank's share of a
+parameter's weights or moments is a stretch of its elements in their order. Checkpoints are written in, and
+read into, such stretches: so what one strategy wrote, any other reads.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
+"of a trained parameter: in the dtype that the optimizer updates (the master weights, where there are any)"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements `start` to `start + size` of one flattened tensor of the state, held by this rank."""
+
+    kind: str
+    name: str
+    "the parameter's, in the model as Hugging Face has it"
+    start: int
+    size: int
+    is_mine: bool
+    "whether it is this rank that writes it: others may hold the same"
+    tensor: torch.Tensor
+    "1-D, of the state itself: it holds these until the next stretch is asked for"
+
+
+def parameter_name(name: str) -> str:
+    """Of a parameter of a prepared model, as the model had it before."""
+    for wrapper in ("module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of all that is trained."""
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            yield parameter_name(name), param
+
+
+def num_elements(param: torch.Tensor) -> int:
+    """Of the whole parameter, over all ranks."""
+    return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
+
+
+def optimizer_steps(model: torch.nn.Module, optimizer: Any) -> int:
+    """Steps that Adam has done: those left out for a gradient that was no number don't count."""
+    states = _inner(model, optimizer).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
+def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) -> None:
+    """For bias correction to go on where it was; the moments must be there already."""
+    for state in _inner(model, optimizer).state.values():
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(num_steps)
+        else:
+            state["step"] = num_steps
+    if _is_on_host(_inner(model, optimizer)):
+        _replay_bias_correction(_inner(model, optimizer), num_steps)
+
+
+def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
+    """All that this rank holds of a prepared model's weights and moments; moments are made if missing."""
+    inner = _inner(model, optimizer)
+    if any(hasattr(param, "ds_id") for _, param in trained(model)):
+        yield from _of_zero3(model)
+        return
+    for number, (name, param) in enumerate(trained(model)):
+        writes_copy = number % world_size == rank  # of what all ranks hold
+        if hasattr(param, "_hp_mapping"):
+            yield from _of_flat_partition(name, param, inner)
+        else:
+            yield from _of_parameter(name, param, inner, writes_copy)
+
+
+def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that holds the moments, beneath accelerate's and DeepSpeed's."""
+    of_engine = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else optimizer
+    while hasattr(of_engine, "optimizer"):
+        of_engine = of_engine.optimizer
+    return of_engine
+
+
+def _of_parameter(
+    name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer, writes_copy: bool
+) -> Iterator[Stretch]:
+    """DDP, one process: whole tensors, the same on all ranks. FSDP2: rows, as DTensors."""
+    state = _adam_state(inner, param)
+    start, is_mine = 0, writes_copy
+    if isinstance(param, DTensor):
+        start, is_mine = _rows(param)
+    tensors = {WEIGHTS: state.get("master", param), **{kind: state[kind] for kind in MOMENTS}}
+    for kind, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield _in_memory(kind, name, start, local.detach().view(-1), is_mine)
+
+
+def _rows(param: DTensor) -> tuple[int, bool]:
+    """The first element of this rank's shard, and whether it is the first of those that hold the same."""
+    placements = param.placements
+    assert all(not isinstance(place, Shard) or place.dim == 0 for place in placements), placements
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, placements)
+    coordinate = param.device_mesh.get_coordinate()
+    is_first = all(
+        isinstance(place, Shard) or index == 0 for place, index in zip(placements, coordinate, strict=True)
+    )
+    return offset[0] * math.prod(param.shape[1:]), is_first
+
+
+def _of_flat_partition(
+    name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer
+) -> Iterator[Stretch]:
+    """ZeRO-1 and 2: parameters lie one after the other in a flat buffer, of which each rank has a part."""
+    mapping = param._hp_mapping
+    if mapping is None:  # all of it is on other ranks
+        return
+    flat = inner.param_groups[mapping.param_group_index]["params"][0]
+    state = _adam_state(inner, flat)
+    where, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+    for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
+        part = tensor.detach().narrow(0, where.start, where.numel)
+        yield _in_memory(kind, name, start, part, is_mine=True)
+
+
+def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
+    """ZeRO-3: of each parameter every rank has an equal part, the last one's filled up.
+
+    By groups, in which ZeRO-Infinity keeps them on the disk: each is read once, and is in memory until the
+    next one's first stretch.
+    """
+    groups: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in trained(model):
+        zero = param._z3_optimizer
+        groups.setdefault(zero.grad_position[zero.get_param_id(param)][0], []).append((name, param))
+    for group, params in sorted(groups.items()):
+        with _in_ram(zero, group):
+            flat = zero.fp32_partitioned_groups_flat[group]
+            state = _adam_state(zero.optimizer, flat)
+            for name, param in params:
+                _, offset, _ = zero.grad_position[zero.get_param_id(param)]
+                of_rank = param.ds_tensor.ds_numel
+                start = torch.distributed.get_rank(param.ds_process_group) * of_rank
+                size = max(0, min(of_rank, param.ds_numel - start))
+                for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
+                    part = tensor.detach().narrow(0, offset, size)
+                    yield _in_memory(kind, name, start, part, is_mine=True)
+
+
+@contextmanager
+def _in_ram(zero: Any, group: int) -> Iterator[None]:
+    """While the state of some parameters is, which ZeRO-Infinity has on a disk; written back afterwards."""
+    on_disk = zero._swappable_optimizer_subgroup(group)
+    if on_disk:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    yield
+    if on_disk:
+        zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
+    return Stretch(kind, name, start, part.numel(), is_mine, part)
+
+
+def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
+    """The moments of a parameter; as Adam makes them in its first step, where it has done none."""
+    if isinstance(inner, AdamWWithMasterWeights):
+        return inner.state_of(param)
+    state = inner.state[param]
+    if not state:
+        on_host = _is_on_host(inner)
+        # a bf16 master has fp32 moments on the host, unless they were asked for in bf16, too
+        dtype = torch.float32 if on_host and inner.fp32_optimizer_states else param.dtype
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(param.detach(), dtype=dtype)
+        fused = bool(inner.defaults.get("fused"))
+        step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        state["step"] = 0 if on_host else step
+    return state
+
+
+def _is_on_host(inner: torch.optim.Optimizer) -> bool:
+    """Whether it is DeepSpeed's own AdamW for states in the host's RAM."""
+    return type(inner).__name__ == "DeepSpeedCPUAdam"
+
+
+def _replay_bias_correction(inner: Any, num_steps: int) -> None:
+    """It keeps the powers of its betas in C++, multiplied step by step, which rounds otherwise than pow."""
+    group = inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    dummy = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, num_steps + 1):
+        rest = (group["lr"], beta1, beta2, group["eps"], 0.0, group["bias_correction"])
+        inner.ds_opt_adam.adam_update(inner.opt_id, step, *rest, *dummy)

@@ -1,0 +1,1 @@
+"""When a run can't go on: who is to blame, and how it ends."""

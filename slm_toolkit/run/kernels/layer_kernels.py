@@ -1,0 +1,148 @@
+"""Kernels of a decoder layer that keep less for backward than transformers' own, and how they get there.
+
+In the counts of bytes below, e are the bytes of an element of the compute dtype: 2 in bf16, 4 in fp32.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from slm_toolkit.run.kernels.loss_kernels import (
+    LossHead,
+    fused_logits_loss,
+    give_labels_to_head,
+    loss_of_head,
+)
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """transformers' RMSNorm, which keeps its input in its own dtype for backward, and 4 bytes per row.
+
+    transformers' own keeps, per element, an fp32 copy of the input (4 bytes) and the normalised input in its
+    dtype: 6 bytes in bf16, 8 in fp32. Here 2 and 4, of the residual stream, which mostly lives anyway.
+    On a GPU this is torch's own kernel, which rounds once where transformers rounds twice and needs no fp32
+    copies. Elsewhere they exist while it runs: up to 10 bytes per element in forward, 12 in backward.
+    """
+
+    weight: torch.nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype:
+            return functional.rms_norm(
+                hidden_states, self.weight.shape, self.weight, eps=self.variance_epsilon
+            )
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class FusedMLP(torch.nn.Module):
+    """transformers' gated MLP, which keeps gate and up for backward, and not the SiLU of the gate.
+
+    Per token of an FFN width f, their product for the down projection included: 3 f e bytes, transformers'
+    own 4 f e. Backward computes the SiLU again, and to the last bit the same.
+    """
+
+    gate_proj: torch.nn.Module
+    up_proj: torch.nn.Module
+    down_proj: torch.nn.Module
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+
+
+class _SwiGLU(torch.autograd.Function):
+    """SiLU(gate) x up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        silu = functional.silu(gate)
+        # compiled by torch 2.11, an in-place product in forward has no gradient
+        return silu * up if torch.compiler.is_compiling() else silu.mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_up = functional.silu(gate).mul_(upstream)
+        grad_silu = upstream * up
+        grad_gate = torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
+        return grad_gate, grad_up
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Normalised in fp32, rounded to the input's dtype, then times the weight, as transformers does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = hidden.float()
+        rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(hidden, weight, rstd)
+        return weight * (wide * rstd).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """With x̂ = x·rstd and g = upstream·weight: dx = rstd·(g - x̂·mean(g·x̂)), dw = Σ upstream·x̂."""
+        hidden, weight, rstd = ctx.saved_tensors
+        normed = hidden.float() * rstd
+        rows = tuple(range(hidden.dim() - 1))
+        grad_weight = (upstream * normed.to(hidden.dtype)).sum(dim=rows).to(weight.dtype)
+        wide = (upstream * weight).float()
+        projection = (wide * normed).mean(dim=-1, keepdim=True)
+        grad_hidden = wide.sub_(normed.mul_(projection)).mul_(rstd)
+        return grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm")
+_MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
+
+
+def use_kernels(
+    model: PreTrainedModel,
+    *,
+    loss_kernel: str,
+    norm_kernel: str,
+    mlp_kernel: str = "hf",
+    compiled: bool = False,
+) -> None:
+    """Put the kernels asked for into `model`, in place: names in the state dict stay, tied weights too.
+
+    `compiled`: what a fused loss does between its matrix products is left to torch.compile.
+    Raises ValueError where the model's head, norms or MLPs are not what the kernels compute.
+    """
+    if mlp_kernel == "fused" and model.config.hidden_act not in ("silu", "swish"):
+        raise ValueError(
+            f"--mlp_kernel fused: the activation of {type(model).__name__} is {model.config.hidden_act}, "
+            "not silu\nhint: --mlp_kernel hf"
+        )
+    if loss_kernel == "fused_logits":
+        model.loss_function = functools.partial(fused_logits_loss, compiled=compiled)
+    elif loss_kernel == "fused_linear":
+        head = model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or head.bias is not None:
+            raise ValueError(
+                f"--loss_kernel fused_linear: the head of {type(model).__name__} is {head}, no plain matrix\n"
+                "hint: --loss_kernel fused_logits works with every head"
+            )
+        head.__class__ = LossHead
+        head.compiled = compiled
+        model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
+        model.loss_function = loss_of_head
+    for flag, kernel, names, fused in (
+        ("norm_kernel", norm_kernel, _NORMS, FusedRMSNorm),
+        ("mlp_kernel", mlp_kernel, _MLPS, FusedMLP),
+    ):
+        if kernel != "fused":
+            continue
+        found = [module for module in model.modules() if type(module).__name__ in names]
+        if not found:
+            raise ValueError(
+                f"--{flag} fused: {type(model).__name__} has none of {', '.join(names)}\nhint: --{flag} hf"
+            )
+        for module in found:
+            module.__class__ = fused

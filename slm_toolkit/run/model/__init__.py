@@ -1,0 +1,1 @@
+"""The Hugging Face model that a run trains."""

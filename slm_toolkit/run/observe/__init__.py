@@ -1,0 +1,1 @@
+"""What is observed while a run trains."""

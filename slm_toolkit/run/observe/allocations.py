@@ -1,0 +1,237 @@
+"""Every allocation of a training step, from birth to free: what is alive at the peak, and whose it is."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # the last is how FSDP2 takes buffers apart
+_BUFFER_MAKERS = ("aten.empty.memory_format", "aten.new_empty.default")
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
+_CAT = torch.ops.aten.cat.default
+
+
+class Allocation:
+    """One tensor storage: where it was made, and, once that is known, which part of memory it belongs to."""
+
+    __slots__ = ("module", "nbytes", "op", "part", "phase")
+
+    def __init__(self, nbytes: int, phase: str, module: str, op: str) -> None:
+        self.nbytes, self.phase, self.module, self.op = nbytes, phase, module, op
+        self.part: str | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Memory given to a storage, or taken back."""
+
+    allocation: Allocation
+    delta_bytes: int
+    phase: str
+    module: str
+
+
+class AllocationTrace(TorchDispatchMode):
+    """Follows storages, not tensors: views cost nothing, and a storage lives as long as its last user.
+
+    Works on real tensors and, inside a FakeTensorMode, on fake ones, where reading a value gives a made-up
+    one. `phase` and `module` say where the program is; the caller keeps them up to date.
+    """
+
+    def __init__(self, *, fake: bool, device_type: str) -> None:
+        super().__init__()
+        self.fake, self.device_type = fake, device_type
+        self.phase, self.module = "setup", ""
+        self.events: list[Event] = []
+        self._live: dict[int, tuple[Allocation, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it turn into operations on this rank's shard, which come back here
+        if self.fake and func is _SCALAR:
+            return _made_up(args[0].dtype)
+        if self.fake and func is _EQUAL:
+            return True
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            countable = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+            if countable and tensor.device.type == self.device_type:
+                self._see(tensor.untyped_storage(), str(func))
+        if func.namespace in _COLLECTIVES and self.phase in ("forward", "backward"):
+            self._claim_buffers(func, args, kwargs or {})
+        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 puts what it gathered together so
+            self.claim([out], "gathered_parameters")
+        return out
+
+    def __enter__(self) -> "AllocationTrace":
+        self._resize = torch.UntypedStorage.resize_
+        original = self._resize
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:  # FSDP2 frees and fills storages so
+            result = original(storage, nbytes)
+            self._see(storage, "resize_")
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize
+
+    def adopt(self, tensors: Iterable[torch.Tensor | None], part: str) -> None:
+        """Say of which part tensors are; those made before the trace began are counted from now on."""
+        for tensor in tensors:
+            if tensor is not None:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                self._see(local.untyped_storage(), "adopted").part = part
+
+    def claim(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Say of which part tensors are that were seen before and are of none yet."""
+        for tensor in tensors:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            if known is not None and known[0].part is None:
+                known[0].part = part
+
+    def _claim_buffers(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an engine's buffers are for is told by the collectives that they are handed to."""
+        name = str(func)
+        if "chunk_cat" in name:  # FSDP2 copies whole gradients into the buffer that is reduced
+            self.claim(args[0], "gradients")
+        tensors = (item for item in tree_iter((args, kwargs)) if isinstance(item, torch.Tensor))
+        gathers = any(word in name for word in _GATHERS)
+        self.claim(tensors, "gathered_parameters" if gathers else "communication")
+
+    def _is_gathered(self, tensor: torch.Tensor) -> bool:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return known is not None and known[0].part == "gathered_parameters"
+
+    def _see(self, storage: torch.UntypedStorage, op: str) -> Allocation:
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            allocation = known[0]
+            if allocation.nbytes != nbytes:
+                self._change(allocation, nbytes - allocation.nbytes)
+                allocation.nbytes = nbytes
+            return allocation
+        allocation = Allocation(nbytes, self.phase, self.module, op)
+
+        def freed(_: Any) -> None:
+            gone = self._live.pop(key)[0]
+            self._change(gone, -gone.nbytes)
+
+        self._live[key] = (allocation, weakref.ref(storage, freed))
+        self._change(allocation, nbytes)
+        return allocation
+
+    def _change(self, allocation: Allocation, delta_bytes: int) -> None:
+        if delta_bytes:
+            self.events.append(Event(allocation, delta_bytes, self.phase, self.module))
+
+
+def _made_up(dtype: torch.dtype) -> Any:
+    """A value that no engine minds: gradients are finite, norms one, ranks agree."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0
+
+
+def part_of(allocation: Allocation) -> str:
+    """The part of an allocation that nobody adopted, from where it was made."""
+    if allocation.part is not None:
+        return allocation.part
+    namespace = allocation.op.partition(".")[0]
+    if allocation.phase == "setup":
+        return "communication"  # neither parameters nor state: an engine's buckets
+    if allocation.phase == "optimizer":
+        return "temporary"
+    if allocation.op == "resize_":
+        return "gathered_parameters"
+    if namespace in _COLLECTIVES or (allocation.phase == "backward" and allocation.op in _BUFFER_MAKERS):
+        return "communication"
+    if allocation.module in ("", "lm_head", "loss"):
+        return "logits_and_loss"
+    return "activations" if allocation.phase == "forward" else "temporary"
+
+
+@contextmanager
+def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterator[None]:
+    """Keep `trace.module` at the decoder layer (and its child) that computes, in forward and in backward.
+
+    Gradients are known as such from when they are made.
+    """
+
+    def has_gradient(gradient: torch.Tensor) -> None:
+        trace.claim([gradient], "gradients")
+
+    handles = [param.register_hook(has_gradient) for param in model.parameters() if param.requires_grad]
+
+    def enter(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            trace.module = name
+
+        return hook
+
+    def leave(name: str, outer: str) -> Any:
+        def backward_begins(gradient: torch.Tensor) -> None:
+            trace.module = name
+
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            trace.module = outer
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, torch.Tensor) and first.requires_grad:
+                first.register_hook(backward_begins)
+
+        return hook
+
+    for name, module in model.named_modules():
+        short = name.removeprefix("module.").removeprefix("model.")
+        parts = short.split(".")
+        is_layer_or_child = parts[0] == "layers" and 2 <= len(parts) <= 3
+        if short in ("embed_tokens", "norm", "lm_head") or is_layer_or_child:
+            outer = ".".join(parts[:2]) if len(parts) == 3 else "loss" if short == "lm_head" else ""
+            handles.append(module.register_forward_pre_hook(enter(short)))
+            handles.append(module.register_forward_hook(leave(short, outer)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
+    """The timeline of the events from number `first` on; those before say what was alive already."""
+    alive = dict.fromkeys(PARTS, 0)
+    total = highest = peak_index = 0
+    segments: list[Segment] = []
+    where: tuple[str, str] | None = None
+    for index, event in enumerate(events):
+        alive[part_of(event.allocation)] += event.delta_bytes
+        total += event.delta_bytes
+        if index < first:
+            continue
+        here = (event.phase, event.module)
+        if here != where or total > segments[-1].num_bytes:
+            if here == where:
+                segments.pop()
+            where = here
+            segments.append(Segment(*here, total, dict(alive)))
+        if total > highest:
+            highest, peak_index = total, index
+    by_module: dict[str, int] = {}
+    for event in events[: peak_index + 1]:
+        if part_of(event.allocation) in OF_MODULES:
+            name = event.allocation.module
+            by_module[name] = by_module.get(name, 0) + event.delta_bytes
+    return MemoryTimeline(tuple(segments), {name: count for name, count in by_module.items() if count})

@@ -1,0 +1,250 @@
+"""Clocks and bytes of a training process: seconds per step, peak memory, the state each rank holds."""
+
+import ctypes
+import gc
+import resource
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from slm_toolkit.run.observe.live_settings import gradient_norms
+
+READING_GRADIENTS = "slm_toolkit: reading gradients"
+"what a profile has around the collectives of our own"
+
+
+class StepClock:
+    """Seconds of each step on this rank, and of its phases, as the device sees them.
+
+    A step lasts from the end of the step before it to its own end: what happens between two steps, such as
+    reading losses and sampling the GPU, costs a training run its time, too. After `pause` it lasts from its
+    own beginning. On a GPU: CUDA events on the training stream, so that measuring never makes the host wait;
+    a step is as long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock.
+    Events are kept until the GPU has passed them, numbers for good.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._phases: list[tuple[str, Any, Any]] = []
+        "of the step that is going on"
+        self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
+        "start, end and phases of steps that the device may not have done yet"
+        self._last_end: Any = None
+        "of the step before, None after a pause"
+        self._seconds = array("d")
+        self._phase_seconds: dict[str, array] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        start = self._now() if self._last_end is None else self._last_end
+        self._phases = []
+        yield
+        self._last_end = self._now()
+        self._unread.append((start, self._last_end, self._phases))
+        while self._unread and (self.device.type != "cuda" or self._unread[0][1].query()):
+            self._read_first()
+
+    def pause(self) -> None:
+        """What happened since the last step, an evaluation or a checkpoint, is no part of the next."""
+        self._last_end = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step; one of the same name may come again, its time is added."""
+        start = self._now()
+        with torch.profiler.record_function(f"phase:{name}"):
+            yield
+        self._phases.append((name, start, self._now()))
+
+    @property
+    def seconds(self) -> list[float]:
+        self._drain()
+        return self._seconds.tolist()
+
+    @property
+    def last_seconds(self) -> float:
+        self._drain()
+        return self._seconds[-1]
+
+    def phase_seconds(self) -> dict[str, list[float]]:
+        """Of each phase, its seconds in each step."""
+        self._drain()
+        return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if self.device.type != "cuda":
+            return round(end - start, 7)
+        return start.elapsed_time(end) / 1e3  # milliseconds
+
+    def _drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while self._unread:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        start, end, phases = self._unread.popleft()
+        for name, phase_start, phase_end in phases:
+            of_phase = self._phase_seconds.setdefault(name, array("d"))
+            of_phase.extend([0.0] * (len(self._seconds) + 1 - len(of_phase)))
+            of_phase[-1] += self._between(phase_start, phase_end)
+        self._seconds.append(self._between(start, end))
+        for of_phase in self._phase_seconds.values():
+            of_phase.extend([0.0] * (len(self._seconds) - len(of_phase)))
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that torch.compile has compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # private, and slow to import where nothing compiles
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    give_back_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Hand what preparing, compiling or probing left behind back to the device: no peak should count it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed below its top
+        trim(0)
+
+
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident since it began."""
+    on_gpu = device.type == "cuda"
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts in KiB
+    }
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of this rank's part of `tensors`; memory that two of them share is counted once."""
+    seen: dict[tuple[int, int], int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            seen[local.data_ptr(), local.nbytes] = local.nbytes
+    return sum(seen.values())
+
+
+class GradientCounter:
+    """Bytes of gradients that this rank holds between backward and the optimizer's first step.
+
+    accelerate runs DeepSpeed's backward and step as one call, so there the count hangs on the step itself.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
+        self.model, self.engine = model, deepspeed_engine(accelerator)
+        self.num_bytes: int | None = None
+        self.dtypes: frozenset[str] = frozenset()
+        self.norms: dict[str, float | None] = {}
+        "of each parameter's gradient, reduced and before clipping"
+        self.module = accelerator.unwrap_model(model)
+        if self.engine is not None:
+            zero = self.engine.optimizer
+            original = zero.step
+
+            def count_and_step(*args: Any, **kwargs: Any) -> Any:
+                zero.step = original
+                self.count()
+                return original(*args, **kwargs)
+
+            zero.step = count_and_step
+
+    def count(self) -> None:
+        """Count, if this was not done yet."""
+        if self.num_bytes is not None:
+            return
+        gradients = live_gradients(self.model, self.engine)
+        self.num_bytes = tensor_bytes(gradients)
+        held = [gradient.dtype for gradient in gradients if gradient is not None]
+        self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
+        with torch.profiler.record_function(READING_GRADIENTS):
+            self.norms = gradient_norms(self.module, self.engine)
+
+
+def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:
+    """All gradients that this rank holds; `engine` is DeepSpeed's, None elsewhere."""
+    gradients = [param.grad for param in model.parameters()]
+    if engine is not None:
+        zero = engine.optimizer
+        for group in getattr(zero, "averaged_gradients", {}).values():
+            gradients += group or []
+        gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
+    return gradients
+
+
+def num_trainable(model: torch.nn.Module) -> int:
+    """Trained parameters over all ranks; of FSDP1's flat parameters this rank's share."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
+
+
+def state_bytes(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
+) -> dict[str, int]:
+    """Bytes per part of the training state on this rank, between two steps (gradients: before a step)."""
+    state = training_state(accelerator, model, optimizer)
+    return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
+
+
+def training_state(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, list[torch.Tensor]]:
+    """The live tensors of this rank: parameters, master_weights (where there are any) and optimizer."""
+    if (engine := deepspeed_engine(accelerator)) is not None:
+        return _deepspeed_state(engine)
+    state = optimizer.optimizer.state.values()
+    return {
+        "parameters": list(model.parameters()),
+        "master_weights": [of_param["master"] for of_param in state if "master" in of_param],
+        "optimizer": [
+            value
+            for of_param in state
+            for key, value in of_param.items()
+            if key != "master" and isinstance(value, torch.Tensor)
+        ],
+    }
+
+
+def deepspeed_engine(accelerator: Accelerator) -> Any:
+    """DeepSpeed's engine, None where another engine runs."""
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    return wrapped.engine if wrapped is not None else None
+
+
+def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
+    zero = engine.optimizer
+    params = list(engine.module.parameters())
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        params = [param.ds_tensor for param in params]
+    adam = getattr(zero, "optimizer", zero).state.values()
+    moments = [value for of_param in adam for value in of_param.values() if isinstance(value, torch.Tensor)]
+    return {"parameters": params, "master_weights": _deepspeed_masters(zero), "optimizer": moments}
+
+
+def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
+    """Of stage 3, else of 1 and 2; none below."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])

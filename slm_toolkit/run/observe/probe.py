@@ -1,0 +1,311 @@
+"""The probe of a training step: dtypes, kernels, clipping and batches as they are, not as configured."""
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
+
+from slm_toolkit.record.numerics import ROUNDED, Numerics, merged
+from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights, local_part
+from slm_toolkit.run.observe.live_settings import model_settings, optimizer_settings, without_gradient
+from slm_toolkit.run.observe.measure import (
+    READING_GRADIENTS,
+    GradientCounter,
+    deepspeed_engine,
+    num_trainable,
+    training_state,
+)
+from slm_toolkit.run.peers.step_exchange import gather_to_all
+
+_ATTENTION_KERNELS = (  # as the profiler names what ran: operator, our name; the first that matches counts
+    (r"flash_attn(_3|_2)?::|FlashAttn\w*Func", "flash_attn"),
+    (r"aten::_scaled_dot_product_flash_attention", "sdpa flash"),
+    (r"aten::_scaled_dot_product_efficient_attention", "sdpa memory-efficient"),
+    (r"aten::_scaled_dot_product_cudnn_attention", "sdpa cudnn"),
+    (r"aten::_scaled_dot_product_attention_math", "sdpa math"),
+    (r"flex_attention", "flex_attention"),
+    (r"aten::_softmax$", "eager"),
+)
+_ADAM_KERNELS = (
+    (r"aten::_fused_adamw?_", "fused"),
+    (r"aten::_foreach_addcdiv_", "foreach"),
+    (r"aten::addcdiv_", "for-loop"),
+)
+_SOME_ELEMENTS = 1000
+"of each tensor"
+_FEWEST_ELEMENTS = 16
+"that are not zero: chance alone rounds fewer"
+_FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
+# gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend's own record, made where the data is sent
+_REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
+_KINETO_DTYPES = {
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """One operator that the profiler saw: shapes, dtypes and scalars of its arguments."""
+
+    name: str
+    shapes: list[list[int]]
+    dtypes: list[str]
+    scalars: list[Any]
+    "values of the arguments that are no tensors, None in a tensor's place"
+
+
+class NumericsProbe:
+    """Watches the training steps done inside its `with` block on this rank; `result` asks all ranks.
+
+    Only hooks on the outermost module, the last norm and the head are set: those stay out of what
+    torch.compile and the engines put around the layers.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.engine = deepspeed_engine(accelerator)
+        self.seen: dict[str, set[Any]] = defaultdict(set)
+        self.num_forwards = self.num_tokens = self.num_steps = 0
+        self.batch_hash = hashlib.sha256()
+
+    def __enter__(self) -> "NumericsProbe":
+        module = self.accelerator.unwrap_model(self.model)
+        self.vocab_size = module.get_output_embeddings().out_features
+        self.hooks = [
+            self.model.register_forward_hook(self._saw_forward, with_kwargs=True),
+            _last_norm(module).register_forward_pre_hook(self._saw_norm),
+            module.get_output_embeddings().register_forward_hook(self._saw_head),
+            register_optimizer_step_post_hook(self._saw_step),
+        ]
+        self.clip_grad_norm, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, self._saw_clip
+        self.steps_before = self.engine.global_steps if self.engine is not None else 0
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU],
+            record_shapes=True,
+            acc_events=True,  # of one cycle the same, without torch 2.11's warning
+        )
+        self.profile.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.profile.stop()
+        torch.nn.utils.clip_grad_norm_ = self.clip_grad_norm
+        for hook in self.hooks:
+            hook.remove()
+
+    def result(self, gradients: GradientCounter) -> Numerics:
+        """What was seen, over all ranks; every rank must call it."""
+        operators = _operators(self.profile)
+        state = training_state(self.accelerator, self.model, self.optimizer)
+        num_steps = (
+            self.engine.global_steps - self.steps_before if self.engine is not None else self.num_steps
+        )
+        attention, recomputed = _attention(operators)
+        module = self.accelerator.unwrap_model(self.model)
+        mine = Numerics(
+            parameter_dtype=_dtypes(self.model.parameters()),
+            autocast=self._only("autocast"),
+            compute_dtype=self._only("head") or _product_dtype(operators, num_columns=self.vocab_size),
+            residual_dtype=self._only("residual"),
+            logits_dtype=self._only("logits"),
+            cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
+            or _argument_dtype(operators, "aten::exp_")  # of `run/kernels/loss_kernels.py`, and nobody else's
+            or self._only("loss of head"),  # compiled, it shows no operator
+            loss_kernel=self._loss_kernel(operators),
+            loss_dtype=self._only("loss"),
+            gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
+            reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
+            if self.accelerator.num_processes > 1
+            else None,
+            master_weight_dtype=_held(state["master_weights"] or state["parameters"], rounded=all),
+            optimizer_state_dtype=_held(
+                [tensor for tensor in state["optimizer"] if tensor.dim() > 0], rounded=any
+            ),
+            clipping=self._clipping(),
+            accumulation=self.num_forwards // num_steps if num_steps else None,
+            tokens_per_step=self.num_tokens // max(1, num_steps),
+            attention=attention,
+            optimizer_kernel=self._optimizer_kernel(operators),
+            compiled=any(operator.name.startswith("Torch-Compiled Region") for operator in operators),
+            recomputed=recomputed,
+            float8=_float8(operators),
+            tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
+            batch_hashes=[self.batch_hash.hexdigest()[:12]],
+            attention_call=_attention_call(operators),
+            **model_settings(module),
+            without_gradient=without_gradient(gradients.norms),
+            optimizer_settings=optimizer_settings(self.optimizer, self.engine),
+            optimizer_class=self._optimizer_class(),
+        )
+        return merged(gather_to_all(dataclasses.asdict(mine)))
+
+    def _only(self, kind: str) -> Any:
+        """The one value seen of a kind, `a+b` for several dtypes, None for nothing."""
+        values = self.seen[kind]
+        return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
+
+    def _saw_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        tokens = kwargs["input_ids"]
+        self.num_forwards += 1
+        self.num_tokens += tokens.numel()
+        self.batch_hash.update(tokens.cpu().numpy().tobytes())
+        self.seen["loss"].add(_name(output.loss.dtype))
+        if output.logits.dim() > 0:  # --loss_kernel fused_linear has none: the loss is in their place
+            self.seen["logits"].add(_name(output.logits.dtype))
+
+    def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.seen["residual"].add(_name(args[0].dtype))
+        self.seen["autocast"].add(torch.is_autocast_enabled(args[0].device.type))
+
+    def _saw_head(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.seen["head" if output.dim() > 0 else "loss of head"].add(_name(output.dtype))
+
+    def _saw_step(self, *arguments: Any) -> None:
+        self.num_steps += 1
+
+    def _saw_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen["clip"].add(
+            0.0 if max_norm == float("inf") else float(max_norm)
+        )  # infinity: to measure only
+        return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
+
+    def _loss_kernel(self, operators: list[_Operator]) -> str:
+        """The name that `--loss_kernel` has for what ran."""
+        if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
+            return "hf"
+        return "fused_logits" if self.seen["logits"] else "fused_linear"
+
+    def _clipping(self) -> float | None:
+        """The threshold that the step itself reads."""
+        if self.engine is not None:
+            threshold = getattr(self.engine.optimizer, "clip_grad", None)
+            return None if threshold is None else float(threshold)
+        inner = self.optimizer.optimizer
+        return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
+
+    def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
+        """DeepSpeed's CPU Adam is no operator of torch's: the class that stepped is all there is to see."""
+        inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
+        return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _ADAM_KERNELS)
+
+    def _optimizer_class(self) -> str:
+        if self.engine is None:
+            return type(self.optimizer.optimizer).__name__
+        zero = self.engine.optimizer
+        return f"{type(zero).__name__} over {type(getattr(zero, 'optimizer', zero)).__name__}"
+
+
+def _last_norm(module: torch.nn.Module) -> torch.nn.Module:
+    """The norm between the last decoder layer and the head."""
+    return [part for part in module.base_model.modules() if "norm" in type(part).__name__.lower()][-1]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(tensors: Any) -> str | None:
+    return "+".join(sorted({_name(tensor.dtype) for tensor in tensors})) or None
+
+
+def _held(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
+    """The dtypes, and whether fp32 tensors hold nothing that bf16 could not: then something rounds them.
+
+    rounded: all, or any, of the tensors need to. Zeros, of what had no gradient, don't count.
+    """
+    wide = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
+    some = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in wide)]
+    in_bf16 = [bool((part == part.bfloat16()).all()) for part in some if part.numel() >= _FEWEST_ELEMENTS]
+    return f"{_dtypes(tensors)}{ROUNDED}" if in_bf16 and rounded(in_bf16) else _dtypes(tensors)
+
+
+def _operators(profiled: profile) -> list[_Operator]:
+    """All but what our own reading of the gradients did."""
+    events = profiled.profiler.kineto_results.events()  # private: the public events have no dtypes
+    ours = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
+    return [
+        _Operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
+        for event in events
+        if not any(start <= event.start_ns() <= end for start, end in ours)
+    ]
+
+
+def _first_match(operators: list[_Operator], table: tuple[tuple[str, str], ...]) -> str | None:
+    names = {operator.name for operator in operators}
+    return next((ours for pattern, ours in table if any(re.match(pattern, name) for name in names)), None)
+
+
+def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
+    """The kernel that ran, and whether its forward ran more often than its backward: recomputation.
+
+    (None, None) where torch.compile fused attention into a kernel of its own.
+    """
+    ours = _first_match(operators, _ATTENTION_KERNELS)
+    if ours is None:
+        return None, None
+    pattern = next(pattern for pattern, name in _ATTENTION_KERNELS if name == ours)
+    names = [operator.name for operator in operators if re.match(pattern, operator.name)]
+    if ours == "eager":  # aten::_softmax has its backward under another name
+        backward = sum(operator.name == "aten::_softmax_backward_data" for operator in operators)
+        return ours, len(names) > backward
+    forward = [name for name in names if "backward" not in name.lower()]
+    of_one = forward.count(forward[0])  # wrappers repeat each call under other names
+    backward = [name for name in names if "backward" in name.lower()]
+    return ours, of_one > backward.count(backward[0]) if backward else None
+
+
+def _attention_call(operators: list[_Operator]) -> str | None:
+    """What SDPA was called with; its arguments: query, key, value, mask, dropout, is_causal, scale."""
+    calls = [op for op in operators if op.name == "aten::scaled_dot_product_attention"]
+    said = []
+    for call in calls:
+        sees = "with a mask" if call.shapes[3] else "causal" if call.scalars[5] else "without a mask"
+        head_dim = call.shapes[0][-1]
+        scale = head_dim**-0.5 if call.scalars[6] is None else call.scalars[6]  # None: SDPA's own
+        said.append(f"{sees}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
+    return " and ".join(dict.fromkeys(said)) or None
+
+
+def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
+    dtypes = {_KINETO_DTYPES.get(op.dtypes[0], op.dtypes[0]) for op in operators if op.name == name}
+    return "+".join(sorted(dtypes)) or None
+
+
+def _float8(operators: list[_Operator]) -> str | None:
+    """Of what a GPU's scaled matrix products take, or of what is made of it where they are emulated."""
+    dtypes = {dtype for op in operators if op.name in _FLOAT8_OPERATORS for dtype in op.dtypes[:2]}
+    return "+".join(sorted(name.lower()[5:] for name in dtypes if name.startswith("c10::Float8"))) or None
+
+
+def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:
+    """Of the matrix products that give so many columns."""
+    products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
+    return _argument_dtype(products, "aten::mm")
+
+
+def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
+    """The dtypes that carry gradients; norms, flags and losses are a few elements among millions.
+
+    None where less than half of the parameters' gradients went through a collective that reduces.
+    """
+    elements: dict[str, int] = defaultdict(int)
+    for operator in operators:
+        if _REDUCTION.match(operator.name):
+            for shape, dtype in zip(operator.shapes, operator.dtypes, strict=True):
+                if dtype in _KINETO_DTYPES:
+                    elements[_KINETO_DTYPES[dtype]] += math.prod(shape)
+    total = sum(elements.values())
+    if total < num_params / 2:
+        return None
+    return "+".join(sorted(dtype for dtype, count in elements.items() if count > 0.01 * total)) or None

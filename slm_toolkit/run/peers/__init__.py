@@ -1,0 +1,1 @@
+"""What a rank knows of its launch and of the other ranks."""

@@ -1,0 +1,1 @@
+"""One process plays rank 0 of many."""

@@ -1,0 +1,381 @@
+"""What `train` works on: a run that is set up and checked, then what the engine made of it."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.secrets import without_secrets
+from slm_toolkit.base.user_files import exists, typed_path
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
+from slm_toolkit.launch.accelerate_arguments import said_alike
+from slm_toolkit.model.from_config import check_trainable
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
+from slm_toolkit.predict.deepspeed_estimator import live_deepspeed_needs
+from slm_toolkit.record.run_record import (
+    RECORD_FILE,
+    RunRecord,
+    everything_asked,
+    identity_of,
+    installed_versions,
+    model_facts,
+    run_name_of,
+)
+from slm_toolkit.record.saved_files import MODEL_DIR, check_replaceable, model_damage
+from slm_toolkit.run.checkpoint.checkpoint import (
+    fingerprint,
+    fingerprint_of_frozen,
+    launch_description,
+    run_description,
+)
+from slm_toolkit.run.checkpoint.files import DATA
+from slm_toolkit.run.checkpoint.output_dir import check_writable, has_ended, hold_run
+from slm_toolkit.run.checkpoint.resume import (
+    Checkpoint,
+    check_data,
+    check_place,
+    choose,
+    described,
+    find_checkpoints,
+    load_state,
+    load_weights,
+    num_held_out,
+)
+from slm_toolkit.run.checkpoint.saved_model import check_apart
+from slm_toolkit.run.data.batches import count_steps, make_loader
+from slm_toolkit.run.data.data import Data, load_data
+from slm_toolkit.run.data.tokenizers import tokenizer_of
+from slm_toolkit.run.engine.engine import (
+    build_optimizer,
+    check_engine,
+    describe_batch,
+    prefetch_as_asked,
+    probe_engine,
+    reduce_as_asked,
+    sequences_per_step,
+    start_accelerator,
+)
+from slm_toolkit.run.faults.find_batch_size import (
+    BatchSizeSearch,
+    name_groups_anew,
+    noted_checkpoint,
+    search_described,
+    smaller_batch,
+)
+from slm_toolkit.run.kernels.optional import check_optional
+from slm_toolkit.run.lm_eval import check_lm_eval
+from slm_toolkit.run.model.adapters import check_adapters
+from slm_toolkit.run.model.loss_recorder import RecordedLoss
+from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.observe.allocations import AllocationTrace
+from slm_toolkit.run.observe.measure import num_trainable
+from slm_toolkit.run.observe.watch import GpuBefore, look_at_gpu
+from slm_toolkit.run.peers.launch_info import (
+    Launch,
+    absolute_deepspeed_config,
+    check_devices,
+    check_environment,
+    find_launch,
+)
+from slm_toolkit.run.peers.machines import Machines, let_collectives_wait, num_machines
+from slm_toolkit.run.peers.step_exchange import control_group, rank_0_first
+from slm_toolkit.run.rehearse.fake import stay_in_place
+from slm_toolkit.run.rehearse.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
+from slm_toolkit.strategy.strategy import as_flags_say, contradictions
+
+
+def deepspeed_estimate_of(
+    spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
+) -> dict[str, int] | None:
+    """Bytes per GPU and per node's host, for `local` ranks on each node; None for other than ZeRO-2 and 3."""
+    needs = live_deepspeed_needs(
+        spec.num_params,
+        spec.largest_layer_params,
+        zero_stage=zero_stage,
+        num_gpus_per_node=local,
+        num_nodes=world_size // local,
+    )
+    return {"gpu_bytes": needs.gpu_bytes, "cpu_bytes": needs.host_bytes_per_node} if needs else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is set up: all that a user can get wrong has been checked, nothing is written yet."""
+
+    config: RunConfig
+    spec: ModelSpec
+    launch: Launch
+    accelerator: Accelerator
+    run_dir: Path
+    checkpoint: Checkpoint | None
+    "what the run goes on from"
+    description: dict[str, Any]
+    "what a run that resumes from this one's checkpoints must have in common with it"
+    launch_description: dict[str, Any]
+    "what may change"
+    fingerprint_of_frozen: str | None
+    data: Data | None
+    "None in a rehearsal on fake tensors"
+    model: PreTrainedModel
+    gpu_before: GpuBefore
+    batch_described: str
+    "how many sequences a step has, and what became of the learning rate"
+    machines: Machines
+    search: BatchSizeSearch
+    control_group: ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `accelerator.prepare` made of a job: each object is the engine's own from here on."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader | None
+    "None in a rehearsal on fake tensors"
+    eval_loaders: dict[str, DataLoader]
+    "of each held-out set"
+    loss_recorder: RecordedLoss
+    num_steps: int
+    num_micro_steps: int
+    "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
+    trace: AllocationTrace | None
+    "where allocations are followed; it has seen what the engine made so far"
+
+
+def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
+    """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
+    config.check()
+    spec, launch = find_model(config.model), find_launch()
+    check_trainable(spec)
+    if is_fake(config):
+        check_fake(config, launch.strategy)
+    if config.rehearse is not None:
+        launch = pretend_ranks(launch, config.rehearse)
+    absolute_deepspeed_config(launch.strategy)
+    check_environment(launch)
+    if config.rehearse is None:
+        check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
+    asked = {"mixed_precision": launch.mixed_precision, "has_gpu": torch.cuda.is_available()}
+    if found := contradictions(launch.strategy, config, num_processes=launch.num_processes, **asked):
+        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in found)
+        hint = 'write "auto" in the JSON, and let the flags say it' if of_json else "see --help of the flag"
+        raise ValueError("\n".join(found) + f"\nhint: {hint}")
+    strategy, taken_out = as_flags_say(launch.strategy, config)
+    launch = dataclasses.replace(launch, strategy=strategy)
+    if taken_out is not None and os.environ.get("RANK", "0") == "0":
+        print(taken_out, file=sys.stderr)
+    check_optional(config)
+    check_adapters(config)
+    check_lm_eval(config)
+    check_adapter_base(config, spec)
+    machines = Machines()
+    if num_machines() > 1:
+        counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
+        machines.meet(said_alike(launch.command, launch.strategy, **counts))
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
+    gpu = None
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    gpu_before = look_at_gpu(local_rank)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)  # or all ranks would open GPU 0
+        gpu = torch.cuda.get_device_name()
+    asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
+    identity = identity_of(asked, versions, gpu)
+    run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
+    run_dir = Path(os.path.realpath(config.output_dir), run_name)
+    if os.environ.get("RANK", "0") == "0" and exists(run_dir):
+        check_writable(run_dir)
+        hold_run(run_dir)
+    ended = has_ended(run_dir, identity)
+    if config.resume_from_checkpoint == "auto" and ended:
+        lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
+        if os.environ.get("RANK", "0") == "0":
+            again = f", but {lacks}, so it goes on to save its model again" if lacks else ""
+            print(f"note: this run has ended{again}: {run_dir / RECORD_FILE}", file=sys.stderr)
+        if lacks is None:
+            raise SystemExit(0)
+    if config.save_final_model or config.overwrite_output_dir:
+        check_replaceable(run_dir / MODEL_DIR)
+        if spec.path is not None:
+            check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
+    if config.save_steps or config.resume_from_checkpoint:
+        flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
+        machines.check_shared(run_dir.parent, flag=flag)
+    asked_config, config = config, smaller_batch(config)
+    per_step = sequences_per_step(config, launch)
+    description = run_description(config, per_step)
+    resume = noted_checkpoint() or config.resume_from_checkpoint
+    candidates = (
+        find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
+    )
+
+    starts = resume is None
+    if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
+        check_place(run_dir, description, starts=starts, has_ended=ended)
+    if os.environ.get("RANK", "0") == "0":
+        check_writable(run_dir)
+    name_groups_anew()
+    with machines.connecting():
+        accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
+        group = control_group(accelerator)
+    checkpoint = choose(candidates, accelerator)
+    if checkpoint is not None and asked_config.base_batch_size is None:
+        base = checkpoint.manifest.written_by["base_batch_size"]
+        config = dataclasses.replace(config, base_batch_size=base)
+    batch_described = describe_batch(config, per_step, launch)
+    here = launch_description(config, launch.strategy, launch.num_processes)
+    config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
+    num_sequences = (config.steps_asked or 0) * per_step
+    weights, tokenizer = _origins(config, spec)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"weights: {weights}; tokenizer: {tokenizer}", file=sys.stderr)
+        if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
+            most = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
+            print(f"note: --seq_len {config.seq_len} is beyond {most}", file=sys.stderr)
+    data = None
+    if not is_fake(config):
+        held_out = num_held_out(checkpoint)
+        data = rank_0_first(
+            lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
+        )
+        if checkpoint is not None:
+            check_data(checkpoint, data.contents)
+        description = {**description, DATA: data.contents}
+    with tensors_of(config):
+        model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
+    if is_fake(config):
+        accelerator.device_placement = False
+        stay_in_place(model)
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+    job = Job(
+        *(config, spec, launch, accelerator, run_dir, checkpoint, description, here),
+        *(fingerprint_of_frozen(model) if config.save_steps else None, data, model, gpu_before),
+        *(batch_described, machines, BatchSizeSearch(config), group),
+    )
+    # as it ran: what --find_batch_size found is a fact of the run, what was asked stands beside it
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    shape = {name: getattr(config, name) for name in batch}
+    typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
+    record = RunRecord(
+        run_name=run_name,
+        identity=identity,
+        status="failed",  # until it is ok
+        strategy=launch.strategy.name,
+        asked={**asked, "config": {**asked["config"], **shape}},
+        model=model_facts(spec),
+        weights=weights,
+        tokenizer=tokenizer,
+        versions=versions,
+        started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+        command=shlex.join(launch.command or typed),
+        gpu=gpu,
+        weights_fingerprint=None
+        if checkpoint is not None or config.rehearse is not None
+        else fingerprint(model.named_parameters()),
+        first_step=checkpoint.manifest.step if checkpoint else 0,
+        batch_size_search=search_described(asked_config, config),
+        resumed_from=described(checkpoint, here) if checkpoint else None,
+        timing_warmup_steps=config.timing_warmup_steps,
+    )
+    return job, record
+
+
+def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
+    """Where weights and tokenizer of a run come from: a folder's whole path or a hub id, else in words."""
+
+    def named(path: str) -> str:
+        folder = typed_path(path)
+        return str(folder.resolve()) if exists(folder) else path
+
+    weights = f"random, seed {config.seed}"
+    if has_weights(spec) and config.rehearse is None:
+        weights = named(spec.path)
+    elif spec.path is not None and config.rehearse is None:
+        weights += f", as {named(spec.path)} holds none"
+    if config.dataset == SYNTHETIC:
+        return weights, "none, synthetic tokens"
+    tokenizer = tokenizer_of(config, spec)
+    return weights, "bytes" if tokenizer is None else named(tokenizer)
+
+
+def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
+    """Hand everything to the engine, and go on only if it is the engine that the YAML asks for."""
+    config, accelerator = job.config, job.accelerator
+    trace = None
+    if config.trace_memory or is_fake(config):
+        trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
+        trace.adopt(job.model.parameters(), "parameters")
+    loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
+    optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
+    set_seed(config.seed)
+    loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
+    with trace or nullcontext():
+        model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
+    let_collectives_wait()
+    loader = loaders[0] if loaders else None
+    reduce_as_asked(model, config)
+    held_out = job.data.held_out if job.data is not None else {}
+    eval_loaders = {
+        name: accelerator.prepare_data_loader(
+            make_loader(sequences, config, train=False, num_ranks=accelerator.num_processes)
+        )
+        for name, sequences in held_out.items()
+    }
+    with user_errors():
+        running = probe_engine(model)
+        check_engine(running, job.launch)
+        prefetch_as_asked(model, config.fsdp_prefetch)
+        num_micro_steps = accelerator.gradient_accumulation_steps
+        num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
+        # killed after its last checkpoint, before its record: what comes after the steps is left to do
+        may_end = {"auto": True, "latest": not has_ended(job.run_dir)}.get(config.resume_from_checkpoint)
+        if record.first_step > num_steps or (record.first_step == num_steps and not may_end):
+            raise ValueError(
+                f"{job.checkpoint.path} has all {num_steps} steps done\n"
+                f"hint: to go on, --max_steps above {record.first_step} "
+                f"and --resume_from_checkpoint {job.checkpoint.path}"
+            )
+        if job.checkpoint is not None:
+            load_state(job.checkpoint, model, optimizer, accelerator)
+    record = dataclasses.replace(
+        record,
+        world_size=running.world_size,
+        num_machines=None if config.rehearse else num_machines(),
+        engine=running.engine,
+        zero_stage=running.zero_stage,
+        reshard_after_forward=running.reshard_after_forward,
+        attn_implementation=config.attn_implementation,
+        num_trainable_params=num_trainable(model) if config.peft != "none" else None,
+        tokens_per_step=sequences_per_step(config, job.launch) * config.seq_len,
+        deepspeed_estimate=None
+        if config.peft != "none"  # it knows of no frozen parameters
+        else deepspeed_estimate_of(
+            job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
+        ),
+    )
+    prepared = Prepared(
+        model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
+    )
+    return prepared, record
+
+
+def local_world_size() -> int:
+    """Processes of this launch on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

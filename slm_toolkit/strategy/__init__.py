@@ -1,0 +1,1 @@
+"""How the training state is sharded: accelerate YAMLs and DeepSpeed JSONs, read and checked."""

@@ -1,0 +1,156 @@
+"""The DeepSpeed configuration that an accelerate YAML stands for, read and checked."""
+
+from pathlib import Path
+from typing import Any
+
+from slm_toolkit.base.secrets import check_no_secrets
+from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
+
+# The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
+# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
+KEYS_OF_THE_JSON = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+}
+
+_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
+"keys of a DeepSpeed JSON; TrainingArguments have the last two, too, as true or false"
+
+
+def is_deepspeed_config(settings: dict[str, Any]) -> bool:
+    """Whether a file's settings are DeepSpeed's, not accelerate's or transformers'."""
+    marks = [key for key in _MARKS if key in settings and not isinstance(settings[key], bool)]
+    return bool(marks) and "distributed_type" not in settings
+
+
+def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
+    """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""
+    candidates = (typed_path(named), yaml_path.parent / named, yaml_path.parent.parent / named)
+    return next((candidate.resolve() for candidate in candidates if is_file(candidate)), None)
+
+
+def read_deepspeed_config(
+    section: dict[str, Any], path: Path, *, mixed_precision: object, content: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for.
+
+    `content`: of the JSON that it names, where that need not be read.
+    """
+    named = section.get("deepspeed_config_file")
+    if named is None:  # the settings stand in the YAML itself
+        stage = section.get("zero_stage", 2)  # accelerate's default
+        config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+        for key in ("gradient_accumulation_steps", "gradient_clipping"):
+            if key in section:
+                config[key] = section[key]
+        for key in ("offload_optimizer", "offload_param"):
+            if section.get(f"{key}_device", "none") != "none":
+                config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
+        check_shape(config, path)
+        return config
+    json_path = deepspeed_config_path(str(named), path)
+    if json_path is None:
+        raise ValueError(
+            f"{path}: no deepspeed_config_file {named!r} here or beside the YAML\n"
+            "hint: `slm configs --copy DIR` writes both folders"
+        )
+    config = _read_json(json_path) if content is None else content
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else config
+    if not isinstance(zero, dict):
+        raise ValueError(
+            f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
+        )
+    check_shape(config, json_path)
+    check_no_secrets(config, json_path)
+    if problems := _set_twice(section, config, path, json_path, mixed_precision):
+        raise ValueError(
+            "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
+        )
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    hint = "compare with ds_configs/zero2.json"
+    return json_of(read_text(path, hint=hint), path, hint=hint)
+
+
+def _set_twice(
+    section: dict[str, Any], config: dict[str, Any], path: Path, json_path: Path, mixed_precision: object
+) -> list[str]:
+    problems = []
+    if mixed_precision is not None:
+        problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
+    for key, json_keys in KEYS_OF_THE_JSON.items():
+        if key not in section:
+            continue
+        value: Any = config
+        for json_key in json_keys:
+            value = value.get(json_key) if isinstance(value, dict) else None
+        problems.append(
+            f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
+            f"which says {'.'.join(json_keys)} {value!r}"
+        )
+    return problems
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
+
+
+# What DeepSpeed 0.19 takes for the keys read here (with a dot: of zero_optimization); null is its default.
+_TAKES = (
+    (
+        "settings",
+        lambda value: isinstance(value, dict),
+        "zero_optimization bf16 fp16 data_types .offload_optimizer .offload_param",
+    ),
+    ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
+    (
+        "none, cpu or nvme",
+        lambda value: value in ("none", "cpu", "nvme"),
+        ".offload_optimizer.device .offload_param.device",
+    ),
+    (
+        'a number or "auto"',
+        lambda value: value == "auto" or _is_number(value),
+        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping "
+        ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
+    ),
+    (
+        'a number of at least 1 or "auto"',
+        lambda value: value == "auto" or (_is_number(value) and value >= 1),
+        ".reduce_bucket_size .sub_group_size",
+    ),
+    (
+        "a number",
+        _is_number,
+        ".stage3_max_live_parameters .stage3_max_reuse_distance "
+        ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
+    ),
+    (
+        'a whole number of at least 1 or "auto"',  # auto is ours: the ranks of a node
+        lambda value: value == "auto" or (isinstance(value, int) and _is_number(value) and value >= 1),
+        ".zero_hpz_partition_size",
+    ),
+)
+
+
+def check_shape(config: dict[str, Any], path: Path) -> None:
+    """Raises one ValueError with every value that is not of the kind that DeepSpeed takes."""
+    problems = []
+    for wanted, is_right, names in _TAKES:
+        for name in names.split():
+            full_name = f"zero_optimization{name}" if name.startswith(".") else name
+            value: Any = config
+            for key in full_name.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and not is_right(value):
+                problems.append(f"{path}: {full_name} is {value!r}, not {wanted}")
+    if problems:
+        raise ValueError("\n".join(problems) + "\nhint: compare with ds_configs/zero3.json")

@@ -1,0 +1,468 @@
+"""Strategy: how the training state is sharded, as an accelerate YAML and its DeepSpeed JSON say."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slm_toolkit.base.safe_files import make_folder, write_new
+from slm_toolkit.base.secrets import check_no_secrets
+from slm_toolkit.base.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
+from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
+from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
+
+STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
+"what `slm compare` runs when it is not told otherwise"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What one accelerate configuration asks for: engine, sharding, processes."""
+
+    name: str
+    engine: str
+    "single, ddp, fsdp1, fsdp2 or deepspeed"
+    num_processes: int
+    zero_stage: int | None = None
+    "DeepSpeed only: 0 to 3"
+    reshard_after_forward: bool | None = None
+    "FSDP2 only: True is full shard, False is shard grad-op"
+    path: str | None = None
+    "the YAML file, or the DeepSpeed JSON that was given without one"
+    accelerate_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether part of the training state is to lie in the host's RAM or on its disk."""
+        zero = (self.deepspeed_config or {}).get("zero_optimization") or {}
+        devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
+        fsdp = (self.accelerate_config or {}).get("fsdp_config") or {}
+        to_host = str(fsdp.get("fsdp_offload_params")).lower() == "true"
+        return to_host or any(device not in (None, "none") for device in devices)
+
+    @property
+    def is_bare_json(self) -> bool:
+        """Whether the user gave a DeepSpeed JSON without an accelerate YAML that names it."""
+        section = (self.accelerate_config or {}).get("deepspeed_config") or {}
+        named = section.get("deepspeed_config_file")
+        return self.path is not None and named == str(Path(self.path).resolve())
+
+    @property
+    def sharded_parts(self) -> tuple[str, ...]:
+        """The parts of the training state that every rank holds only its share of, between two steps."""
+        if self.engine in ("fsdp1", "fsdp2") or self.zero_stage == 3:
+            return ("parameters", "gradients", "master_weights", "optimizer")
+        if self.zero_stage == 2:
+            return ("gradients", "master_weights", "optimizer")
+        return ("master_weights", "optimizer") if self.zero_stage == 1 else ()
+
+
+def config_dir(kind: str) -> Path:
+    """The folder of shipped configurations, `accel_configs` or `ds_configs`, in wheel or checkout."""
+    package = Path(__file__).parents[1]
+    return package / kind if (package / kind).is_dir() else package.parent / kind
+
+
+def shipped_strategies() -> list[str]:
+    return sorted(path.stem for path in config_dir("accel_configs").glob("*.yaml"))
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a YAML is one of ours, where it lies."""
+    return path.resolve().parent == config_dir("accel_configs").resolve()
+
+
+def shipped_files() -> list[Path]:
+    """The YAMLs, then the JSONs that they name."""
+    return [
+        *sorted(config_dir("accel_configs").glob("*.yaml")),
+        *sorted(config_dir("ds_configs").glob("*.json")),
+    ]
+
+
+def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Path]:
+    """Write shipped files, or other texts for them, under `target`; refuses to overwrite what is there."""
+    texts = texts or {source: source.read_text() for source in shipped_files()}
+    copies = {source: target / source.parent.name / source.name for source in texts}
+    if present := [str(copy) for copy in copies.values() if copy.exists()]:
+        raise ValueError(
+            f"{present[0]} exists ({len(present)} such files)\nhint: give an empty folder to --copy"
+        )
+    for source, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(texts[source])
+    return list(copies.values())
+
+
+def find_strategy(name_or_path: str) -> Strategy:
+    """The Strategy of a shipped name (`ddp`), of a user's accelerate YAML or of a DeepSpeed JSON."""
+    path = strategy_path(name_or_path)
+    settings = _read_settings(path)
+    if path.suffix == ".json" and is_deepspeed_config(settings):
+        strategy = strategy_of(yaml_around(path), path, settings)
+    else:
+        strategy = strategy_of(settings, path)
+    return dataclasses.replace(strategy, name=strategy_name(path))
+
+
+def yaml_around(json_path: Path) -> dict[str, Any]:
+    """The content of an accelerate YAML that names a DeepSpeed JSON, as our own YAMLs do."""
+    shipped = config_dir("accel_configs") / "ds_zero3.yaml"
+    config = settings_of(shipped.read_text(), shipped)
+    # zero3_init_flag stays false: true, accelerate's default, would draw other random weights
+    config["deepspeed_config"]["deepspeed_config_file"] = str(json_path.resolve())
+    return config
+
+
+def notes_on(strategies: Iterable[Strategy]) -> list[str]:
+    """A line for each DeepSpeed JSON that is launched in an accelerate YAML written for it."""
+    return [
+        f"note: {strategy.path} is a DeepSpeed JSON: it is launched by an accelerate YAML written for it, "
+        "with zero3_init_flag: false"
+        for strategy in strategies
+        if strategy.is_bare_json
+    ]
+
+
+def strategy_path(name_or_path: str) -> Path:
+    """The file of a shipped name or a path. Raises ValueError where there is none."""
+    shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
+    path = shipped if is_file(shipped) else typed_path(name_or_path)
+    if is_file(path):
+        check_name(path.stem, "a strategy's file called")
+        return path
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise ValueError(f"no such file: {name_or_path}\nhint: paths are relative to {Path.cwd()}")
+    close = get_close_matches(name_or_path, shipped_strategies(), n=1, cutoff=0.4)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"unknown strategy {name_or_path!r}\n"
+        f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML or DeepSpeed JSON file"
+    )
+
+
+def strategy_name(path: Path) -> str:
+    """The file's stem, marked as the user's own where one of ours is called so: rows would look alike."""
+    return f"own-{path.stem}" if path.stem in shipped_strategies() and not is_shipped(path) else path.stem
+
+
+def read_strategy(path: Path) -> Strategy:
+    """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError with every problem found."""
+    return strategy_of(_read_settings(path), path)
+
+
+def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | None = None) -> Strategy:
+    """The Strategy that a YAML's content stands for; `deepspeed`: its JSON's, where that need not be read.
+
+    Raises ValueError with every problem found.
+    """
+    if "distributed_type" not in config:
+        raise ValueError(_no_accelerate_config(config, path))
+    distributed_type = str(config["distributed_type"]).upper()
+    num_processes = config.get("num_processes", 1)
+    if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
+        raise ValueError(
+            f"{path}: num_processes is {num_processes!r}\nhint: write a whole number of at least 1"
+        )
+    check_sections(config, path)
+    check_no_secrets(config, path)
+    common = {
+        "name": path.stem,
+        "num_processes": num_processes,
+        "path": str(path),
+        "accelerate_config": config,
+    }
+    if distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        return Strategy(engine="single" if distributed_type == "NO" else "ddp", **common)
+    if distributed_type == "FSDP":
+        fsdp = _mapping(config, "fsdp_config", path)
+        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default, and so no such key, is FSDP1
+            return Strategy(engine="fsdp1", **common)
+        reshard = fsdp.get("fsdp_reshard_after_forward", True)
+        if str(reshard).lower() not in ("true", "false"):
+            raise ValueError(
+                f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 takes true or false"
+            )
+        return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
+    if distributed_type == "DEEPSPEED":
+        deepspeed = read_deepspeed_config(
+            _mapping(config, "deepspeed_config", path),
+            path,
+            mixed_precision=config.get("mixed_precision"),
+            content=deepspeed,
+        )
+        stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
+        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
+            raise ValueError(f"{path}: ZeRO stage {stage!r}\nhint: zero_optimization.stage is 0, 1, 2 or 3")
+        return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
+    raise ValueError(
+        f"{path}: distributed_type {distributed_type!r} is not supported\n"
+        "hint: NO, MULTI_GPU, FSDP or DEEPSPEED"
+    )
+
+
+def check_passed_on(strategy: Strategy) -> None:
+    """Raises one ValueError with all that a strategy's files may not pass on to accelerate and DeepSpeed."""
+    config = strategy.accelerate_config or {}
+    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    refused = [(strategy.path, one) for one in refused_of_yaml(config)]
+    refused += [(named or strategy.path, one) for one in refused_of_json(strategy.deepspeed_config or {})]
+    if not refused:
+        return
+    lines = [f"{file}: {one.sentence}: {one.why}. Change: {one.change}" for file, one in refused]
+    raise ValueError(
+        "\n".join(lines) + "\nhint: nothing is launched with such settings; "
+        f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
+    )
+
+
+def check_one_machine(strategies: Iterable[Strategy]) -> None:
+    """Raises ValueError for a YAML that asks for several machines, of which `slm compare` here has one."""
+    for strategy in strategies:
+        if (num := num_machines(strategy)) > 1:
+            raise ValueError(
+                f"{strategy.path}: num_machines is {num}, and a comparison without Slurm is on one machine: "
+                "accelerate would connect to the main_process_ip of the file\n"
+                "hint: num_machines: 1, or --launcher slurm"
+            )
+
+
+def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:
+    """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
+    make_folder(folder)
+    config = {**strategy.accelerate_config, "num_processes": num_processes}
+    if strategy.engine == "deepspeed" and "deepspeed_config_file" in (config.get("deepspeed_config") or {}):
+        json_path = folder.resolve() / "deepspeed.json"
+        write_new(json_path, json.dumps(strategy.deepspeed_config, indent=2) + "\n")
+        config["deepspeed_config"] = {**config["deepspeed_config"], "deepspeed_config_file": str(json_path)}
+    yaml_path = folder.resolve() / f"{strategy.name}.yaml"
+    write_new(yaml_path, yaml.safe_dump(config, sort_keys=False))
+    return yaml_path
+
+
+def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str | None]:
+    """The strategy without its DeepSpeed JSON's optimizer and scheduler, and a line on them if there are any.
+
+    The script makes the optimizer and sets the learning rate, by its flags.
+    """
+    section = (strategy.accelerate_config or {}).get("deepspeed_config") or {}
+    name = str(section.get("deepspeed_config_file") or strategy.path or strategy.name)
+    deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
+    return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
+
+
+def config_options(path: str) -> list[str]:
+    """Words of `accelerate launch` that name an accelerate YAML, or a DeepSpeed JSON that no YAML names."""
+    if path.endswith(".json") and is_deepspeed_config(_read_settings(Path(path))):
+        return ["--use_deepspeed", "--deepspeed_config_file", path, "--zero3_init_flag", "false"]
+    return ["--config_file", path]
+
+
+def num_machines(strategy: Strategy) -> int:
+    """Nodes that the strategy's YAML asks for."""
+    return (strategy.accelerate_config or {}).get("num_machines") or 1
+
+
+def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
+    """The same strategy on so many nodes, on each of which somebody starts `accelerate launch`.
+
+    Which node is which, and the first one's address, are for that command to say.
+    """
+    of_command = ("machine_rank", "main_process_ip", "main_process_port")
+    config = {key: value for key, value in strategy.accelerate_config.items() if key not in of_command}
+    config["num_machines"] = num_nodes
+    if num_nodes > 1 and strategy.engine == "deepspeed":  # its own launcher would start the others by pdsh
+        config["deepspeed_config"] = {
+            **(config.get("deepspeed_config") or {}),
+            "deepspeed_multinode_launcher": "standard",
+        }
+    return dataclasses.replace(strategy, accelerate_config=config)
+
+
+def precision_asked(strategy: Strategy) -> str | None:
+    """The mixed_precision of the strategy's files: no, bf16, fp16 or fp8; None where no file has one."""
+    config = strategy.accelerate_config or {}
+    if (asked := config.get("mixed_precision")) is not None:
+        return "no" if asked is False else str(asked).lower()  # YAML reads a bare no as false
+    in_json = ((strategy.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
+    return "fp16" if config.get("fp16") or in_json else None  # fp16: accelerate's key before mixed_precision
+
+
+def precision_note(asked: str | None, config: RunConfig) -> str | None:
+    """What becomes of a mixed_precision that is neither obeyed nor refused; None where it is obeyed."""
+    if asked is None or config.numerics == "stock" or (asked == "no" and config.numerics == "fp32"):
+        return None
+    return f"mixed_precision {asked} has no effect: --numerics {config.numerics} computes in bf16"
+
+
+def precision_problem(asked: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
+    """Why a run can't compute in the mixed precision asked for, and what to do; None where it can."""
+    if asked == "fp8":
+        return "mixed precision fp8 does not run here: leave it out; --fp8 tensorwise trains in float8"
+    if config.numerics == "stock":
+        if asked == "fp16" and not has_gpu:
+            return "mixed precision fp16 needs a GPU: without one accelerate computes in fp32"
+    elif asked == "fp16" or (asked == "bf16" and config.numerics == "fp32"):
+        computes_in = "fp32" if config.numerics == "fp32" else "bf16"
+        return (
+            f"mixed precision {asked} is asked for, --numerics {config.numerics} computes in {computes_in}: "
+            f"--numerics stock runs {asked}; or leave it out"
+        )
+    return None
+
+
+def contradictions(
+    strategy: Strategy,
+    config: RunConfig,
+    *,
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    has_gpu: bool = True,
+) -> list[str]:
+    """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
+
+    In `stock` the JSON's own clipping and accumulation hold, as they do under a user's own script.
+    `num_processes`: the ranks, if known; a `train_batch_size` of the JSON is checked only then.
+    `mixed_precision`: of the launcher's option or variable, where it has one; else the files' counts.
+    """
+    deepspeed = strategy.deepspeed_config or {}
+    flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
+    if config.numerics != "stock":
+        flags["gradient_accumulation_steps"] = "gradient_accumulation_steps"
+        flags["gradient_clipping"] = "max_grad_norm"
+    problems = [
+        f"{strategy.path}: the DeepSpeed JSON says {key} {deepspeed[key]}, "
+        f"--{flag} says {getattr(config, flag)}"
+        for key, flag in flags.items()
+        if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
+    ]
+    problems += [f"{strategy.path}: {problem}" for problem in optimizer_problems(deepspeed, config)]
+    steps = deepspeed.get("gradient_accumulation_steps") if config.numerics == "stock" else None
+    steps = steps if isinstance(steps, int) else config.gradient_accumulation_steps
+    batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
+    if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
+        problems.append(
+            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags make {batch} x "
+            f"{steps} micro-steps x {num_processes} processes"
+        )
+    precision = mixed_precision or precision_asked(strategy)
+    if problem := precision_problem(precision, config, has_gpu=has_gpu):
+        of_files = precision == precision_asked(strategy)
+        source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
+        problems.append(f"{source}: {problem}")
+    wanted = config.numerics != "fp32" and precision != "fp16"
+    enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
+    if enabled not in ("auto", wanted) and not (enabled is False and precision == "fp16"):
+        problems.append(
+            f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
+            f"--numerics {config.numerics} needs {str(wanted).lower()}"
+        )
+    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
+    own_checkpointing = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
+    if own_checkpointing and config.gradient_checkpointing != "none":
+        problems.append(
+            f"{strategy.path}: fsdp_activation_checkpointing is full checkpointing already, "
+            f"with --gradient_checkpointing {config.gradient_checkpointing}"
+        )
+    where = strategy.path or strategy.name
+    if config.fsdp_prefetch and strategy.engine != "fsdp2":
+        problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
+    if strategy.engine == "fsdp1" and (config.save_steps or config.resume_from_checkpoint):
+        problems.append(
+            f"{where}: no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: "
+            "fsdp_version: 2"
+        )
+    if strategy.engine == "deepspeed" and (config.save_steps or config.resume_from_checkpoint):
+        zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+        if strategy.zero_stage == 0:
+            problems.append(f"{where}: no checkpoints under ZeRO-0, which shards nothing: DDP has them")
+        if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) != 1.0:
+            problems.append(f"{where}: no checkpoints with part of the optimizer offloaded: ratio 1.0")
+    if config.records_graphs and "parameters" in strategy.sharded_parts:
+        problems.append(
+            f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
+            "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"
+        )
+    if config.peft == "qlora" and strategy.zero_stage == 3:
+        problems.append(
+            f"{where}: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, "
+            "DDP or one GPU"
+        )
+    if strategy.engine == "deepspeed":
+        stage = strategy.zero_stage
+        # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
+        # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
+        if config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16") and stage < 2:
+            problems.append(
+                f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave "
+                f"{strategy.name} out of --strategy"
+            )
+        if config.numerics == "pure_bf16" and stage < 1:
+            problems.append(f"{where}: --numerics pure_bf16 needs ZeRO-1, 2 or 3 under DeepSpeed")
+    return problems
+
+
+def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
+    """The error for a file without distributed_type, by what its keys show it to be."""
+    if is_deepspeed_config(settings):
+        return (
+            f"{path} holds DeepSpeed settings, and an accelerate YAML is wanted here\n"
+            f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy of slm compare, "
+            "train, estimate and doctor takes a DeepSpeed .json as it is"
+        )
+    if "model_type" in settings or "architectures" in settings:
+        return f"{path} describes a model, not a strategy\nhint: --model {path}"
+    if "fsdp" in settings or "deepspeed" in settings:
+        return (
+            f"{path} holds TrainingArguments: it has no distributed_type, and is no accelerate YAML\n"
+            f"hint: `slm convert {path} --to accelerate_fsdp` (or accelerate_deepspeed) writes one"
+        )
+    keys = ", ".join(map(str, list(settings)[:5]))
+    return (
+        f"{path} has no distributed_type ({keys}): it is no accelerate YAML, and no DeepSpeed JSON\n"
+        "hint: `slm configs --copy DIR` writes examples of both"
+    )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    return settings_of(read_text(path, hint="give an accelerate YAML or a DeepSpeed JSON"), path)
+
+
+def settings_of(text: str, path: Path) -> dict[str, Any]:
+    """The settings in the text of a YAML, or of a `.json`. Raises ValueError where there are none."""
+    parse = json_of if path.suffix == ".json" else yaml_of
+    config = parse(text, path, hint="`slm configs --copy DIR` writes good ones")
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{path} holds no settings\nhint: `slm configs --copy DIR` writes files to start from"
+        )
+    return config
+
+
+def check_sections(config: dict[str, Any], path: Path) -> None:
+    """Raises ValueError where a section is none, or a number of machines or ranks is no number."""
+    for key in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"):
+        _mapping(config, key, path)
+    sizes = {
+        f"parallelism_config.{key}": value
+        for key, value in (config.get("parallelism_config") or {}).items()
+        if key.endswith("size")  # also without accelerate's prefix
+    }
+    for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{path}: {key} is {value!r}\nhint: write a whole number of at least 1")
+
+
+def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {key} is {value!r}\nhint: it holds settings, one per indented line")
+    return value

@@ -1,0 +1,1 @@
+"""The study that this project grew out of, rebuilt beside its figures."""

@@ -1,0 +1,157 @@
+"""The paper's figures, and the best configurations, as rich tables; no figure is ever cut."""
+
+from collections.abc import Callable
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.bottleneck import misaligned_widths
+from slm_toolkit.report.tables.cells import DASH, dollars, rate
+from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.study.answers import SERIES_WORDS, thousands
+from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, Best
+from slm_toolkit.study.comparison import PAPER_NUMERICS, Comparison, figure_errors
+from slm_toolkit.study.published import SEQ_LEN
+
+_FIGURES = {
+    1: ("attention", "global batch"),
+    2: ("GPU type", "GPUs"),
+    3: ("communication scheme, A100-80GB", "nodes"),
+    4: ("communication scheme", "global batch"),
+}
+_UNEXPLAINED, _MEASURED = "?", "*"
+_STRATEGY_WORDS = {
+    "ddp": "DDP",
+    "fsdp_full_shard": "FSDP\nfull",
+    "fsdp_shard_grad_op": "FSDP\ngrad-op",
+    "ds_zero1": "ZeRO-1",
+    "ds_zero2": "ZeRO-2",
+    "ds_zero3": "ZeRO-3",
+}
+
+
+def figure_table(compared: list[Comparison], figure: int, *, width: int) -> RenderableType:
+    """Published and ours side by side where `width` allows, else in lines. Print with `crop=False`."""
+    items = [item for item in compared if item.figure == figure]
+    table = _figure(items, separator=" ")
+    if table.width > width:
+        table = _figure(items, separator="\n")
+    legend, x_words = _FIGURES[figure]
+    heading = f"figure {figure}: tokens per dollar by {legend} and {x_words}: published, ours, error"
+    return Group(Text(heading, style="bold"), table, *_figure_notes(compared, figure, items))
+
+
+def best_table(found: list[Best], *, width: int) -> RenderableType:
+    """A block for each model, a column for each number of nodes. Print with `crop=False`."""
+    table = _best(found, gap=1)
+    if table.width > width:
+        table = _best(found, gap=0)
+    heading = f"best configuration on nodes of 8 {found[0].gpu}, today's software (estimated)"
+    return Group(Text(heading, style="bold"), table, *_best_notes(found))
+
+
+def _best(found: list[Best], *, gap: int) -> Table:
+    titles = [str(count) for count in dict.fromkeys(best.num_nodes for best in found)]
+    table = _plain_table("nodes of 8", titles, gap=gap)
+    for model, group in groupby(found, key=lambda best: best.model):
+        of_model = list(group)
+        table.add_row(Text(model, style="bold"))
+        for label, cell in _BEST_LINES:
+            table.add_row(f" {label}", *(DASH if best.strategy is None else cell(best) for best in of_model))
+        table.add_section()
+    return fix_width(table)
+
+
+def _figure(items: list[Comparison], *, separator: str) -> Table:
+    xs = sorted({item.x for item in items})
+    table = _plain_table("", [str(x) for x in xs], gap=1 if separator == " " else 0)
+    for model, of_model in groupby(items, key=lambda item: item.model):
+        table.add_row(Text(model, style="bold"))
+        for series, of_series in groupby(of_model, key=lambda item: item.series):
+            by_x = {item.x: item for item in of_series}
+            lines = separator.join((f" {SERIES_WORDS[series]}", "  ours", "  error"))
+            label = lines if separator == "\n" else f" {SERIES_WORDS[series]}"
+            table.add_row(label, *(_cell(by_x[x], separator) for x in xs))
+        table.add_section()
+    return fix_width(table)
+
+
+def _plain_table(first: str, titles: list[str], *, gap: int) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _cell(item: Comparison, separator: str) -> Text:
+    published = thousands(item.published_token_per_dollar) + _UNEXPLAINED * item.is_unexplained
+    ours = thousands(item.our_token_per_dollar) + _MEASURED * (item.evidence == "measured")
+    error = "" if item.error is None else f"{round(100 * item.error):+}%"
+    style = "" if item.agrees_on_memory else "red"
+    return Text(separator.join(part for part in (published, ours, error) if part), style=style)
+
+
+def _figure_notes(compared: list[Comparison], figure: int, items: list[Comparison]) -> list[Text]:
+    errors = figure_errors(compared, figure)
+    worst = errors.worst
+    notes = [
+        f"error: median {errors.median_error:.1%} over {errors.num_compared} points, largest "
+        f"{worst.error:+.0%} ({worst.model} {SERIES_WORDS[worst.series]} at {worst.x}); fits or out of "
+        f"memory: {errors.num_right_on_memory} of {errors.num_points} right"
+    ]
+    if any(item.is_unexplained for item in items):
+        notes.append(f"{_UNEXPLAINED} the paper's other points contradict it: in no error")
+    if measured := [item for item in items if item.evidence == "measured"]:
+        numerics = ", ".join(sorted({item.numerics for item in measured}))
+        notes.append(
+            f"{_MEASURED} measured by given records, numerics {numerics} (the paper's: {PAPER_NUMERICS}), in "
+            "steady state and with the presets' own heads; the rest is predicted"
+        )
+    return [Text(note, style="dim") for note in notes]
+
+
+def _batch(best: Best) -> str:
+    steps = best.gradient_accumulation_steps
+    return f"{best.per_device_train_batch_size}" + (f" x {steps}" if steps > 1 else "")
+
+
+_BEST_LINES: tuple[tuple[str, Callable[[Best], str]], ...] = (
+    ("strategy", lambda best: _STRATEGY_WORDS[best.strategy]),
+    ("as fast", lambda best: f"+{len(best.as_fast)}" if best.as_fast else DASH),
+    ("batch", _batch),
+    ("checkpointing", lambda best: best.gradient_checkpointing.replace("_", "\n")),
+    ("tokens/s/GPU", lambda best: rate(best.tokens_per_second_per_gpu)),
+    ("MFU", lambda best: DASH if best.mfu is None else f"{best.mfu:.0%}"),
+    ("$ per 1M", lambda best: dollars(best.usd_per_million_tokens)),
+    ("limited by", lambda best: best.limited_by.replace(" and ", ",\n").replace(" ", "\n")),
+)
+
+
+def _best_notes(found: list[Best]) -> list[Text]:
+    notes = [
+        f"each step takes {MOST_TOKENS_PER_STEP:,} tokens (the Ultra-Scale Playbook's global batch of 1M) in "
+        f"sequences of {SEQ_LEN}; batch: sequences per GPU, x micro-steps",
+        "numerics aligned, FlashAttention by sdpa, no fused kernels, no compilation; all fit with a tenth of "
+        "activations to spare",
+        "as fast: other strategies within 1 %, less than predictions can tell apart (--json names them)",
+        "limited by: memory or the global batch where twice the batch would be over 1 % faster, else what "
+        "most of a step goes to",
+    ]
+    for model in dict.fromkeys(best.model for best in found):
+        widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(find_model(model)).items())
+        notes += [f"{model}: {widths} is no multiple of 8, which costs matmul most of its rate"] * bool(
+            widths
+        )
+    if price := next((best.price_source for best in found if best.price_source), None):
+        notes.append(f"price: {price}")
+    else:
+        notes.append(f"no price known of {found[0].gpu}: --usd_per_gpu_hour gives one")
+    if gpu_of_name(found[0].gpu).node_network_bytes_per_second is None:
+        notes.append(f"no usual network known between nodes of {found[0].gpu}: --inter_node_gbps gives one")
+    return [Text(note, style="dim") for note in notes]

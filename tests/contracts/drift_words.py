@@ -1,0 +1,296 @@
+"""What we lean on in the words of messages, and in defaults that we quote."""
+
+import argparse
+import errno
+import faulthandler
+import importlib
+import inspect
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from drift import Leaning
+
+_TOO_LARGE = """
+import resource, sys
+import numpy
+from safetensors.numpy import save_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+save_file({"zeros": numpy.zeros(8192)}, sys.argv[1])
+"""
+
+
+def _signals_passed_on() -> None:
+    from slm_toolkit.launch.launcher import _LOGS_OF_TORCH
+
+    for name, words in zip(_LOGS_OF_TORCH, ("death signal", "closing signal"), strict=True):
+        module = importlib.import_module(name)
+        assert module.logger.name == name
+        assert words in inspect.getsource(module), f"{name} reports signals in other words"
+
+
+def _single_process() -> None:
+    from accelerate.commands import launch
+
+    from slm_toolkit.compare.outcome import _EXIT_SIGNAL, killed_process
+
+    source = inspect.getsource(launch.simple_launcher)
+    assert "subprocess.CalledProcessError(" in source, "accelerate reports one process in another way"
+    said = str(subprocess.CalledProcessError(-9, ["python"]))
+    assert killed_process(said, 1) == "rank 0", said
+    assert _EXIT_SIGNAL.search(str(subprocess.CalledProcessError(-11, ["python"])))[1] == "11"
+
+
+def _autocast_modules() -> None:
+    from slm_toolkit.strategy.passed_on import JSON_SETTINGS
+
+    source = (Path(find_spec("deepspeed").origin).parent / "runtime" / "torch_autocast.py").read_text()
+    default = source.partition("LOWER_PRECISION_SAFE_MODULES = [")[2].partition("]")[0]
+    allowed = JSON_SETTINGS["torch_autocast"]["lower_precision_safe_modules"]
+    assert set(re.findall(r"[\w.]+", default)) == set(allowed), f"DeepSpeed's own are {default}"
+
+
+def _taken_port() -> None:
+    from accelerate.utils import launch
+
+    from slm_toolkit.compare.outcome import port_taken
+
+    assert port_taken(inspect.getsource(launch)), "accelerate says of a taken port something else"
+    assert callable(launch.is_port_in_use)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(torch.distributed.DistError) as error:
+            torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert port_taken(str(error.value)), f"torch's store now says: {error.value}"
+
+
+def _out_of_memory() -> None:
+    from slm_toolkit.run.peers.failure import OUT_OF_MEMORY
+
+    assert issubclass(torch.OutOfMemoryError, RuntimeError)
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert OUT_OF_MEMORY.search(str(error.value)), f"the CPU's allocator now says: {str(error.value)[:200]}"
+
+
+def _full_disk() -> None:
+    from slm_toolkit.base.errors import DISK_FULL, SAYS_DISK_FULL
+
+    for number in DISK_FULL:
+        assert SAYS_DISK_FULL.search(str(OSError(number, "any"))), number
+    for number in (errno.ENOSPC, errno.EDQUOT):  # as C++ says it
+        assert SAYS_DISK_FULL.search(os.strerror(number)), os.strerror(number)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", _TOO_LARGE, f"{folder}/file"], capture_output=True, text=True, timeout=60
+        )
+    assert "SafetensorError" in done.stderr, f"a file over the limit on its size: {done.stderr[-500:]}"
+    assert SAYS_DISK_FULL.search(done.stderr), f"safetensors now says: {done.stderr[-500:]}"
+    with pytest.raises(OSError, match="28") as error:
+        Path("/dev/full").write_text("x")
+    assert SAYS_DISK_FULL.search(str(error.value)), error.value
+    assert error.value.errno in DISK_FULL
+    with pytest.raises(
+        (RuntimeError, OSError)
+    ):  # torch's own words name no cause: disk_full looks at the disk
+        torch.save(torch.ones(2**16), "/dev/full")
+
+
+def _stacks() -> None:
+    from slm_toolkit.compare.hangs import _HEADING
+    from slm_toolkit.launch.lost_ranks import _WAITING
+
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=False)
+        file.seek(0)
+        written = file.read().decode()
+    assert _HEADING in written, written[:200]
+    assert re.search(r'File ".+", line \d+ in _stacks', written), written[:300]
+    torch_files = [Path(inspect.getfile(torch.distributed.distributed_c10d))]
+    folder = Path(torch.__file__).parent
+    torch_files += [
+        folder / "autograd" / "graph.py",
+        folder / "cuda" / "streams.py",
+        folder / "cuda" / "__init__.py",
+    ]
+    comm = Path(find_spec("deepspeed").origin).parent / "comm" / "comm.py"
+    for path in (*torch_files, comm):
+        assert path.is_file(), f"no {path}"
+        assert _WAITING.search(str(path)), f"{path} is not known as a place to wait in"
+    assert hasattr(signal, "SIGUSR1")
+
+
+def _frames_of_threads() -> None:
+    from slm_toolkit.run.faults.stalled import _frames_of_main_thread
+
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        frames = pool.submit(_frames_of_main_thread).result()
+    functions = [frame.rpartition(" in ")[2] for frame in frames]
+    # it waits in `submit` or `result` for the thread that looks
+    assert functions.index("_frames_of_threads") > 0, f"innermost first: {frames[:5]}"
+    ours = frames[functions.index("_frames_of_threads")]
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in _frames_of_threads", ours), ours
+
+
+def _zero_defaults() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from slm_toolkit.doctor import zero_sizes
+    from slm_toolkit.model.model_spec import PRESETS
+    from slm_toolkit.predict.memory.engine_bytes import zero_of
+
+    for stage in (1, 2, 3):
+        theirs, ours = (
+            DeepSpeedZeroConfig(stage=stage),
+            zero_of({"zero_optimization": {"stage": stage}}, PRESETS["slm-1m"]),
+        )
+        assert ours.reduce_bucket == theirs.reduce_bucket_size
+        assert ours.max_live_parameters == theirs.max_live_parameters
+        assert ours.persistence_threshold == theirs.param_persistence_threshold
+        assert ours.sub_group_size == theirs.sub_group_size
+        assert (ours.overlap_comm, ours.contiguous_gradients) == (
+            theirs.overlap_comm,
+            theirs.contiguous_gradients,
+        )
+        assert ours.prefetches == (theirs.prefetch_bucket_size != 0)
+    for key, value in zero_sizes._DEFAULTS.items():
+        assert getattr(theirs, key.removeprefix("stage3_")) == value, key
+
+
+def _interfaces() -> None:
+    gloo = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
+    assert gloo, "no libtorch_cpu"
+    assert any(b"GLOO_SOCKET_IFNAME" in path.read_bytes() for path in gloo), "gloo reads another variable"
+
+
+def _estimator_module() -> None:
+    from deepspeed.runtime.zero import stage3
+
+    assert callable(stage3.estimate_zero3_model_states_mem_needs)
+
+
+def _torchrun() -> None:
+    from importlib.metadata import entry_points
+
+    (script,) = [point for point in entry_points(group="console_scripts") if point.name == "torchrun"]
+    assert script.value == "torch.distributed.run:main", script.value
+    assert find_spec("torch.distributed.launch") is not None
+
+
+def _options_of_a_parser() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument_group("group").add_argument("--seq_len", "--max_length")
+    assert {"--help", "--seq_len", "--max_length"} <= set(parser._option_string_actions)
+
+
+WORDS = (
+    Leaning(
+        "argparse: the flags that a parser knows",
+        ("_option_string_actions",),
+        "take other trainers' names of flags only where ours is known, and suggest flags that are close",
+        "parser.py: parse_known_args and parse_args",
+        _options_of_a_parser,
+    ),
+    Leaning(
+        "torch: which interface gloo and NCCL take",
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        "name the variable to set where ranks don't reach each other",
+        "run/peers/machines.py, launch_verb.py, doctor/environment_faults.py: the new variables",
+        _interfaces,
+    ),
+    Leaning(
+        "torch: words for a signal that its launcher gets and passes on",
+        (
+            "torch.distributed.elastic.agent.server.api",
+            "torch.distributed.elastic.multiprocessing.api",
+        ),
+        "leave them out at Ctrl-C, where `slm launch` shows the ranks' line alone",
+        "launcher.py: _LOGS_OF_TORCH",
+        _signals_passed_on,
+    ),
+    Leaning(
+        "accelerate: words for one process that died",
+        ("killed_process",),
+        "name the rank and the signal of a strategy with one process, in compare/outcome.py",
+        "compare/outcome.py: killed_process, _EXIT_SIGNAL",
+        _single_process,
+    ),
+    Leaning(
+        "torch, accelerate: words for a taken port",
+        ("_PORT_TAKEN",),
+        "try another port, and say so, in compare/outcome.py",
+        "compare/outcome.py: _PORT_TAKEN",
+        _taken_port,
+    ),
+    Leaning(
+        "torch: words for memory that ran out",
+        ("OUT_OF_MEMORY",),
+        "tell out of memory from a failure, in run/peers/failure.py (CUDA's own words need a GPU "
+        "to be asked)",
+        "run/peers/failure.py: OUT_OF_MEMORY",
+        _out_of_memory,
+    ),
+    Leaning(
+        "Python, safetensors: words for a full disk",
+        ("DISK_FULL", "SAYS_DISK_FULL"),
+        "name it, in compare/outcome.py and run/faults/known_errors.py",
+        "disk_full.py: DISK_FULL, SAYS_DISK_FULL",
+        _full_disk,
+    ),
+    Leaning(
+        "Python, torch, deepspeed: where a rank that waits is, and how a stack is written",
+        ("_WAITING", "_HEADING"),
+        "name the rank that hangs, in compare/hangs.py and run/faults/stalled.py",
+        "lost_ranks.py: _WAITING; compare/hangs.py: _HEADING",
+        _stacks,
+    ),
+    Leaning(
+        "Python: the frames that another thread is in",
+        ("_current_frames",),
+        "say where a rank hangs that makes no progress",
+        "run/faults/stalled.py: `_frames_of_main_thread`",
+        _frames_of_threads,
+    ),
+    Leaning(
+        "deepspeed: defaults that estimates and the doctor quote",
+        ("reduce_bucket_size", "stage3_max_live_parameters"),
+        "predict memory under a JSON that is silent, in predict/memory/engine_bytes.py and "
+        "doctor/zero_sizes.py",
+        "predict/memory/engine_bytes.py: zero_of; doctor/zero_sizes.py: _DEFAULTS; docs that name a default",
+        _zero_defaults,
+    ),
+    Leaning(
+        "deepspeed: the module of its memory estimators",
+        ("deepspeed.runtime.zero.stage3",),
+        "ask DeepSpeed for its own figure, in estimate.py; test_deepspeed_estimate.py holds the formula",
+        "estimate.py and predict/deepspeed_estimator.py: live_deepspeed_needs",
+        _estimator_module,
+    ),
+    Leaning(
+        "deepspeed: the modules that torch_autocast takes by itself",
+        ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
+        "let a JSON name these and import no others",
+        "passed_on.py: JSON_SETTINGS",
+        _autocast_modules,
+    ),
+    Leaning(
+        "torch: the launchers that torchrun is another name of",
+        ("torch.distributed.run", "torch.distributed.launch"),
+        "read commands to convert",
+        "convert/command.py",
+        _torchrun,
+    ),
+)

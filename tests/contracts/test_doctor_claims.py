@@ -1,0 +1,172 @@
+"""What `slm doctor` says of accelerate and DeepSpeed holds for those that are installed here."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENV
+from doctor_cases import MEANT, clean, planted_case
+from planted_faults import ALL
+
+from slm_toolkit.doctor import keys
+from slm_toolkit.doctor.examine import examine
+from slm_toolkit.doctor.fix import write_mended
+from slm_toolkit.strategy.passed_on import JSON_SETTINGS, YAML_SETTINGS
+
+ACCELERATE = Path(find_spec("accelerate").origin).parent
+DEEPSPEED = Path(find_spec("deepspeed").origin).parent
+PLANTED = [row for row in ALL if row.yaml or row.json or row.more_text]
+REFUSED = {  # rows whose finding says that accelerate or DeepSpeed refuses the files, or fails on them
+    *("unknown-key of the file", "distributed-type synonym", "distributed-type small letters"),
+    *("distributed-type absent", "unquoted-no mixed_precision", "num-processes absent", "gpu-ids a number"),
+    *(
+        "gpu-ids too few",
+        "mixed-precision-unknown",
+        "not-passed-on compute_environment",
+        "reshard-not-boolean",
+    ),
+    *("wrap-policy-unknown", "checkpointing-offload-alone", "ram-efficient-without-sync", "state-dict-type"),
+    *("json-unreadable absent", "json-unreadable cut off", "no-zero-section", "set-twice mixed_precision"),
+    *("set-twice accumulation", "set-twice clipping", "set-twice stage and offload", "removed-key"),
+    *("unknown-key of zero_optimization", "unknown-key of offload_optimizer", "zero-stage"),
+    *("renamed-key beside the new one", "auto-refused communication_data_type", "fp16-differs"),
+}
+NEED_A_GPU = {"not-a-section", "fsdp-version-missing", "fsdp1", "reshard-ignored-by-fsdp1"}
+"FSDP1, which is what these become, is refused without one"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of launcher, plugins and DeepSpeed, by row and by clean strategy; corrected ones end on fixed."""
+    folder = tmp_path_factory.mktemp("asked")
+    names = {}
+    for row in (*PLANTED, *map(clean, MEANT)):
+        own = folder / (row.row or row.base)
+        own.mkdir()
+        case = planted_case(row, own)
+        names[str(own / "mine.yaml")] = own.name
+        corrected = examine(case).corrected.files
+        if corrected != case.files:
+            write_mended(case.files, corrected, own / "fixed", overwrite=False)
+            names[str(own / "fixed" / "mine.yaml")] = f"{own.name} fixed"
+    script = str(Path(__file__).with_name("launcher_says.py"))
+    done = subprocess.run(
+        [sys.executable, script, *names], capture_output=True, text=True, env=ENV, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return {names[path]: said for path, said in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize("base", MEANT)
+def test_a_clean_file_is_taken(base: str, answers: dict[str, dict[str, Any]]) -> None:
+    assert answers[base]["refused"] is None
+
+
+def test_what_is_said_to_be_refused_is_and_nothing_else(answers: dict[str, dict[str, Any]]) -> None:
+    refused = {row.row: answers[row.row]["refused"] for row in PLANTED}
+    assert {row for row, message in refused.items() if message} == REFUSED | NEED_A_GPU
+    assert all("no available devices" in refused[row] for row in NEED_A_GPU)
+
+
+def test_corrected_files_are_taken(answers: dict[str, dict[str, Any]]) -> None:
+    fixed = {name: said["refused"] for name, said in answers.items() if name.endswith(" fixed")}
+    assert len(fixed) > 90
+    assert {name for name, message in fixed.items() if message} == set()
+
+
+def plugin(answers: dict[str, dict[str, Any]], row: str) -> dict[str, Any]:
+    return answers[row]["plugin"]
+
+
+def test_what_is_said_to_be_passed_over_is(answers: dict[str, dict[str, Any]]) -> None:
+    asks_for_grad_op = plugin(answers, "sharding-strategy-ignored other")
+    assert asks_for_grad_op == plugin(answers, "fsdp_full_shard")
+    assert plugin(answers, "fsdp_shard_grad_op")["reshard_after_forward"] == "False"
+    for row in PLANTED:
+        if row.name in ("fsdp1-key", "unknown-key") and row.base in ("fsdp_full_shard", "fsdp_hybrid_shard"):
+            assert plugin(answers, row.row) == plugin(answers, row.base), row.row
+    without_prefix = answers["unknown-key without its prefix"]["variables"]
+    assert without_prefix["PARALLELISM_CONFIG_TP_SIZE"] == "1"  # its default
+    assert "ACCELERATE_USE_CPU" not in answers["use-cpu not obeyed"]["variables"]
+    assert answers["compiled-by-yaml key"]["variables"]["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+
+
+def test_what_deepspeed_is_said_to_get_it_gets(answers: dict[str, dict[str, Any]]) -> None:
+    assert plugin(answers, "zero3-init-by-default")["zero3_init_flag"] is True
+    assert plugin(answers, "zero3-init-below-stage-3")["zero3_init_flag"] is False
+    rows = ("nvme-path-of-yaml", "auto-refused device", "duplicate-key json")
+    nvme, auto, twice = (plugin(answers, row)["config"]["zero_optimization"] for row in rows)
+    assert nvme["offload_optimizer"] == {"device": "nvme", "nvme_path": "none"}
+    assert auto["offload_optimizer"]["device"] == "none"
+    assert twice["stage"] == 1
+
+
+def test_the_keys_known_are_those_of_accelerate() -> None:
+    source = (ACCELERATE / "commands" / "config" / "config_args.py").read_text()
+    fields = {
+        node.target.id
+        for definition in ast.parse(source).body
+        if isinstance(definition, ast.ClassDef) and definition.name in ("BaseConfig", "ClusterConfig")
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign)
+    }
+    turned_into_others = {"dynamo_backend", "fp16"}  # by process_config
+    assert set(YAML_SETTINGS) == fields | turned_into_others
+    options = set(re.findall(r'^\s+"--(\w+)",$', (ACCELERATE / "commands" / "launch.py").read_text(), re.M))
+    for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
+        known = set(YAML_SETTINGS[section]) - {"fsdp_ignored_modules"}
+        assert known == {name for name in options if name.startswith(prefix)}
+    assert {*YAML_SETTINGS["deepspeed_config"], *YAML_SETTINGS["dynamo_config"]} <= options
+    assert "fsdp_ignored_modules" in (ACCELERATE / "utils" / "launch.py").read_text()
+
+
+def test_the_keys_known_are_those_of_deepspeed() -> None:
+    zero = JSON_SETTINGS["zero_optimization"]
+    for section, file, model in (
+        (zero, "runtime/zero/config.py", "DeepSpeedZeroConfig"),
+        (zero["offload_param"], "runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
+        (zero["offload_optimizer"], "runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig"),
+        (zero["leaf_module"], "runtime/zero/leaf_module_config.py", "DeepSpeedZeroLeafModuleConfig"),
+        (zero["zenflow"], "runtime/zenflow/zenflow_config.py", "ZenFlowConfig"),
+        (JSON_SETTINGS["bf16"], "runtime/precision_config.py", "DeepSpeedBF16Config"),
+        (JSON_SETTINGS["fp16"], "runtime/precision_config.py", "DeepSpeedFP16Config"),
+        (JSON_SETTINGS["compile"], "compile/config.py", "CompileConfig"),
+        (JSON_SETTINGS["comms_logger"], "comm/config.py", "CommsLoggerConfig"),
+    ):
+        assert set(section) == _model_keys(file, model), model
+    removed = _dict_keys(DEEPSPEED / "runtime" / "config.py")
+    assert set(keys.REMOVED_FROM_DEEPSPEED) == removed["_REMOVED_TOP_LEVEL_CONFIG_KEYS"]
+    assert set(keys.REMOVED_FROM_ZERO) == removed["_REMOVED_ZERO_CONFIG_KEYS"]
+    text = "".join(
+        path.read_text()
+        for path in DEEPSPEED.rglob("*.py")
+        if "config" in path.name or "constants" in path.name
+    )
+    nowhere = [key for key in JSON_SETTINGS if f'"{key}"' not in text and f"'{key}'" not in text]
+    assert nowhere == ["msamp"]  # accelerate's
+
+
+def _model_keys(file: str, model: str) -> set[str]:
+    """Fields of a pydantic model by the names that a JSON has for them."""
+    tree = ast.parse((DEEPSPEED / file).read_text())
+    (definition,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model]
+    found = set()
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign):
+            alias = re.search(r"alias=['\"](\w+)['\"]", ast.unparse(node))
+            found.add(alias[1] if alias else node.target.id)
+    return found
+
+
+def _dict_keys(path: Path) -> dict[str, set[str]]:
+    return {
+        node.targets[0].id: {key.value for key in node.value.keys}
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }

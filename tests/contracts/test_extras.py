@@ -1,0 +1,48 @@
+"""Messages name packages that an index has: the toolkit itself is on none."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+from conftest import ROOT
+
+from slm_toolkit.base.extras import PACKAGES
+
+_FILES = subprocess.run(
+    ["git", "ls-files", "slm_toolkit", "docs", "recipes", "README.md"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.split()
+SHOWN = [name for name in _FILES if name.endswith((".py", ".md", ".sh", ".yaml"))]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_no_message_installs_the_toolkit_from_an_index() -> None:
+    for name in SHOWN:
+        text = (ROOT / name).read_text()
+        assert not re.search(r"slm[-_]toolkit\[", text), name
+        assert not re.search(r"pip install [^\n`]*\bslm[-_]toolkit\b", text), name
+        assert not re.search(r"SLM_TOOLKIT: slm-toolkit", text), name
+
+
+@pytest.mark.parametrize("extra", PACKAGES)
+def test_the_packages_named_are_those_of_the_extra(extra: str) -> None:
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS[extra]}
+    assert set(PACKAGES[extra].split()) == names
+
+
+def test_every_pip_install_of_a_message_is_of_packages_that_pyproject_knows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
+    known = {re.match(r"[\w-]+", requirement)[0] for requirement in required}
+    named = {
+        word
+        for name in SHOWN
+        for words in re.findall(r"pip install ((?:[a-z][\w-]* ?)+)", (ROOT / name).read_text())
+        for word in words.split()
+    }
+    assert {"peft", "bitsandbytes", "lm_eval", "kaleido"} <= named
+    assert named <= known | {"scipy"}  # of a bench's fit

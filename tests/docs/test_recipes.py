@@ -1,0 +1,271 @@
+"""Every recipe does two steps on CPU processes, and its head and its real commands are what it says."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
+
+from slm_toolkit.cli.main import _parser
+from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
+from slm_toolkit.compare.local import free_port
+from slm_toolkit.config.flags import config_from_args
+from slm_toolkit.config.parser import with_underscores
+from slm_toolkit.config.run_config import RunConfig
+
+BIN = str(Path(sys.executable).parent)
+TRIED = {"PATH": f"{BIN}:{os.environ['PATH']}", "TRY": "1", "SLURM_CONF": os.devnull}
+RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
+RUNS = {  # strategies and ranks of the runs that a recipe does with TRY=1
+    "chat_fine_tune": [("single", 1)],
+    "cheapest_100m": [("single", 1), ("single", 1)],
+    "eight_gpus_1b": [("ddp", 2), ("fsdp_shard_grad_op", 2)],
+    "little_ram": [("in_pieces", 2)],
+    "lora": [("single", 1), ("single", 1)],
+    "memory_dry_run": [("fsdp_shard_grad_op", 64)],
+    "mixed_data": [("single", 1)],
+    "nvme_offload": [("ds_zero3_nvme", 1)],
+    "one_24gb_card_2b": [("ds_zero2_offload", 1), ("single", 1)],
+    "paper_grid": [("ddp", 2)],
+    "qlora": [("single", 1), ("single", 1)],
+    "slurm": [],
+    "two_nodes_2b": [("fsdp_hybrid_shard", 4)],
+}
+PACKAGES = {"lora": ["peft"], "qlora": ["peft", "bitsandbytes"]}
+SHIM = """#!{python}
+import json, os, sys
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+if words[0] == "slm" and words[1] not in ("compare", "train", "report"):
+    os.execv("{bin}/slm", words)
+with open("{log}", "a") as log:
+    log.write(json.dumps(words) + "\\n")
+print('[{{"peak_rss_bytes": 1}}]')
+"""
+"in the place of what would train, or wants a GPU: writes down what it was asked; the other verbs are real"
+
+
+def test_the_table_above_has_every_recipe() -> None:
+    assert RUNS.keys() == RECIPES.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
+    path = ROOT / "recipes" / f"{name}.sh"
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 110
+    assert "set -euo pipefail" in lines
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: apt-get install shellcheck")
+    done = run("shellcheck", str(path))
+    assert done.code == 0, done.out
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipe_figures", ROOT / "bench" / "recipe_figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_heads_figures_are_what_its_command_gives_now(name: str, figures: ModuleType) -> None:
+    assert figures.stale(RECIPES[name], figures.figures_of(RECIPES[name])) == []
+
+
+def test_a_jobs_time_and_cost_are_those_of_its_steps(figures: ModuleType) -> None:
+    row = {
+        "fits": True,
+        "gpu": "a100-40gb",
+        "num_gpus": 8,
+        "gpus_per_node": 8,
+        "peak_allocated_bytes": 10 * 2**30,
+        "host_bytes_per_node": 64 * 2**30,
+        "step_seconds": 1.8,
+        "usd_per_gpu_hour": 2.0,
+    }
+    one = {**row, "num_gpus": 1, "gpus_per_node": 1, "peak_allocated_bytes": 30 * 2**30}
+    too_large = {**row, "fits": False, "step_seconds": 1e9}
+    found = figures.figures_of_rows([row, one, too_large], num_steps=1000)
+    # 1000 x 1.8 s = 0.5 h: 4 GPU-hours on eight and 0.5 on one, done eight at a time: 4.5 / 8 = 0.5625 h
+    assert found["time"] == "34 min"
+    assert found["cost"] == "$9.00"  # 4.5 x $2
+    assert found["memory"] == "10.0 of 39.4 GiB per GPU, 64 GiB of host RAM per node"
+    assert found["hardware"] == "8 x a100-40gb"
+    # an estimate without step_seconds, as of offload, has neither; recommend's rows have their own
+    assert figures.figures_of_rows([{**row, "step_seconds": None}], num_steps=9)["time"] is None
+    plan = {**row, "num_gpus": 16, "hours": 150.4, "usd": 4812.8}
+    found = figures.figures_of_rows([plan, row], num_steps=None)
+    assert (found["time"], found["cost"]) == ("150 h", "$4,813")
+    assert found["hardware"] == "16 x a100-40gb in 2 nodes"
+
+
+def test_a_stale_head_is_found_and_written_anew(figures: ModuleType) -> None:
+    recipe = RECIPES["cheapest_100m"]
+    now = figures.figures_of(recipe)
+    dearer = {**now, "cost": "$99.00"}
+    assert figures.stale(recipe, dearer) == [f"cheapest_100m: cost is $99.00, its head says {recipe.cost}"]
+    text = figures.written(recipe, dearer, "2027-01-02")
+    assert text != recipe.text
+    assert "\n# cost: $99.00\n" in text
+    assert "\n# estimated on 2027-01-02 by the first command below\n" in text
+    reasons = RECIPES["memory_dry_run"]  # whose unknown time and remarks in parentheses stay
+    assert figures.written(reasons, figures.figures_of(reasons), reasons.as_of) == reasons.text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_real_commands_are_what_the_head_is_an_estimate_of(
+    name: str, tmp_path: Path, figures: ModuleType
+) -> None:
+    if name == "nvme_offload" and not Path("/usr/include/libaio.h").exists():
+        pytest.skip("apt-get install libaio-dev")
+    rows = figures.rows_of(RECIPES[name])
+    if "hours" in rows[0]:
+        rows = rows[:1]
+    asked = [found for words in real_commands(name, tmp_path) for found in configurations(words)]
+    for row in rows:
+        said = {key: value for key, value in row.items() if key in asked[0] and value is not None}
+        assert {"model", "strategy", "num_gpus", "seq_len", "per_device_train_batch_size"} <= said.keys()
+        assert any(said == {key: found[key] for key in said} for found in asked), said
+
+
+def real_commands(name: str, folder: Path) -> list[list[str]]:
+    """What a recipe would launch with GPUs, and with a Slurm that answers, parsed by nobody yet."""
+    log, shims = folder / "log", folder / "bin"
+    shims.mkdir()
+    for program in ("nvidia-smi", "sinfo", "slm"):
+        path = shims / program
+        path.write_text(SHIM.format(python=sys.executable, bin=BIN, log=log))
+        path.chmod(0o755)
+    (folder / "runs" / "lora" / "model" / "merged").mkdir(parents=True)
+    env = {
+        **{"PATH": f"{shims}:{BIN}:{os.environ['PATH']}", "TRY": ""},
+        **{"HEAD_NODE": "10.0.0.1", "NODE_RANK": "0", "NVME": str(folder), "DISK_GB": "0"},
+    }
+    done = run("bash", str(ROOT / "recipes" / f"{name}.sh"), cwd=folder, env=env)
+    assert done.code == 0, done.err
+    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    return [words for words in commands if words[1:2] in (["compare"], ["train"])]
+
+
+def configurations(words: list[str]) -> Iterator[dict[str, object]]:
+    """Each configuration that a command trains, by the names of an estimate's row; its flags must parse."""
+    args = _parser().parse_args(with_underscores(words[1:]))
+    if words[1] == "train":
+        strategy = Path(args.strategy).stem.replace("in_pieces", "ds_zero3")
+        yield _row(config_from_args(args), strategy, args.num_processes or 1)
+        return
+    given = {name: value for name, value in vars(args).items() if name in RunConfig.__dataclass_fields__}
+    lists = [value if isinstance(value, list) else [value] for value in given.values()]
+    num_gpus = args.num_processes or args.gpus_per_run
+    if args.launcher == "slurm":
+        num_gpus = args.num_nodes * args.gpus_per_node
+    for strategy, values in itertools.product(args.strategy, itertools.product(*lists)):
+        kept = {name: value for name, value in zip(given, values, strict=True) if value is not None}
+        config = RunConfig(**kept)
+        yield _row(config, strategy, config.rehearse or num_gpus or 1)
+
+
+def _row(config: RunConfig, strategy: str, num_gpus: int) -> dict[str, object]:
+    config.check()
+    values = vars(config.with_defaults(has_gpu=True))
+    model = re.sub(r"-instruct$", "", values["model"].split("/")[-1].lower())
+    return {
+        **values,
+        **{"model": model, "strategy": strategy, "num_gpus": num_gpus, "num_steps": config.max_steps},
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nvme] if name == "nvme_offload" else []) for name in RECIPES],
+)
+def test_a_recipe_does_two_steps_on_this_machine(name: str, tmp_path: Path) -> None:
+    if missing := [
+        package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None
+    ]:
+        pytest.skip(f"no {missing[0]} here: pip install {missing[0]}")
+    done = tried(name, tmp_path) if name != "two_nodes_2b" else tried_on_two_nodes(tmp_path)
+    assert done.code == 0, done.err
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("record.json"))]
+    assert sorted((record["strategy"], record["world_size"]) for record in records) == RUNS[name]
+    for record in records:
+        assert record["status"] == "ok"
+        assert len(record["losses"]) == (0 if record["asked"]["config"]["rehearse"] else 2)
+    if name == "mixed_data":
+        assert records[0]["losses_by_dataset"].keys() == {"stories", "sums"}
+        assert records[0]["eval_losses_by_set"].keys() == {"sums", "products"}
+    if name == "slurm":
+        assert done.out.count("\nsbatch ") == 2
+
+
+def tried(name: str, folder: Path, **variables: str) -> Finished:
+    script = str(ROOT / "recipes" / f"{name}.sh")
+    return run("bash", script, cwd=folder, env={**TRIED, **variables}, timeout=COMPILING_SECONDS)
+
+
+def tried_on_two_nodes(folder: Path) -> Finished:
+    """Both nodes of it on this one, two ranks each."""
+    variables = {"NODES": "2", "GPUS_PER_NODE": "2", "PORT": str(free_port())}
+    words = ("bash", str(ROOT / "recipes" / "two_nodes_2b.sh"))
+    env = {**ENV, **TRIED, **variables, "NODE_RANK": "1"}
+    second = subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.DEVNULL)
+    try:
+        return tried("two_nodes_2b", folder, NODE_RANK="0", **variables)
+    finally:
+        second.wait(timeout=60)
+
+
+def test_the_list_has_every_recipes_question_and_figures() -> None:
+    done = slm("recipes")
+    assert done.code == 0, done.err
+    for recipe in RECIPES.values():
+        for said in (recipe.name, recipe.question, recipe.hardware):
+            assert said in done.out
+    rows = json.loads(slm("recipes", "--json").out)
+    assert [row["name"] for row in rows] == sorted(RECIPES)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["memory_dry_run"]["usd"] is None
+    assert by_name["cheapest_100m"]["usd"] == float(RECIPES["cheapest_100m"].cost.strip("$"))
+    assert by_name["paper_grid"]["hours"] == pytest.approx(int(RECIPES["paper_grid"].time.split()[0]) / 60)
+
+
+def test_one_is_printed_as_it_is_and_copies_can_be_run(tmp_path: Path) -> None:
+    assert slm("recipes", "lora").out == (ROOT / "recipes" / "lora.sh").read_text()
+    done = slm("recipes", "--copy", str(tmp_path / "mine"))
+    assert done.code == 0, done.err
+    assert {path.stem for path in (tmp_path / "mine").iterdir()} == RECIPES.keys()
+    assert os.access(tmp_path / "mine" / "slurm.sh", os.X_OK)
+    again = slm("recipes", "lora", "--copy", str(tmp_path / "mine"))
+    assert again.code == 2
+    assert "lora.sh exists" in again.err
+
+
+def test_an_unknown_recipe_is_answered_with_the_names() -> None:
+    done = slm("recipes", "qlorra")
+    assert done.code == 2
+    assert "did you mean qlora?" in done.err
+
+
+def test_the_readmes_table_is_the_list() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\| (.+\?) \| `slm recipes (\w+)` \|$", text, re.M)
+    assert {name: question for question, name in shown} == {
+        recipe.name: recipe.question for recipe in RECIPES.values()
+    }
+
+
+def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
+    with pytest.raises(TypeError, match="cost"):
+        read_recipe(tmp_path / "x.sh")

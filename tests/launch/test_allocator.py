@@ -1,0 +1,55 @@
+"""The memory allocator of a run is in its record, and runs under another one are other runs."""
+
+import json
+import os
+import subprocess
+import sys
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+from conftest import slm
+
+from slm_toolkit.hardware.machine import ADVICE
+
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
+RUN = ("compare", "--strategy", "single", *FEW, "--json")
+
+
+def seen(**env: str) -> str:
+    program = "from slm_toolkit.hardware.machine import allocator; print(allocator())"
+    plain = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", *env)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**plain, **env}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_settings_of_pytorchs_own_are_named() -> None:
+    assert seen() == "malloc"
+    assert seen(THP_MEM_ALLOC_ENABLE="1") == "malloc, huge pages"
+    conf = "expandable_segments:True"
+    assert seen(PYTORCH_CUDA_ALLOC_CONF=conf) == f"malloc, {conf}"
+
+
+def test_a_library_in_mallocs_place_is_named() -> None:
+    library = find_library("tcmalloc_minimal")
+    if library is None:
+        pytest.skip("apt-get install libtcmalloc-minimal4")
+    assert seen(LD_PRELOAD=library) == "tcmalloc"
+
+
+def test_runs_under_two_allocators_are_two_rows_that_say_so(tmp_path: Path) -> None:
+    first = slm(*RUN, "--output_dir", str(tmp_path))
+    second = slm(*RUN, "--output_dir", str(tmp_path), env={"THP_MEM_ALLOC_ENABLE": "1"})
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert ADVICE in first.err
+    assert ADVICE not in second.err
+    assert [row["allocator"] for row in json.loads(second.out)] == ["malloc, huge pages"]
+    both = slm("report", str(tmp_path))
+    assert "allocator" in both.out
+    assert "huge pages" in both.out
+    stripped = json.loads(first.out)[0]
+    assert stripped["allocator"] == "malloc"
+    alike = slm("report", str(tmp_path), "--json")
+    assert sorted(row["allocator"] for row in json.loads(alike.out)) == ["malloc", "malloc, huge pages"]

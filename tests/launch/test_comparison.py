@@ -1,0 +1,169 @@
+"""Six strategies really trained through `slm compare`: engines, shares of the state, losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ALIGNED, Comparison, compare, slm
+
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.numerics import LOW_PRECISION
+from slm_toolkit.record.parity import compare_with
+from slm_toolkit.record.step_breakdown import Anatomy, read_trace
+from slm_toolkit.report.stats import throughput
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+
+KEYS = (
+    *("strategy", "status", "engine", "zero_stage", "world_size", "losses", "tokens_per_second"),
+    *("tokens_per_second_per_gpu", "mfu", "peak_allocated_bytes", "peak_rss_bytes", "state_bytes_per_rank"),
+    *("deepspeed_bytes", "usd_per_million_tokens", "record"),
+)
+SHARDED = [
+    (name, part)
+    for name in STUDIED_STRATEGIES
+    for part in ("parameters", "gradients", "optimizer")
+    if part in find_strategy(name).sharded_parts
+]
+
+
+def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> None:
+    assert aligned.finished.code == 0, aligned.finished.err
+    assert list(aligned.rows) == list(STUDIED_STRATEGIES)
+    for row in aligned.rows.values():
+        assert row["status"] == "ok"
+        assert not [key for key in KEYS if key not in row]
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> None:
+    row, strategy = aligned.rows[name], find_strategy(name)
+    assert row["world_size"] == 2
+    assert (row["engine"], row["zero_stage"]) == (strategy.engine, strategy.zero_stage)
+    assert row["reshard_after_forward"] == strategy.reshard_after_forward
+
+
+@pytest.mark.parametrize(("name", "part"), SHARDED)
+@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+def test_what_a_strategy_shards_is_half_of_ddps_on_two_ranks(
+    numerics: str, name: str, part: str, request: pytest.FixtureRequest
+) -> None:
+    rows = request.getfixturevalue(numerics).rows
+    mine, of_ddp = rows[name]["state_bytes_per_rank"][part], rows["ddp"]["state_bytes_per_rank"][part]
+    assert mine == pytest.approx(of_ddp / 2, rel=0.02)
+
+
+def test_ddp_holds_sixteen_bytes_per_parameter(aligned: Comparison, fp32: Comparison) -> None:
+    # slm-1m has 951,424: bf16 weights and gradients 2 + 2, fp32 master 4, Adam 8; in fp32 4 + 4 + 8
+    for comparison, wanted in ((aligned, (2, 2, 4, 8)), (fp32, (4, 4, 0, 8))):
+        state = comparison.rows["ddp"]["state_bytes_per_rank"]
+        parts = [state[part] for part in ("parameters", "gradients", "master_weights", "optimizer")]
+        assert parts == pytest.approx([951_424 * bytes_each for bytes_each in wanted], rel=1e-3)
+
+
+def test_on_cpu_gpu_figures_are_unknown_and_process_memory_is_not(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        assert row["mfu"] is row["peak_allocated_bytes"] is row["usd_per_million_tokens"] is None
+        assert 2e8 < row["peak_rss_bytes"] < 4e9
+
+
+def test_rates_count_both_ranks(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_second_per_gpu"])
+        record = json.loads(Path(row["record"]).read_text())
+        assert record["tokens_per_step"] == 2 * 4 * 128
+        assert len(record["step_seconds"]) == 2
+        slowest = [max(seconds) for seconds in zip(*record["step_seconds"], strict=True)]
+        timed = slowest[row["num_warmup_steps"] :]  # fewer than 20 of 20 steps: one block
+        assert row["tokens_per_second"] == pytest.approx(len(timed) * 2 * 4 * 128 / sum(timed))
+
+
+def test_deepspeeds_estimate_stands_beside_zero_2_and_3_only(aligned: Comparison) -> None:
+    found = {name: row["deepspeed_bytes"] for name, row in aligned.rows.items() if row["deepspeed_bytes"]}
+    # stage 2: 2P + 18P/2; stage 3: 4 * largest layer (384 * 128 = 128 * 384 = 49,152) + 18P/2; P = 951,424
+    assert found == {"ds_zero2": 11 * 951_424, "ds_zero3": 4 * 49_152 + 9 * 951_424}
+
+
+@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
+    numerics: str, request: pytest.FixtureRequest
+) -> None:
+    comparison = request.getfixturevalue(numerics)
+    records = {record.strategy: record for _, record in find_records([comparison.folder])[0]}
+    reference = records.pop("ddp")
+    assert records.pop("single").is_parity_reference
+    for name, record in records.items():
+        parity = compare_with(reference, record, limits=LOW_PRECISION[numerics])
+        assert parity.num_steps == 20
+        assert parity.loss_difference <= {"aligned": 0.006, "fp32": 1e-5}[numerics], f"{name}: {parity}"
+
+
+def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
+    again = slm("compare", "--json", "--model", "slm-1m", *ALIGNED, "--output_dir", str(aligned.folder))
+    assert again.out == aligned.finished.out
+    assert again.err.count("kept from ") == 8  # two references too
+
+
+def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
+    as_json = json.loads(slm("report", str(aligned.folder), "--json").out)
+    assert {row["strategy"]: row for row in as_json} == aligned.rows
+    table = slm("report", str(aligned.folder), "--usd_per_gpu_hour", "1.5").out
+    for row in aligned.rows.values():
+        assert f"{row['tokens_per_second']:,.0f}" in table
+        assert f"{row['final_loss']:.4f}" in table
+    # dollars per million tokens: 1e6 / rate seconds at 2 * $1.5 an hour
+    ddp = aligned.rows["ddp"]["tokens_per_second"]
+    assert f"${1e6 / ddp * 3 / 3600:.4f}" in table
+    assert "parity holds against single-process fp32 over 20 steps: |Δloss| " in table
+    assert "the farthest of 6" in table
+
+
+def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Comparison) -> None:
+    for row in aligned.rows.values():
+        folder = aligned.folder / row["record"].split("/")[-2]
+        assert find_strategy(str(folder / "launch" / f"{row['strategy']}.yaml")).engine == row["engine"]
+        assert (folder / "log.txt").is_file()
+        assert not (folder / "progress.json").exists()
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
+    aligned: Comparison, name: str
+) -> None:
+    anatomy = Anatomy(**aligned.rows[name]["anatomy"])
+    assert (anatomy.num_steps, anatomy.device) == (3, "cpu")
+    parts = (anatomy.matmul_seconds, anatomy.attention_seconds, anatomy.optimizer_seconds)
+    assert min(parts) > 0
+    assert anatomy.communication_exposed_seconds > 0
+    assert anatomy.idle_seconds < anatomy.step_seconds
+    folder = Path(aligned.rows[name]["record"]).parent
+    for rank in (0, 1):
+        assert any(
+            event["name"] == "phase:backward" for event in read_trace(folder / f"trace-rank{rank}.json.gz")
+        )
+    assert len(aligned.rows[name]["losses"]) == 20  # the profiled steps are none of the run's
+
+
+def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
+    for name, row in aligned.rows.items():
+        known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
+        phases = row["phase_seconds"]
+        step = phases.pop("step")
+        assert set(phases) == known
+        assert sum(phases.values()) < step
+    out = slm("report", str(aligned.folder), "--phases").out
+    assert "DeepSpeed steps inside backward: only its whole steps compare" in out
+    assert "where a step's time goes" in out
+
+
+def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
+    words = ("--strategy", "single", "--max_steps", "4", "--seq_len", "32", "--repeats", "3")
+    done = compare(*words, folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    records = [record for _, record in find_records([tmp_path])[0]]
+    assert len({record.started_at for record in records}) == 3
+    assert {record.losses[3] for record in records} == {records[0].losses[3]}  # the same run, thrice
+    row = done.rows["single"]
+    assert (row["num_launches"], row["num_timed_steps"] >= 3) == (3, True)
+    rates = sorted(throughput([record]).tokens_per_second for record in records)
+    assert row["tokens_per_second"] == pytest.approx(rates[1])
+    assert row["tokens_per_second_lowest"] < rates[0] <= rates[2] < row["tokens_per_second_highest"]

@@ -1,0 +1,236 @@
+"""Flags of the fast path: each does what it says where it can, and is refused with a reason elsewhere."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import H100, ROOT, launch, record_under, slm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.predicted import check_skippable
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.numerics import Numerics, differences, precision_of
+from slm_toolkit.run.kernels.optional import check_optional, use_fp8
+from slm_toolkit.strategy.strategy import contradictions, find_strategy
+
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def trained(folder: Path, *flags: str, strategy: str = "ddp") -> dict:
+    done = launch(*FEW, *flags, "--output_dir", str(folder), config=f"accel_configs/{strategy}.yaml")
+    assert done.code == 0, done.err
+    return record_under(folder)
+
+
+def test_fp8_is_seen_by_the_probe_and_is_the_same_under_ddp_and_zero_3(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    plain = trained(tmp_path / "plain")
+    assert plain["numerics"]["float8"] is None
+    found = {
+        strategy: trained(tmp_path / strategy, "--fp8", "tensorwise", strategy=strategy)
+        for strategy in ("ddp", "ds_zero3")
+    }
+    for record in found.values():
+        # forward's operands have four bits of exponent, the gradient that comes from above has five
+        assert record["numerics"]["float8"] == "float8_e4m3fn+float8_e5m2"
+        assert record["losses"] != plain["losses"]
+        assert record["losses"] == pytest.approx(plain["losses"], abs=0.01)
+    assert found["ds_zero3"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-3)
+
+
+def test_fp8_takes_the_layers_products_whose_widths_it_can() -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=40))  # 40 is no multiple of 16
+    names = list(model.state_dict())
+    use_fp8(model, "rowwise")
+    converted = {name for name, module in model.named_modules() if isinstance(module, float8.Float8Linear)}
+    assert converted == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert list(model.state_dict()) == names
+    odd = LlamaForCausalLM(LlamaConfig(**{**TINY, "hidden_size": 40}, intermediate_size=40))
+    with pytest.raises(ValueError, match="no width of LlamaForCausalLM is a multiple of 16"):
+        use_fp8(odd, "rowwise")
+
+
+def test_layers_asked_for_are_gathered_ahead(tmp_path: Path) -> None:
+    """With so many more layers whole at once, each of which takes its bf16 weights."""
+
+    def gathered(num_layers: int) -> dict[str, int]:
+        folder = tmp_path / str(num_layers)
+        flags = ("--model", "slm-100m", "--loss_kernel", "fused_linear", "--seq_len", "64")
+        done = launch(
+            *(*flags, "--rehearse", "8", "--fsdp_prefetch", str(num_layers), "--output_dir", str(folder)),
+            config="accel_configs/fsdp_full_shard.yaml",
+            launcher=("--num_processes", "1"),
+        )
+        assert done.code == 0, done.err
+        (path,) = folder.rglob("memory_timeline.csv")
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["module"] == "layers.4.mlp"]
+        return {row["phase"]: int(row["gathered_parameters_bytes"]) for row in rows}
+
+    layer = 2 * PRESETS["slm-100m"].params_per_layer
+    one, three = gathered(1), gathered(3)
+    assert {phase: three[phase] - one[phase] for phase in one} == {
+        "forward": pytest.approx(2 * layer, rel=0.01),
+        "backward": pytest.approx(2 * layer, rel=0.01),
+    }
+
+
+def test_prefetching_and_reading_ahead_change_no_loss(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", strategy="fsdp_full_shard")
+    ahead = trained(
+        *(tmp_path / "ahead", "--fsdp_prefetch", "2", "--dataloader_num_workers", "1"),
+        strategy="fsdp_full_shard",
+    )
+    assert ahead["losses"] == plain["losses"]
+    assert ahead["numerics"]["batch_hashes"] == plain["numerics"]["batch_hashes"]
+
+
+def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
+    flags = ("--torch_compile", "--torch_compile_mode", "reduce-overhead")
+    record = trained(tmp_path, *flags, strategy="single")
+    assert record["status"] == "ok"
+    assert record["numerics"]["compiled"]
+    config = RunConfig(torch_compile=True, torch_compile_mode="max-autotune")
+    for name in ("single", "ddp", "ds_zero1", "ds_zero2"):
+        assert contradictions(find_strategy(name), config) == []
+    for name in ("fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero3"):
+        (problem,) = contradictions(find_strategy(name), config)
+        assert "records CUDA graphs" in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"tf32": True}, "--tf32 with --numerics aligned, which has no fp32 matrix products"),
+        (
+            {"torch_compile_mode": "max-autotune"},
+            "--torch_compile_mode max-autotune without --torch_compile",
+        ),
+        (
+            {
+                **{"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+                "gradient_accumulation_steps": 2,
+            },
+            "--torch_compile_mode reduce-overhead with --gradient_accumulation_steps 2: CUDA graphs "
+            "overwrite the gradients of the pass before",
+        ),
+        (
+            {"fp8": "rowwise", "seq_len": 30, "per_device_train_batch_size": 1},
+            "--fp8 rowwise with 30 tokens per process: float8 matrix products take a multiple of 16",
+        ),
+        ({"fsdp_prefetch": -1}, "--fsdp_prefetch is -1: not below 0"),
+        ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),
+        (
+            {"fp8": "rowwise", "numerics": "fp32"},
+            "--fp8 rowwise with --numerics fp32, which has no low precision",
+        ),
+        (
+            {"use_liger_kernel": True, "mlp_kernel": "fused"},
+            "--mlp_kernel fused with --use_liger_kernel, which has its own",
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
+    assert RunConfig(**flags).problems() == [says]
+
+
+def test_prefetching_is_for_fsdp2() -> None:
+    (problem,) = contradictions(find_strategy("ds_zero3"), RunConfig(fsdp_prefetch=1))
+    assert problem.endswith("--fsdp_prefetch 1 is for FSDP2: leave it out")
+    assert contradictions(find_strategy("fsdp_shard_grad_op"), RunConfig(fsdp_prefetch=1)) == []
+
+
+def test_what_needs_a_gpu_says_so_before_anything_starts(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="--tf32 needs a GPU\nhint: "):
+        check_optional(RunConfig(tf32=True, numerics="fp32"))
+    done = slm("compare", "--strategy", "ddp", "--use_liger_kernel", "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert done.err.startswith("error: --use_liger_kernel needs a GPU: its kernels are Triton's\nhint: ")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--use_liger_kernel",),
+        ("--fp8", "tensorwise"),
+        ("--tf32", "--numerics", "fp32"),
+        ("--torch_compile", "--torch_compile_mode", "reduce-overhead", "--strategy", "ddp"),
+        ("--fsdp_prefetch", "2", "--strategy", "fsdp_full_shard"),
+    ],
+    ids=str,
+)
+def test_estimates_say_what_they_know_nothing_of(flags: tuple[str, ...]) -> None:
+    done = slm("estimate", "--model", "slm-100m", *flags)
+    assert done.code == 2
+    assert "no closed form for it" in done.err
+    assert done.err.count("error:") == 1
+
+
+def test_estimates_of_a_fused_mlp_keep_an_ffn_width_less_per_token() -> None:
+    peaks = {}
+    for kernel in ("hf", "fused"):
+        flags = ("--model", "slm-1b", "--strategy", "ddp", "--loss_kernel", "fused_linear")
+        done = slm("estimate", "--json", *flags, "--mlp_kernel", kernel)
+        (peaks[kernel],) = json.loads(done.out)
+    spec = PRESETS["slm-1b"]
+    less = 2 * spec.ffn_size * 4 * 1024 * spec.num_layers  # bf16, batch 4, sequence 1024
+    assert peaks["hf"]["parts"]["activations"] - peaks["fused"]["parts"]["activations"] == less
+
+
+def test_prefetching_finds_layers_in_the_wrapper_of_fsdps_own_checkpointing(tmp_path: Path) -> None:
+    shipped = (ROOT / "accel_configs" / "fsdp_full_shard.yaml").read_text()
+    own = tmp_path / "own.yaml"
+    off = "fsdp_activation_checkpointing: false"
+    own.write_text(shipped.replace(off, "fsdp_activation_checkpointing: true"))
+    assert off in shipped
+
+    def gathered(*flags: str) -> int:
+        folder = tmp_path / "-".join(("runs", *flags))
+        few = ("--model", "slm-10m", "--seq_len", "64", "--loss_kernel", "fused_linear", "--rehearse", "8")
+        done = launch(
+            *few, *flags, "--output_dir", str(folder), config=own, launcher=("--num_processes", "1")
+        )
+        assert done.code == 0, done.err
+        (path,) = folder.rglob("memory_timeline.csv")
+        with path.open(newline="") as file:
+            return max(int(row["gathered_parameters_bytes"]) for row in csv.DictReader(file))
+
+    assert gathered("--fsdp_prefetch", "3") > gathered()
+
+
+def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text " * 999)
+    stream = ("--dataset", str(text), "--streaming", "true", "--dataloader_num_workers", "2")
+    done = slm("compare", "--strategy", "ddp", *FEW, *stream, "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 2
+    assert "--dataloader_num_workers 2 with a stream, which one process reads in order" in done.err
+
+
+def test_skip_oom_refuses_what_no_estimate_knows() -> None:
+    spec, ddp = PRESETS["slm-1m"], find_strategy("ddp")
+    config = RunConfig(model="slm-1m", fp8="rowwise")
+    run = PlannedRun(config, spec, ddp, 2, H100, {}, {}, "0", "r")
+    with pytest.raises(ValueError, match="--skip_oom: --fp8 rowwise: no closed form for it"):
+        check_skippable([run], searching=False)
+
+
+def test_a_flag_explains_what_it_changes_in_the_numerics() -> None:
+    with_tf32, without = Numerics(tf32=True), Numerics(tf32=False)
+    assert differences(with_tf32, without, other_settings=frozenset({"tf32"})) == []
+    assert len(differences(with_tf32, without)) == 1
+    fp32 = {"numerics": "fp32", "fp8": "none", "tf32": False}
+    assert precision_of(fp32) == "fp32"
+    assert precision_of({**fp32, "tf32": True}) == "tf32"
+    assert precision_of({"numerics": "aligned", "fp8": "rowwise"}) == "fp8"
+    assert precision_of({"numerics": "aligned"}) == "aligned"  # of a record from before there was fp8

@@ -1,0 +1,141 @@
+"""Fine-tuning data: masked tokens, datasets mixed and told apart, the learning rate, lm-eval's judgement."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from chats import ROWS, SPEC, config_of, write_rows
+from conftest import ROOT, launch, record_under, run
+
+from slm_toolkit.config.run_config import RunConfig, Source, sources_of
+from slm_toolkit.model.names import find_model
+from slm_toolkit.run.data.batches import make_loader, num_labels
+from slm_toolkit.run.data.data import load_data
+from slm_toolkit.run.data.formats import documents_of
+from slm_toolkit.run.evaluate import mean_loss
+from slm_toolkit.run.model.model import build_model
+
+
+def test_masked_tokens_are_left_out() -> None:
+    rows = {"input_ids": [[5, 6, 0, 0]], "attention_mask": [[1, 1, 0, 0]]}
+    (found,) = documents_of(rows, "tokens", None, text_column="text", loss_on="answers")
+    assert (found.tokens, found.labels) == ([5, 6], [5, 6])
+
+
+def test_every_held_out_sequence_counts_once() -> None:
+    config = RunConfig(per_device_train_batch_size=4)
+    sequences = [{"input_ids": torch.full((8,), number)} for number in range(5)]
+    batches = list(make_loader(sequences, config, train=False, num_ranks=2))
+    assert [len(batch["input_ids"]) for batch in batches] == [4, 4]  # one for each of two ranks
+    assert sum(num_labels(batch).item() for batch in batches) == 5 * 7
+    assert mean_loss({"a": (1.0, 10), "b": (float("nan"), 0)}) == 1.0
+
+
+def test_datasets_are_named_by_file_and_weighed() -> None:
+    assert sources_of("data/a.jsonl=3,b/c4=0.5") == (
+        Source("a", "data/a.jsonl", 3.0),
+        Source("c4", "b/c4", 0.5),
+    )
+    assert [source.name for source in sources_of("x/train.jsonl,y/train.jsonl")] == [
+        "x/train.jsonl",
+        "y/train.jsonl",
+    ]
+    for bad, said in {"a=0": "not a number above 0", "a,,b": "nothing between", "a=1,b": "or none"}.items():
+        assert any(said in problem for problem in RunConfig(dataset=bad).problems()), bad
+
+
+def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
+    for name, letter in (("often", "a"), ("seldom", "b")):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": letter * 63}] * 400)
+    mixed = f"{tmp_path / 'often.jsonl'}=3,{tmp_path / 'seldom.jsonl'}=1"
+    for streaming in (False, True):
+        data = load_data(config_of(mixed, seq_len=64, streaming=streaming), SPEC, num_sequences=0)
+        rows = [row["dataset"].item() for row, _ in zip(data.train, range(400), strict=False)]
+        assert data.names == ("often", "seldom")
+        assert 0.65 < rows.count(0) / len(rows) < 0.85  # 3 of 4; 400 draws stay within 4.6 standard errors
+        letters = {row["dataset"].item(): row["input_ids"][0].item() for row in list(data.train)[:50]}
+        assert letters[0] != letters[1]
+    both = load_data(config_of(mixed.replace("=3", "").replace("=1", ""), seq_len=64), SPEC, num_sequences=0)
+    assert len(both.train) == 800  # without weights: all of each
+
+
+def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
+    chat = write_rows(tmp_path / "chat.jsonl", [ROWS["messages"], ROWS["messages"]] * 40)
+    text = write_rows(tmp_path / "text.jsonl", [{"text": "abcdefgh " * 30}] * 40)
+    losses = {}
+    for kernel in ("hf", "fused_logits", "fused_linear"):
+        out = tmp_path / kernel
+        flags = ["--dataset", f"{chat}=1,{text}=1", "--loss_kernel", kernel, "--output_dir", str(out)]
+        done = launch(
+            *("--model", "slm-1m", "--seq_len", "128", "--max_steps", "3", "--eval_steps", "3", *flags),
+            *("--gradient_accumulation_steps", "2"),
+            config=ROOT / "accel_configs" / "ddp.yaml",
+        )
+        assert done.code == 0, done.err
+        record = record_under(out)
+        losses[kernel] = record["losses_by_dataset"]
+        for step, whole in enumerate(record["losses"]):
+            of_each = [record["losses_by_dataset"][name][step] for name in ("chat", "text")]
+            assert min(of_each) - 1e-6 <= whole <= max(of_each) + 1e-6
+        assert set(record["eval_losses_by_set"]) == {"chat", "text"}
+        assert "eval loss" in done.err
+        assert "perplexity" in done.err
+    for name in ("chat", "text"):
+        assert losses["hf"][name] == pytest.approx(losses["fused_linear"][name], abs=5e-3)
+        assert losses["hf"][name] == pytest.approx(losses["fused_logits"][name], abs=5e-3)
+    shown = run("slm", "report", str(tmp_path / "hf")).out
+    assert "losses by dataset" in shown
+    assert "perplexity" in shown
+
+
+def test_held_out_sets_of_their_own_are_evaluated_apart(tmp_path: Path) -> None:
+    texts = {name: write_rows(tmp_path / f"{name}.jsonl", [{"text": "xyz" * 90}] * 9) for name in "abc"}
+    config = config_of(texts["a"], eval_dataset=f"{texts['b']},{texts['c']}", eval_steps=1)
+    data = load_data(config, SPEC, num_sequences=0)
+    assert list(data.held_out) == ["b", "c"]
+    assert len(data.train) == len(data.held_out["b"])  # nothing is split off
+    assert num_labels({"input_ids": torch.zeros(2, 128)}) == 2 * 127
+
+
+def test_the_learning_rate_follows_the_batch() -> None:
+    # 64 sequences a step for 4 of a micro-step: 16 times
+    config = RunConfig(learning_rate=1e-3, per_device_train_batch_size=4)
+    rates = {rule: RunConfig(**{**vars(config), "scale_lr": rule}) for rule in ("none", "sqrt", "linear")}
+    assert [rate.learning_rate_of(64) for rate in rates.values()] == pytest.approx([1e-3, 4e-3, 16e-3])
+    based = RunConfig(learning_rate=1e-3, scale_lr="linear", base_batch_size=128)
+    assert based.learning_rate_of(64) == pytest.approx(5e-4)
+
+
+def test_a_scaled_learning_rate_is_told_and_used(tmp_path: Path) -> None:
+    words = ["--model", "slm-1m", "--seq_len", "32", "--max_steps", "3", "--numerics", "fp32"]
+    out = {name: ["--output_dir", str(tmp_path / name)] for name in ("scaled", "plain")}
+    train = ["python", "-m", "slm_toolkit.train", *words, "--gradient_accumulation_steps", "4"]
+    done = run(*train, "--scale_lr", "linear", "--learning_rate", "1e-4", *out["scaled"])
+    assert "learning rate 0.0004: 0.0001 for 4 sequences, scaled by linear" in done.err
+    assert "a step is 16 sequences of 32 tokens: 4 x 4 micro-steps x 1 processes" in done.err
+    run(*train, "--learning_rate", "4e-4", *out["plain"])
+    assert record_under(tmp_path / "scaled")["losses"] == record_under(tmp_path / "plain")["losses"]
+    assert find_model("slm-1m").num_layers == 4
+
+
+def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    rows = [{"q": f"{n} and one is", "choices": [str(n + 1), str(n)], "gold": 0} for n in range(10)]
+    questions = write_rows(tmp_path / "questions.jsonl", rows)
+    (tmp_path / "sums.yaml").write_text(
+        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {questions}\ntest_split: train\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n'
+    )
+    chat = write_rows(tmp_path / "chat.jsonl", [ROWS["alpaca"]] * 40)
+    base = tmp_path / "base"
+    build_model(SPEC, RunConfig(seq_len=64)).save_pretrained(base)
+    words = ["python", "-m", "slm_toolkit.train", "--model", str(base), "--max_steps", "1", "--seq_len", "64"]
+    asked = ["--dataset", str(chat), "--lm_eval_tasks", str(tmp_path / "sums.yaml"), "--peft", "lora"]
+    done = run(*words, *asked, "--output_dir", str(tmp_path / "out"))
+    assert "error: --lm_eval_tasks with --peft lora: an adapter alone is no model" in done.err
+    done = run(*words, *asked, "--merge_adapter", "--output_dir", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    results = record_under(tmp_path / "out")["lm_eval"]["sums"]
+    assert results["sample_len"] == 10
+    assert f"lm-eval sums: acc {results['acc,none']:.4g}" in done.err

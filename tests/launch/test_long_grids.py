@@ -1,0 +1,295 @@
+"""Grids that are killed and resumed, that share a machine, and what is said of them meanwhile."""
+
+import dataclasses
+import io
+import json
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import ENV, H100, ROOT, left_over, made_record, slm
+from rich.console import Console
+
+from slm_toolkit.compare.display import Display, as_words, seconds_left
+from slm_toolkit.compare.gpu_slots import Slot, run_in_slots, slots_of
+from slm_toolkit.compare.grid import PlannedRun, plan_runs
+from slm_toolkit.compare.local import kept_record
+from slm_toolkit.compare.supervisor import locked
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.record.files import find_records, write_record
+from slm_toolkit.record.run_record import RUN_DIR_VARIABLE, RunRecord
+from slm_toolkit.strategy.strategy import find_strategy
+
+TINY = ("--model", "slm-1m", "--max_steps", "3", "--seq_len", "32", "--runs_at_once", "2")
+
+
+def ok_records(folder: Path) -> dict[str, RunRecord]:
+    records, problems = find_records([folder])
+    assert problems == []  # a half-written record would be one
+    return {str(path): record for path, record in records if record.status == "ok"}
+
+
+def kill_and_resume(grid: tuple[str, ...], folder: Path, *, delays_seconds: list[float]) -> list[dict]:
+    """Kill `slm compare` after each delay, then let it finish; returns its rows."""
+    words = ["compare", "--json", *TINY, *grid, "--output_dir", str(folder)]
+    done: dict[str, RunRecord] = {}
+    for number, delay_seconds in enumerate(delays_seconds):
+        command = [str(Path(sys.executable).with_name("slm")), *words]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(delay_seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if number == 0:  # nobody resumes, and yet all end; later ones are resumed at once
+            deadline = time.monotonic() + 15
+            while left_over(folder):
+                assert time.monotonic() < deadline, left_over(folder)
+                time.sleep(0.1)
+        now = ok_records(folder) if folder.exists() else {}
+        assert done.items() <= now.items()  # what was done is neither lost nor repeated
+        done = now
+    finished = slm(*words)
+    assert finished.code == 0, finished.err
+    assert done.items() <= ok_records(folder).items()
+    assert finished.err.count("kept from ") == len(done)
+    return json.loads(finished.out)
+
+
+def check_whole(folder: Path, rows: list[dict], *, num_runs: int) -> None:
+    assert [row["status"] for row in rows] == ["ok"] * num_runs
+    assert len({row["record"] for row in rows}) == num_runs
+    records = ok_records(folder)
+    assert len(records) == num_runs
+    assert len({record.identity for record in records.values()}) == num_runs
+    for record in records.values():
+        assert len(record.losses) == 3
+        assert len(record.step_seconds) == record.world_size
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    strays = {name for name in names if name.startswith((".record", "progress", "stack"))}
+    assert strays == set()
+    assert left_over(folder) == []
+
+
+def test_a_killed_grid_leaves_no_process_and_is_resumed_where_it_was(tmp_path: Path) -> None:
+    delay_seconds = random.uniform(3, 12)
+    rows = kill_and_resume(
+        ("--strategy", "single", "ddp", "--seed", "0", "1"), tmp_path, delays_seconds=[delay_seconds]
+    )
+    check_whole(tmp_path, rows, num_runs=4)
+
+
+@pytest.mark.slow
+def test_thirty_runs_killed_five_times_end_as_thirty_right_records(tmp_path: Path) -> None:
+    grid = ("--strategy", "single", "ddp", "--seed", "0", "1", "2", "3", "4")
+    grid += ("--per_device_train_batch_size", "1", "2", "3")  # 2 x 5 x 3 = 30
+    delays_seconds = [random.uniform(3, 30) for _ in range(5)]
+    rows = kill_and_resume(grid, tmp_path, delays_seconds=delays_seconds)
+    check_whole(tmp_path, rows, num_runs=30)
+
+
+def test_a_second_comparison_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        refused = slm("compare", "--strategy", "single", "--output_dir", str(tmp_path))
+    assert refused.code == 2
+    assert "error: another `slm compare` (process " in refused.err
+    assert "hint: wait for it, or give another --output_dir" in refused.err
+
+
+def test_what_a_killed_comparison_left_running_is_ended_before_the_next(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: 0); time.sleep(99)"]
+    env = {**ENV, RUN_DIR_VARIABLE: str(tmp_path / "runs" / "a")}
+    orphan = subprocess.Popen(command, env=env)
+    elsewhere = subprocess.Popen(command, env={**ENV, RUN_DIR_VARIABLE: str(tmp_path / "runs" / "b" / "a")})
+    try:
+        deadline = time.monotonic() + 5
+        while True:  # until it runs python, not the copy of this process that it began as
+            with locked(tmp_path / "runs") as num_left_over:
+                if num_left_over or time.monotonic() > deadline:
+                    break
+        assert num_left_over == 1
+        assert orphan.poll() is not None
+        assert elsewhere.poll() is None
+    finally:
+        elsewhere.kill()
+
+
+def test_runs_side_by_side_overlap_and_tell_time_and_cost(tmp_path: Path) -> None:
+    words = ("--strategy", "single", "--seed", "0", "1", "2", "--usd_per_gpu_hour", "3600")
+    finished = slm("compare", "--json", *TINY, *words, "--output_dir", str(tmp_path))
+    assert finished.code == 0, finished.err
+    records = ok_records(tmp_path).values()
+    starts = sorted(datetime.fromisoformat(record.started_at).timestamp() for record in records)
+    assert len(starts) == 3
+    assert starts[1] - starts[0] < min(record.seconds_total for record in records)
+    assert "1/3  single seed=" in finished.err
+    # two slots of one process at $3600 an hour: $2 a second, over a few seconds
+    first, *_, last = [line for line in finished.err.splitlines() if " so far)" in line]
+    assert " left, $" in first
+    assert 4 < float(last.partition("($")[2].partition(" ")[0]) < 600
+
+
+def test_slots_are_disjoint_and_no_job_starts_without_one() -> None:
+    slots = [Slot(2, ("0", "1")), Slot(2, ("2", "3"))]
+    at_work: set[tuple[str, ...]] = set()
+    most, lock = [0], threading.Lock()
+
+    def work(job: int, slot: Slot) -> int:
+        with lock:
+            assert slot.visible_devices not in at_work
+            at_work.add(slot.visible_devices)
+            most[0] = max(most[0], len(at_work))
+        time.sleep(0.02)
+        with lock:
+            at_work.remove(slot.visible_devices)
+        return job * job
+
+    results = dict(run_in_slots(range(8), work, slots, threading.Event()))
+    assert results == {number: number * number for number in range(8)}
+    assert most == [2]
+
+
+def test_a_bug_in_one_job_stops_the_others_and_starts_no_more() -> None:
+    stop, begun = threading.Event(), []
+
+    def work(job: int, slot: Slot) -> None:
+        begun.append(job)
+        if job == 1:
+            raise RuntimeError("a bug")
+        assert stop.wait(timeout=10)
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(run_in_slots(range(9), work, [Slot(2), Slot(2)], stop))
+    assert set(begun) <= {0, 1, 2}  # 2 may have begun in the moment before
+
+
+def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(5, H100)
+    asked = {"runs_at_once": None, "num_processes": None}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    dealt = [slot.visible_devices for slot in slots_of(machine, gpus_per_run=2, **asked)]
+    assert dealt == [("0", "1"), ("2", "3")]  # the fifth is left over
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,GPU-abc")
+    dealt = [slot.visible_devices for slot in slots_of(machine, gpus_per_run=2, **asked)]
+    assert dealt == [("7", "5"), ("3", "1")]
+    assert slots_of(machine, gpus_per_run=None, **asked) == [Slot(1, None)]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "asked", "problem"),
+    [
+        (0, {"gpus_per_run": 1}, "hint: --runs_at_once N"),
+        (4, {"gpus_per_run": 8}, "--gpus_per_run is 8: this machine has 4"),
+        (4, {"runs_at_once": 2}, "hint: --gpus_per_run K"),
+        (4, {"gpus_per_run": 1, "num_processes": 2}, "--num_processes is 2"),
+    ],
+)
+def test_slots_that_can_not_be_had_are_refused(num_gpus: int, asked: dict[str, int], problem: str) -> None:
+    words = {"gpus_per_run": None, "runs_at_once": None, "num_processes": None, **asked}
+    with pytest.raises(ValueError, match=problem):
+        slots_of(Machine(num_gpus, H100 if num_gpus else None), **words)
+
+
+def planned(*strategies: str, **given: object) -> list[PlannedRun]:
+    found = [find_strategy(name) for name in strategies]
+    return plan_runs(
+        {"model": "slm-1m", **given}, found, num_processes=None, machine=Machine(0, None), repeats=1
+    )
+
+
+def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
+    single, ddp = planned("single", "ddp")
+    assert seconds_left([], [single], [], num_slots=1) is None
+    # one single run took 10 s, ddp runs 20 s and 40 s: a ddp run takes 30 s, of which one has done 12 s
+    done = [(single, 10.0), (ddp, 20.0), (ddp, 40.0)]
+    assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=1) == 10 + 30 + 18
+    assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=2) == (10 + 30 + 18) / 2
+    assert seconds_left(done, [], [(ddp, 12.0)], num_slots=2) == 18  # the other slot can't help
+    assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1) == 0
+    # of a strategy that nobody has done: the mean of all, 70 / 3
+    (zero,) = planned("ds_zero2")
+    assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
+
+
+def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
+    first, second, third = runs = planned("single", seed=[0, 1, 2])
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    display = Display(runs, console, usd_so_far=lambda: 0.25)
+    record = made_record(seconds_total=120.0)
+    display.begin(first)
+    display.end(first, record, kept=False)
+    display.begin(second)
+    display.progress(second, {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": 1234.0})
+    overall, running = display.bars.tasks
+    assert (overall.completed, overall.total) == (1, 3)
+    assert overall.fields["says"] == "about 4 min left, $0.25 so far"  # 120 s each for the two others
+    assert (running.completed, running.fields["says"]) == (2, "loss 5.500  1,234 tokens/s")
+
+
+def test_time_is_told_in_words() -> None:
+    told = [as_words(seconds) for seconds in (45, 720, 2 * 3600 + 600, 53 * 3600)]
+    assert told == ["45 s", "12 min", "2 h 10 min", "2 d 5 h"]
+
+
+def test_a_dry_run_prints_what_a_shell_would_launch_and_writes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    words = (
+        "compare",
+        "--dry_run",
+        "--strategy",
+        "single",
+        "ds_zero2",
+        "--model",
+        "slm-1m",
+        "--seed",
+        "0",
+        "1",
+    )
+    lines = slm(*words, "--output_dir", str(folder)).out.splitlines()
+    assert len(lines) == 4
+    assert all(shlex.split(line)[:2] == ["accelerate", "launch"] for line in lines)
+    assert all(str(folder) in shlex.split(line) for line in lines)
+    assert json.loads(slm(*words, "--json", "--output_dir", str(folder)).out) == lines
+    assert not folder.exists()
+
+
+def test_what_a_dry_run_prints_runs_and_is_not_printed_again(tmp_path: Path) -> None:
+    words = ("compare", "--dry_run", "--strategy", "single", "--model", "slm-1m", "--max_steps", "2")
+    (line,) = slm(*words, "--output_dir", str(tmp_path)).out.splitlines()
+    command = [str(Path(sys.executable).with_name("accelerate")), *shlex.split(line)[1:]]
+    subprocess.run(command, cwd=tmp_path, env=ENV, check=True, capture_output=True)
+    again = slm(*words, "--output_dir", str(tmp_path))
+    assert (again.code, again.out.strip()) == (0, "")
+    assert "1 of 1 runs are done and kept" in again.err
+
+
+def test_nohups_wish_is_heeded(tmp_path: Path) -> None:
+    """A login that ends sends SIGHUP; nohup is how one leaves a grid to the night."""
+    words = ["compare", *TINY, "--strategy", "single", "--output_dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [str(Path(sys.executable).with_name("slm")), *words],
+        **{"cwd": ROOT, "env": ENV, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN),
+    )
+    while not left_over(tmp_path):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 0
+    assert len(ok_records(tmp_path)) == 1
+
+
+def test_a_run_is_kept_where_its_tracker_has_it_and_repeated_for_another(tmp_path: Path) -> None:
+    (run,) = planned("single", report_to="tensorboard", output_dir=str(tmp_path))
+    record = dataclasses.replace(made_record(), identity=run.identity)
+    for tracker, kept in ((None, False), ("wandb", False), ("tensorboard", True)):
+        write_record(dataclasses.replace(record, reported_to=tracker), run.folder)
+        assert (kept_record(run) is not None) == kept

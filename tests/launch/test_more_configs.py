@@ -1,0 +1,71 @@
+"""Offload, hybrid shard and ZeRO++ run for real on CPU processes, and lose what DDP loses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import COMPILING_SECONDS, ROOT, launch, own_strategy, record_under, slm
+
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
+
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "5", "--json")
+NEW = {
+    2: ("fsdp_full_shard_offload", "ds_zero2_offload", "ds_zero3_offload"),
+    4: ("fsdp_hybrid_shard", "ds_zeropp"),
+}
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_each_trains_as_ddp_does(num_processes: int, tmp_path: Path) -> None:
+    done = slm(
+        *("compare", "--strategy", "ddp", *NEW[num_processes], *FEW, "--numerics", "fp32"),
+        *("--num_processes", str(num_processes), "--output_dir", str(tmp_path)),
+    )
+    assert done.code == 0, done.err
+    rows = {row["strategy"]: row for row in json.loads(done.out)}
+    assert rows.keys() == {"ddp", *NEW[num_processes]}
+    for row in rows.values():
+        assert (row["status"], row["world_size"]) == ("ok", num_processes)
+        assert row["losses"] == pytest.approx(rows["ddp"]["losses"], abs=1e-4)
+
+
+def test_the_launchers_sizes_of_a_hybrid_shard_are_those_recorded(tmp_path: Path) -> None:
+    sizes = ("--parallelism_config_dp_replicate_size", "3", "--parallelism_config_dp_shard_size", "2")
+    done = launch(
+        *(*FEW[:-1], "--output_dir", str(tmp_path)),
+        config="accel_configs/fsdp_hybrid_shard.yaml",
+        launcher=("--num_processes", "6", *sizes),
+    )
+    assert done.code == 0, done.err
+    asked = record_under(tmp_path)["asked"]["accelerate_config"]["parallelism_config"]
+    assert list(asked.values()) == [3, 2]
+
+
+def test_no_shipped_yaml_is_left_out() -> None:
+    compared = {*STUDIED_STRATEGIES, "single"}  # the fixtures of conftest; single is parity's reference
+    here = {*NEW[2], *NEW[4], "ds_zero3_nvme"}
+    assert set(shipped_strategies()) == compared | here
+
+
+@pytest.mark.nvme
+def test_nvme_trains_as_ddp_does(tmp_path: Path) -> None:
+    """The first use compiles async_io, some minutes."""
+    names = ("--strategy", "ddp", "ds_zero3_nvme")
+    done = slm("compare", *names, *FEW, "--output_dir", str(tmp_path), timeout=COMPILING_SECONDS)
+    assert done.code == 0, done.err
+    ddp, nvme = json.loads(done.out)
+    assert nvme["losses"] == pytest.approx(ddp["losses"], abs=0.01)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="qwZ and qgZ need a GPU: their int8 kernels have no CPU version"
+)
+def test_quantized_zeropp_trains_as_ddp_does(tmp_path: Path) -> None:
+    quantized = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
+    quantized["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    yaml = own_strategy(tmp_path, "num_processes: 2\n", quantized)
+    done = slm("compare", "--strategy", "ddp", yaml, *FEW, "--output_dir", str(tmp_path / "runs"))
+    assert done.code == 0, done.err
+    ddp, zeropp = json.loads(done.out)
+    assert zeropp["losses"] == pytest.approx(ddp["losses"], abs=0.1)  # of int8 gradients

@@ -1,0 +1,230 @@
+"""What a step was computed with is read off what ran, and rows that were computed otherwise are marked."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, Comparison, compare, launch, record_under, slm
+
+from slm_toolkit.record.numerics import Numerics, differences, merged
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
+
+# design of `aligned`: bf16 in compute and reduction, fp32 where it is updated and where the loss is computed
+ALIGNED = {
+    "parameter_dtype": "bfloat16",
+    "autocast": False,
+    "compute_dtype": "bfloat16",
+    "residual_dtype": "bfloat16",
+    "logits_dtype": "bfloat16",
+    "cross_entropy_dtype": "float32",
+    "loss_kernel": "hf",
+    "loss_dtype": "float32",
+    "gradient_dtype": "bfloat16",
+    "reduction_dtype": "bfloat16",
+    "master_weight_dtype": "float32",
+    "optimizer_state_dtype": "float32",
+    "clipping": 1.0,
+    "accumulation": 1,
+    "tokens_per_step": 2 * 4 * 128,
+    "attention": "sdpa flash",
+    "optimizer_kernel": "fused",
+    "compiled": False,
+    "recomputed": False,
+    "float8": None,
+    "tf32": False,
+    "attention_call": "with a mask, dropout 0, scale 0.125",  # heads of 64: 1 / sqrt(64); documents apart
+    "dropout": "none",
+    # theta 10,000: the last is 10,000^-(62/64); the sum is (1 - 1e-4) / (1 - 10,000^(-1/32))
+    "rope": "float32 1 to 0.000133352, sum 3.99791",
+    "norm_eps": "1e-06",
+    "tied": "untied",
+    "frozen": "none",
+    "without_gradient": "none",
+    # 9 norms of 128; at step 20 of 20 the cosine is at 0.1 + 0.45 (1 + cos(pi 19/20)) = 0.10554
+    "optimizer_settings": "950272 elements, lr 0.0003, betas 0.9 0.95, eps 1e-08, decay 0.1; "
+    "1152 elements, lr 0.0003, betas 0.9 0.95, eps 1e-08, decay 0",
+    "optimizer_settings_at_end": "950272 elements, lr 3.16621e-05, betas 0.9 0.95, eps 1e-08, decay 0.1; "
+    "1152 elements, lr 3.16621e-05, betas 0.9 0.95, eps 1e-08, decay 0",
+}
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_aligned_is_the_same_in_every_field_under_every_strategy(aligned: Comparison, name: str) -> None:
+    row = aligned.rows[name]
+    probed = dict(row["numerics_probed"])
+    assert row["numerics_differences"] == []
+    assert len(probed.pop("optimizer_class")) > 0
+    assert probed.pop("batch_hashes") == aligned.rows["ddp"]["numerics_probed"]["batch_hashes"]
+    assert probed == ALIGNED
+
+
+def test_the_ranks_batches_differ_and_their_hashes_show_it(aligned: Comparison) -> None:
+    hashes = aligned.rows["ddp"]["numerics_probed"]["batch_hashes"]
+    assert len(set(hashes)) == 2
+
+
+@pytest.mark.parametrize("name", STUDIED_STRATEGIES)
+def test_fp32_is_fp32_under_every_strategy(fp32: Comparison, name: str) -> None:
+    probed = fp32.rows[name]["numerics_probed"]
+    dtypes = {value for field, value in probed.items() if field.endswith("_dtype")}
+    assert dtypes == {"float32"}
+    assert fp32.rows[name]["numerics_differences"] == []
+
+
+def test_stock_marks_what_accelerate_does_otherwise_by_itself(stock: Comparison) -> None:
+    """The table of differences in the README, found by the probe: each engine against DDP."""
+    ddp = stock.rows["ddp"]["numerics_probed"]
+    assert (ddp["parameter_dtype"], ddp["autocast"], ddp["clipping"]) == ("float32", True, 0.0)
+    assert stock.rows["ddp"]["numerics_differences"] == []
+    assert stock.rows["fsdp_full_shard"]["numerics_differences"] == [
+        "autocast off (not on)",
+        "residual bfloat16 (not float32)",
+        "logits bfloat16 (not float32)",
+        "loss bfloat16 (not float32)",
+        "reduction bfloat16 (not float32)",
+    ]
+    assert stock.rows["ds_zero2"]["numerics_differences"] == [
+        "parameter bfloat16 (not float32)",
+        "autocast off (not on)",
+        "residual bfloat16 (not float32)",
+        "logits bfloat16 (not float32)",
+        "gradient bfloat16 (not float32)",
+        "reduction bfloat16 (not float32)",
+        "clipping 1 (not 0)",
+    ]
+
+
+def test_strict_gives_no_rank_to_what_was_computed_otherwise(stock: Comparison) -> None:
+    free = json.loads(slm("report", str(stock.folder), "--json").out)
+    assert None not in [row["rank"] for row in free]
+    strict = json.loads(slm("report", str(stock.folder), "--json", "--strict").out)
+    assert [row["rank"] for row in strict] == [
+        None
+    ] * 3  # DDP alone is left, and has nobody to be ranked with
+    table = slm("report", str(stock.folder)).out
+    assert "fsdp_full_shard [1]" in table
+    assert "[2] not computed as ddp: parameter bfloat16 (not float32), autocast off (not on)" in table
+
+
+def test_pure_bf16_keeps_no_fp32_state_and_the_strategies_still_agree(tmp_path: Path) -> None:
+    strategies = ("--strategy", "ddp", "fsdp_full_shard", "ds_zero3")
+    done = compare(*strategies, "--numerics", "pure_bf16", "--parity", "4", folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    for row in done.rows.values():
+        assert row["numerics_differences"] == []
+        probed = row["numerics_probed"]
+        assert probed["master_weight_dtype"] == probed["optimizer_state_dtype"] == "bfloat16"
+        assert probed["cross_entropy_dtype"] == "float32"
+    # bf16 weights 2, gradients 2, moments 4 bytes, no masters: slm-1m has 951,424 parameters
+    state = done.rows["ddp"]["state_bytes_per_rank"]
+    assert sum(state.values()) == pytest.approx(8 * 951_424, rel=1e-3)
+
+
+def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -> None:
+    strategies = ("--strategy", "ddp", "fsdp_full_shard", "ds_zero2", "ds_zero3")
+    done = compare(*strategies, "--reduce_dtype", "fp32", "--parity", "4", folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    for name, row in done.rows.items():
+        assert row["numerics_probed"]["reduction_dtype"] == "float32"
+        # DeepSpeed has the reduction's dtype only together with the gradients' own, and the row says so
+        differs = ["gradient float32 (not bfloat16)"] if name.startswith("ds_") else []
+        assert row["numerics_differences"] == differs
+
+
+def test_zero_1_refuses_to_reduce_in_fp32(tmp_path: Path) -> None:
+    done = slm("compare", "--strategy", "ds_zero1", "--reduce_dtype", "fp32", "--output_dir", str(tmp_path))
+    assert done.code == 2
+    assert "--reduce_dtype fp32 would make ZeRO-1 another optimizer" in done.err
+    assert "hint:" in done.err
+
+
+def test_the_probe_sees_eager_attention_recomputation_accumulation_and_the_foreach_kernel(
+    tmp_path: Path,
+) -> None:
+    arguments = (
+        *("--model", "slm-1m", "--max_steps", "2", "--seq_len", "32", "--gradient_accumulation_steps", "3"),
+        *("--attn_implementation", "eager", "--gradient_checkpointing", "--optim", "adamw_torch"),
+        *("--max_grad_norm", "0", "--output_dir", str(tmp_path)),
+    )
+    done = launch(*arguments, config="accel_configs/single.yaml")
+    assert done.code == 0, done.err
+    probed = record_under(tmp_path)["numerics"]
+    seen = {
+        name: probed[name]
+        for name in ("attention", "recomputed", "accumulation", "optimizer_kernel", "clipping")
+    }
+    assert seen == {
+        "attention": "eager",
+        "recomputed": True,
+        "accumulation": 3,
+        "optimizer_kernel": "foreach",
+        "clipping": 0.0,
+    }
+    assert probed["tokens_per_step"] == 3 * 4 * 32
+    assert probed["reduction_dtype"] is None  # one rank reduces nothing
+
+
+def test_one_rank_under_fsdp_reduces_nothing_either(tmp_path: Path) -> None:
+    words = ("--strategy", "ddp", "fsdp_full_shard", "--num_processes", "1", "--max_steps", "2")
+    done = compare(*words, folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    assert [row["numerics_differences"] for row in done.rows.values()] == [[], []]
+
+
+@pytest.mark.slow
+def test_an_offloaded_optimizer_is_seen_too(tmp_path: Path) -> None:
+    shipped = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    shipped["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "offload.json").write_text(json.dumps(shipped))
+    config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero2.yaml").read_text())
+    config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "offload.json")
+    (tmp_path / "offload.yaml").write_text(yaml.safe_dump(config))
+    words = ("--strategy", "ddp", str(tmp_path / "offload.yaml"), "--parity", "4")
+    done = compare(*words, folder=tmp_path / "runs")
+    assert done.finished.code == 0, done.finished.err
+    row = done.rows["offload"]
+    assert row["numerics_probed"]["optimizer_kernel"] == "DeepSpeedCPUAdam"
+    assert row["numerics_probed"]["gradient_dtype"] is not None
+    assert row["state_bytes_per_rank"]["gradients"] > 0
+
+
+def test_a_compiled_step_is_seen_and_its_compilation_is_no_timed_step(tmp_path: Path) -> None:
+    arguments = ("--model", "slm-1m", "--max_steps", "6", "--seq_len", "32", "--torch_compile")
+    done = launch(*arguments, "--output_dir", str(tmp_path), config="accel_configs/single.yaml")
+    assert done.code == 0, done.err
+    record = record_under(tmp_path)
+    assert record["numerics"]["compiled"] is True
+    assert record["numerics"]["recomputed"] is False  # as run; while it is traced, a forward is seen twice
+    assert record["num_graphs_compiled"][0] > 0
+    assert record["num_graphs_compiled"][record["num_probed_steps"] - 1] == 0
+    assert sum(record["num_graphs_compiled"][3:]) == 0
+    (row,) = json.loads(slm("report", str(tmp_path), "--json").out)
+    assert record["num_probed_steps"] <= row["num_warmup_steps"] <= 3
+
+
+NUMERICS = Numerics(parameter_dtype="bfloat16", autocast=False, accumulation=1, batch_hashes=["a", "b"])
+
+
+def test_a_difference_that_a_flag_explains_is_none() -> None:
+    other = dataclasses.replace(NUMERICS, accumulation=2, batch_hashes=["c", "d"], autocast=True)
+    assert [str(found) for found in differences(other, NUMERICS)] == [
+        "autocast on (not off)",
+        "accumulation 2 (not 1)",
+        "batch hashes c d (not a b)",
+    ]
+    asked = frozenset({"gradient_accumulation_steps"})
+    explained = differences(other, NUMERICS, other_settings=asked)
+    assert [found.field for found in explained] == ["autocast"]
+
+
+def test_ranks_add_their_tokens_and_are_both_shown_where_they_differ() -> None:
+    rank = dataclasses.asdict(Numerics(tokens_per_step=512, batch_hashes=["a"], residual_dtype="bfloat16"))
+    other = {**rank, "batch_hashes": ["b"]}
+    assert merged([rank, other]) == Numerics(
+        tokens_per_step=1024, batch_hashes=["a", "b"], residual_dtype="bfloat16"
+    )
+    nothing_held = {**rank, "residual_dtype": None}
+    assert merged([rank, nothing_held]).residual_dtype == "bfloat16"
+    assert merged([rank, {**rank, "residual_dtype": "float32"}]).residual_dtype == "bfloat16 / float32"

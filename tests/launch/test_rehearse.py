@@ -1,0 +1,385 @@
+"""One process plays rank 0 of N: its peak is a real rank's, its row says rehearsed, its chart can be read."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from conftest import made_record, record_under, run, slm
+from rich.console import Console
+
+from slm_toolkit.compare.grid import plan_runs
+from slm_toolkit.config.flags import flags_of
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
+from slm_toolkit.record.parity import judge
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.report.ranking import ranked
+from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.tables.comparison import comparison_table
+from slm_toolkit.report.tables.memory import memory_chart, memory_picture
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+
+FAST = ("ddp", "fsdp_full_shard", "ds_zero3")
+SMALL = ("--model", "slm-1m", "--seq_len", "64")
+GIB = 2**30
+NO_GPU = Machine(0, None)
+
+
+def compared(folder: Path, strategies: tuple[str, ...], *arguments: str) -> dict[tuple[str, int], dict]:
+    """Rows of a `slm compare` by strategy and ranks."""
+    done = slm(
+        *("compare", "--json", *SMALL, "--output_dir", str(folder), "--strategy", *strategies, *arguments)
+    )
+    assert done.code == 0, done.err
+    return {(row["strategy"], row["world_size"]): row for row in json.loads(done.out)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rehearsed")
+
+
+@pytest.fixture(scope="module")
+def rehearsed(folder: Path) -> dict[tuple[str, int], dict]:
+    return compared(folder, ("ddp", "fsdp_full_shard"), "--rehearse", "2", "8")
+
+
+def assert_alike(folder: Path, strategies: tuple[str, ...]) -> None:
+    """Each strategy's memory at the peak, rehearsed, is that of two real processes.
+
+    Now and then a thread of gloo's holds the buffer of a gather that is done a moment longer (with FSDP2 seen
+    in about one run of five); then the real run is looked at again.
+    """
+    fake = compared(folder, strategies, "--rehearse", "2")  # keeps those that `rehearsed` did
+    left = strategies
+    for attempt in range(5):
+        options = ("--num_processes", "2", "--trace_memory", "true", "--max_steps", "2")
+        real = compared(folder / f"real-{attempt}", left, *options)
+        pairs = {name: [rows[name, 2]["memory_at_peak"] for rows in (fake, real)] for name in left}
+        for played, held in pairs.values():
+            assert played["num_bytes"] * (1 - 1e-4) <= held["num_bytes"] <= played["num_bytes"] * 1.01
+        left = tuple(name for name, pair in pairs.items() if not alike(*pair))
+        if not left:
+            return
+    pytest.fail(str([(name, pairs[name]) for name in left]))
+
+
+def alike(fake: dict, real: dict) -> bool:
+    return (
+        fake["num_bytes"] == pytest.approx(real["num_bytes"], rel=1e-4)
+        and (fake["phase"], fake["module"]) == (real["phase"], real["module"])
+        # of so small a model, what only real ranks have shows: some masks, 2 KiB
+        and all(fake["parts"][part] == pytest.approx(real["parts"][part], abs=4096) for part in PARTS)
+    )
+
+
+@pytest.mark.usefixtures("rehearsed")
+def test_a_rehearsal_peaks_where_two_real_processes_do(folder: Path) -> None:
+    assert_alike(folder, FAST)
+
+
+@pytest.mark.slow
+def test_every_strategy_rehearses_as_two_real_processes_run(folder: Path) -> None:
+    assert_alike(folder, tuple(strategy for strategy in STUDIED_STRATEGIES if strategy not in FAST))
+
+
+def test_rows_of_a_rehearsal_say_what_they_are(rehearsed: dict[tuple[str, int], dict]) -> None:
+    assert list(rehearsed) == [("ddp", 2), ("fsdp_full_shard", 2), ("ddp", 8), ("fsdp_full_shard", 8)]
+    for row in rehearsed.values():
+        assert (row["evidence"], row["status"], row["gpu"]) == ("rehearsed", "ok", None)
+        assert row["peak_allocated_bytes"] == row["memory_at_peak"]["num_bytes"]
+        assert row["memory_at_peak"]["num_bytes"] == sum(row["memory_at_peak"]["parts"].values())
+        unknown = ("tokens_per_second", "mfu", "usd_per_million_tokens", "peak_reserved_bytes", "final_loss")
+        assert all(row[name] is None for name in (*unknown, "rank", "parity_holds"))
+        assert row["losses"] == row["warnings"] == []
+
+
+def test_shards_shrink_with_ranks(rehearsed: dict[tuple[str, int], dict]) -> None:
+    num_params = PRESETS["slm-1m"].num_params
+    # aligned: bf16 parameters, fp32 master weights, two fp32 moments; FSDP2 splits each over the ranks
+    for name, num_bytes in (("parameters", 2), ("master_weights", 4), ("optimizer", 8)):
+        for num_ranks in (2, 8):
+            whole = rehearsed["ddp", num_ranks]["memory_at_peak"]["parts"][name]
+            shard = rehearsed["fsdp_full_shard", num_ranks]["memory_at_peak"]["parts"][name]
+            assert whole == pytest.approx(num_bytes * num_params, rel=1e-3)  # moments: and a step count each
+            assert shard == pytest.approx(num_bytes * num_params / num_ranks, rel=1e-3)
+    # DDP's buckets are a copy of all bf16 gradients
+    buckets = [rehearsed["ddp", n]["memory_at_peak"]["parts"]["communication"] for n in (2, 8)]
+    assert buckets == [2 * num_params] * 2
+
+
+def test_the_timeline_lies_beside_the_record_and_is_drawn(
+    rehearsed: dict[tuple[str, int], dict], folder: Path
+) -> None:
+    row = rehearsed["fsdp_full_shard", 8]
+    segments = read_segments(Path(row["record"]).with_name("memory_timeline.csv"))
+    assert max(segment.num_bytes for segment in segments) == row["peak_allocated_bytes"]
+    assert all(segment.num_bytes == sum(segment.parts.values()) for segment in segments)
+    assert any(segment.parts["gathered_parameters"] for segment in segments if segment.phase == "forward")
+    assert any(segment.parts["communication"] for segment in segments if segment.phase == "backward")
+    done = slm("report", str(Path(row["record"]).parent), "--memory")
+    assert done.code == 0, done.err
+    assert "memory of fsdp_full_shard, rehearsed on rank 0 of 8: peak" in done.out
+    assert done.out.count("<- peak") == 1
+
+
+def plan(strategies: tuple[str, ...] = ("single", "ddp"), **options: object) -> list:
+    given = {"model": "slm-1m", "rehearse": options.pop("rehearse", [1, 8])}
+    found = [find_strategy(name) for name in strategies]
+    planned = {"num_processes": None, "machine": NO_GPU, **options}
+    return plan_runs({**given, **planned.pop("given", {})}, found, **planned)
+
+
+def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
+    runs = plan()
+    planned = [(run.strategy.name, run.config.rehearse, run.asked["num_processes"]) for run in runs]
+    assert planned == [("single", 1, 1), ("ddp", 1, 1), ("ddp", 8, 8)]  # one process is rehearsed once
+    assert {run.num_processes for run in runs} == {1}
+    assert len({run.identity for run in runs}) == 3
+    assert all("--rehearse" in flags_of(run.config) for run in runs)
+    assert {run.config.seq_len for run in runs} == {1024}  # as on a GPU
+    assert len(plan(rehearse=[64], machine=Machine(1, "NVIDIA L4"))) == 2  # one GPU does for any number
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_processes": 2}, "--num_processes with --rehearse"),
+        ({"parity_steps": 3}, "--parity with --rehearse"),
+        ({"repeats": 2}, "--repeats with --rehearse"),
+        ({"given": {"profile": True}}, "--profile with --rehearse"),
+        ({"given": {"torch_compile": [False, True]}}, "--torch_compile with --rehearse"),
+        ({"given": {"eval_steps": 5}}, "--eval_steps with --rehearse"),
+        ({"strategies": ("single",)}, "--rehearse 8 with single, which is one process"),
+        ({"rehearse": [0]}, "--rehearse is 0: at least 1"),
+    ],
+)
+def test_what_a_rehearsal_cannot_do_is_refused(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        plan(**options)
+    assert len(str(error.value).splitlines()) == 2
+    assert "\nhint: " in str(error.value)
+
+
+def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:
+    done = slm("compare", "--rehearse", "8", "--num_processes", "2", "--output_dir", str(tmp_path / "runs"))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: --num_processes with --rehearse")
+    untraced = slm("compare", "--memory", "--output_dir", str(tmp_path / "runs"))
+    assert untraced.code == 2
+    assert "hint: add --trace_memory" in untraced.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_processes_are_no_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slm_toolkit import train
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*SMALL, "--rehearse", "8", "--output_dir", str(tmp_path / "runs")])
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: --rehearse 8 in 2 processes: one plays rank 0"
+    assert hint.startswith("hint: slm train --rehearse N, or accelerate launch --num_processes 1")
+    assert not (tmp_path / "runs").exists()
+
+
+_REAL_TENSORS = """
+import sys
+import torch
+import slm_toolkit.run.rehearse as rehearse
+rehearse.is_fake = lambda config: False  # as on a GPU
+torch.use_deterministic_algorithms(True)  # what is not written holds NaN
+if sys.argv.pop(1) == "bad":
+    torch.isfinite = lambda tensor: torch.zeros_like(tensor, dtype=torch.bool)
+from slm_toolkit.train import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("gradients", ["good", "bad"])
+def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: str) -> None:
+    """torch 2.11's fake group reduced gradients to whatever memory held: no step was taken, the record ok."""
+    script = tmp_path / "real.py"
+    script.write_text(_REAL_TENSORS)
+    done = run(
+        *("accelerate", "launch", "--config_file", "accel_configs/fsdp_full_shard.yaml"),
+        *("--num_processes", "1", "--main_process_port", "0", str(script), gradients),
+        *("--model", "slm-1m", "--seq_len", "32", "--per_device_train_batch_size", "2", "--max_steps", "2"),
+        *("--rehearse", "4", "--numerics", "stock", "--save_final_model", "false"),
+        *("--output_dir", str(tmp_path / "runs")),
+        cold=True,
+    )
+    record = record_under(tmp_path / "runs")
+    if gradients == "good":
+        assert done.code == 0, done.err
+        held = record["state_bytes"][0]
+        # two moments as large as the fp32 shards, and one fp32 count of steps for each of 39 parameters
+        assert held["optimizer"] == 2 * held["parameters"] + 39 * 4
+    else:
+        assert done.code == 1, done.err
+        assert record["status"] == "failed"
+        assert "took no optimizer step" in record["reason"]
+
+
+def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
+    from slm_toolkit.run.peers.launch_info import Launch
+    from slm_toolkit.run.rehearse.rehearse import pretend_ranks
+
+    with pytest.raises(ValueError, match=r"--rehearse 8 with .*single.yaml, which is one process\nhint: ddp"):
+        pretend_ranks(Launch(find_strategy("single"), 1, ()), 8)
+
+
+def made_rehearsal(**changes: object) -> RunRecord:
+    """Rank 0 of 8 without a GPU: 4 GiB at the peak."""
+    asked = made_record().asked
+    at_peak = {"phase": "backward", "module": "loss", "num_bytes": 4 * GIB, "parts": {}, "modules": {}}
+    nothing = ("losses", "grad_norms", "step_seconds", "state_bytes")
+    made = made_record(
+        identity="1",
+        asked={**asked, "config": {**asked["config"], "rehearse": 8}, "num_processes": 8},
+        gpu=None,
+        world_size=8,
+        peak_allocated_bytes=[4 * GIB],
+        peak_reserved_bytes=None,
+        peak_rss_bytes=None,
+        memory_at_peak=at_peak,
+        **{name: [] for name in nothing},
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def rows(*records: RunRecord) -> list[Row]:
+    return ranked(
+        [row_of([(Path(str(number)), record)]) for number, record in enumerate(records)], strict=False
+    )
+
+
+def shown(found: list[Row]) -> str:
+    return drawn(comparison_table(found, width=220), width=220)
+
+
+def drawn(what: object, *, width: int) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(what, crop=False)
+    return capture.get()
+
+
+def test_measured_and_rehearsed_rows_share_no_column_of_peaks() -> None:
+    text = shown(rows(made_record(gpu=None), made_rehearsal()))
+    assert text.startswith("measured and rehearsed: ")
+    cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+    assert [row[1] for row in cells] == ["measured", "rehearsed"]
+    # the process of the measured one took 2 GiB, the tensors of rank 0 take 4
+    assert ("2.00" in cells[0], "4.00" in cells[0]) == (True, False)
+    assert ("2.00" in cells[1], "4.00" in cells[1]) == (False, True)
+    assert cells[0].index("2.00") != cells[1].index("4.00")
+
+
+def test_a_table_of_rehearsals_says_so_once() -> None:
+    text = shown(rows(made_rehearsal(), made_rehearsal(strategy="ds_zero2", identity="2")))
+    assert text.startswith("rehearsed: slm-100m, rank 0 of 8, traced without a GPU")
+    assert "evidence" not in text
+    assert "tokens/s" not in text
+    assert "backward loss" in text
+
+
+def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() -> None:
+    asked = made_rehearsal().asked
+    counted = {"drawn": 33 * 4 * 1024, "in_loss": 33 * 4 * 1024}  # rank 0's alone
+    on_gpu = made_record(
+        identity="2",
+        asked=asked,
+        strategy="fsdp_full_shard",
+        engine="fsdp2",
+        losses=[],
+        tokens_counted=counted,
+    )
+    others = made_record(), made_record(identity="3", strategy="ds_zero2", engine="deepspeed")
+    row = rows(on_gpu, *others)[0]
+    assert (row.status, row.tokens_per_second is None) == ("ok", False)
+    assert (row.rank, row.final_loss, row.usd_per_million_tokens, row.warnings) == (None, None, None, [])
+    assert [parity is None for parity in judge([on_gpu, *others])] == [True, True, False]
+
+
+def test_parts_and_segments_survive_the_file(tmp_path: Path) -> None:
+    segments = (Segment("forward", "layers.0", 3, dict.fromkeys(PARTS, 0) | {"activations": 3}),)
+    path = write_timeline(MemoryTimeline(segments, {}), tmp_path / "timeline.csv")
+    assert tuple(read_segments(path)) == segments
+
+
+def made_timeline() -> tuple[dict, list[Segment]]:
+    """Two micro-steps of a model of four layers on 2 GiB of parameters; each layer keeps 1 GiB.
+
+    The loss takes 2 GiB in the first micro-step and 3 in the second, whose peak is 2 + 4 + 3 = 9.
+    """
+
+    def segment(phase: str, module: str, **gib: int) -> Segment:
+        parts = {"parameters": 2, **gib}
+        return Segment(
+            phase, module, sum(parts.values()) * GIB, {name: count * GIB for name, count in parts.items()}
+        )
+
+    segments = [segment("between", "")]
+    for loss in (2, 3):
+        segments.append(segment("data", ""))
+        for layer in range(4):
+            segments.append(segment("forward", f"layers.{layer}.mlp", activations=layer + 1))
+            segments.append(segment("forward", "", activations=layer + 1))
+        segments.append(segment("backward", "loss", activations=4, logits_and_loss=loss))
+        segments += [
+            segment("backward", f"layers.{layer}.mlp", activations=layer + 1) for layer in (3, 2, 1, 0)
+        ]
+    segments.append(segment("optimizer", "", temporary=1))
+    peak = next(found for found in segments if found.num_bytes == 9 * GIB)
+    modules = {"loss": 3 * GIB, **{f"layers.{layer}.mlp": GIB for layer in range(4)}}
+    return {**dataclasses.asdict(peak), "modules": modules}, segments
+
+
+def test_the_memory_chart_at_a_fixed_width() -> None:
+    text = drawn(
+        memory_chart("memory of x", memory_picture(*made_timeline(), most_rows=9), width=80), width=80
+    )
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[0] == "memory of x: peak 9.00 GiB in backward at loss"
+    assert lines[1] == "parameters 2.00 GiB, activations 4.00 GiB, logits and loss 3.00 GiB"
+    # four alike layers are one owner; shares: 4, 3 and 2 of 9
+    owners = [[cell.strip() for cell in line.split("│")[1:5]] for line in lines if line.startswith("│")]
+    assert owners == [
+        ["layers 0-3", "4.00 GiB", "44.4%", "1.00 GiB"],
+        ["logits and loss", "3.00 GiB", "33.3%", "-"],
+        ["parameters", "2.00 GiB", "22.2%", "-"],
+    ]
+    # 80 columns less 10 + 10 of words, 8 of the size, 3 spaces and 8 of the mark are 41 cells for 9 GiB,
+    # 4.556 each: 2 GiB end at cell 9, 3 at 14, 4 at 18, 6 at 27, 8 at 36, 9 at 41
+    assert lines[-11:-2] == [
+        "data                  2.00 GiB PPPPPPPPP",
+        "micro-step 1          8.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAALLLLLLLLL",
+        "data                  2.00 GiB PPPPPPPPP",
+        "forward    layers 0-1 4.00 GiB PPPPPPPPPAAAAAAAAA",
+        "forward    layers 2-3 6.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAA",
+        "backward   loss       9.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAALLLLLLLLLLLLLL <- peak",
+        "backward   layers 2-3 6.00 GiB PPPPPPPPPAAAAAAAAAAAAAAAAAA",
+        "backward   layers 0-1 4.00 GiB PPPPPPPPPAAAAAAAAA",
+        "optimizer             3.00 GiB PPPPPPPPPttttt",
+    ]
+    assert "P  parameters" in lines[-2]
+
+
+def test_a_record_without_its_timeline_still_shows_the_peak() -> None:
+    at_peak, _ = made_timeline()
+    text = drawn(memory_chart("x", memory_picture(at_peak, []), width=80), width=80)
+    assert "peak 9.00 GiB" in text
+    assert "no timeline beside this record" in text
+
+
+def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:
+    write_record(made_record(), tmp_path)
+    done = slm("report", "--memory", str(tmp_path / RECORD_FILE))
+    assert done.code == 1
+    assert "no memory timeline: only runs with --trace_memory" in done.out

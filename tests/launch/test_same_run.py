@@ -1,0 +1,450 @@
+"""What tells one run's checkpoints from another's: nobody's are replaced, and the data is that of before."""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from accelerate import Accelerator
+from conftest import ENV, ROOT, Finished, launch, made_record, record_under, run, slm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slm_toolkit.base.errors import RunEnded
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.saved_files import model_damage
+from slm_toolkit.run.checkpoint.files import FORMAT, Manifest, digest_of, read_manifest
+from slm_toolkit.run.checkpoint.saved_model import save_model
+from slm_toolkit.run.data.data import load_data
+from slm_toolkit.run.faults.find_batch_size import BatchSizeSearch
+
+SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
+WRITTEN_BY = {
+    **{"strategy": "ddp", "num_processes": 1},
+    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "base_batch_size": 1},
+}
+STREAM = ("--streaming", "true", "--eval_steps", "4", "--eval_batches", "3")
+
+
+def train(folder: Path, *words: str, batch: tuple[int, int] = (2, 1)) -> Finished:
+    size, micro_steps = map(str, batch)
+    shape = ("--per_device_train_batch_size", size, "--gradient_accumulation_steps", micro_steps)
+    flags = (*SHORT, *shape, "--output_dir", str(folder), *words)
+    return run(sys.executable, "-m", "slm_toolkit.train", *flags)
+
+
+def texts(file: Path, seed: int, num_rows: int = 400) -> str:
+    draw = random.Random(seed)
+    rows = [" ".join(str(draw.randrange(10**6)) for _ in range(12)) for _ in range(num_rows)]
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return str(file)
+
+
+def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "2")
+    assert train(tmp_path, *words).code == 0
+    before = read_manifest(tmp_path / "run" / "checkpoints" / "step_2")
+    for other in (("--seed", "7"), ("--gradient_accumulation_steps", "2")):
+        done = train(tmp_path, *words, *other)
+        assert done.code == 2
+        assert "step_2 is of another run, and this one's checkpoints would take its place: " in done.err
+        assert "hint: another --run_name" in done.err
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file below a folder, but for the lock that a start takes: its size and when it was written."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".train.lock"]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_repeated_command_is_refused_and_names_both_ways_on(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "1")
+    run_dir = tmp_path / "run"
+    assert train(tmp_path, *words).code == 0
+    before = contents(tmp_path)
+    done = train(tmp_path, "--max_steps", "2")  # without --save_steps a model could still take its place
+    assert (done.code, done.err.count("\nhint: ")) == (2, 1)
+    said = f"error: {run_dir} holds the checkpoints of this run, and a new start would replace them"
+    assert said in done.err
+    assert "--resume_from_checkpoint latest goes on from step_2; --overwrite_output_dir deletes" in done.err
+    done = train(tmp_path, *words)
+    assert (done.code, said.replace(" run,", " run, which has ended,") in done.err) == (2, True)
+    assert contents(tmp_path) == before
+    manifest = run_dir / "checkpoints" / "step_2" / "checkpoint.json"
+    (run_dir / "checkpoints" / "step_1" / "checkpoint.json").unlink()
+    manifest.write_text("{")
+    done = train(tmp_path, "--max_steps", "2")
+    assert (done.code, f"error: {manifest.parent} can't be read, and a new start" in done.err) == (2, True)
+
+
+def test_a_saved_model_is_deleted_only_by_a_run_that_may_and_can_start(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_final_model", "true")
+    assert train(tmp_path, *words).code == 0
+    before = contents(tmp_path)
+    done = train(tmp_path, *words, "--seed", "7")
+    assert done.code == 2
+    assert f"error: {tmp_path}/run/model is the model of an earlier run, and a new start" in done.err
+    assert "hint: another --run_name keeps it; --overwrite_output_dir deletes it" in done.err
+    # found out when the engine has been built
+    (tmp_path / "short.txt").write_text("too short")
+    before = contents(tmp_path)
+    done = train(tmp_path, *words, "--overwrite_output_dir", "--dataset", str(tmp_path / "short.txt"))
+    assert (done.code, "Traceback" in done.err) == (2, False)
+    own = str(tmp_path / "run" / "model")
+    done = train(tmp_path, "--max_steps", "1", "--overwrite_output_dir", "--model", own)
+    assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
+    assert contents(tmp_path) == before
+    assert train(tmp_path, "--max_steps", "1", "--overwrite_output_dir").code == 0
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_that_overwrites_goes_on_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
+    """Two ranks; one is killed after the fifth step, and torch's launcher starts both again."""
+    flags = (*SHORT, "--output_dir", str(tmp_path), "--save_steps", "5")
+    config = ("--config_file", str(ROOT / "accel_configs" / "ddp.yaml"))
+    assert launch(*flags, "--max_steps", "20", config=config[1]).code == 0
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    command = [accelerate, "launch", "--main_process_port", "0", "--max_restarts", "1", *config]
+    command += [
+        "-m",
+        "slm_toolkit.train",
+        *flags,
+        "--max_steps",
+        "15",
+        "--seed",
+        "7",
+        "--overwrite_output_dir",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
+    said, was_killed = [], False
+    for line in process.stderr:
+        said.append(line)
+        if not was_killed and line.startswith("checkpoint: "):
+            was_killed = True
+            assert not (tmp_path / "run" / "checkpoints" / "step_20").exists()
+            psutil.Process(process.pid).children()[-1].kill()
+    assert process.wait() == 0, "".join(said)
+    assert was_killed
+    resumed = [line for line in said if line.startswith("resumed from ")]
+    assert len(resumed) == 1
+    record = record_under(tmp_path)
+    assert record["first_step"] in (5, 10)  # what was the newest when the kill came
+    assert record["asked"]["config"]["seed"] == 7
+    newest = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(newest) == ["step_10", "step_15"]
+
+
+def test_a_comparison_goes_on_with_unfinished_runs_and_replaces_no_model(tmp_path: Path) -> None:
+    words = ("compare", "--model", "slm-1m", "--strategy", "ddp", "--output_dir", str(tmp_path))
+    (command,) = json.loads(slm(*words, "--save_steps", "5", "--dry_run", "--json").out)
+    assert "--resume_from_checkpoint auto" in command
+    (command,) = json.loads(slm(*words, "--dry_run", "--json").out)
+    folder = tmp_path / re.search(r"--run_name (\S+)", command)[1]
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    done = slm(*words)
+    assert done.code == 2
+    assert f"error: {folder}/model is of an earlier run, which this comparison would replace" in done.err
+    assert "hint: --overwrite_output_dir does such runs again from the beginning, --force all" in done.err
+    assert (folder / "model" / "config.json").exists()
+
+
+def test_auto_ends_a_run_that_was_killed_before_its_record(tmp_path: Path) -> None:
+    words = (
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "1",
+        "--eval_steps",
+        "2",
+        "--save_final_model",
+        "true",
+    )
+    words += ("--dataset", texts(tmp_path / "a.jsonl", 0), "--num_train_epochs", "0.01")
+    assert train(tmp_path / "runs", *words).code == 0
+    whole = record_under(tmp_path / "runs")
+    (tmp_path / "runs" / "run" / "record.json").unlink()
+    again = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "auto")
+    assert again.code == 0, again.err
+    record = record_under(tmp_path / "runs")
+    assert (record["status"], record["first_step"], record["losses"]) == ("ok", len(whole["losses"]), [])
+    assert record["eval_losses"] == whole["eval_losses"][-1:]
+    assert record["model_dir"] == whole["model_dir"]
+    ended = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "auto")
+    assert (ended.code, ended.err.count("note: this run has ended: ")) == (0, 1)
+    assert record_under(tmp_path / "runs") == record
+    latest = train(tmp_path / "runs", *words, "--resume_from_checkpoint", "latest")
+    assert latest.code == 2
+    assert f"has all {len(whole['losses'])} steps done" in latest.err
+
+
+def test_auto_ends_a_run_under_an_engine_of_two_ranks(tmp_path: Path) -> None:
+    flags = (
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "2",
+        "--save_total_limit",
+        "1",
+    )
+    for more in ((), ("--resume_from_checkpoint", "auto", "--save_final_model", "true")):
+        done = launch(*SHORT, *flags, *more, config="accel_configs/ds_zero3.yaml")
+        assert done.code == 0, done.err
+        record = record_under(tmp_path)
+        (tmp_path / "run" / "record.json").unlink()
+    assert (record["status"], record["first_step"], record["losses"]) == ("ok", 2, [])
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_a_stream_moves_to_other_batches_with_what_was_held_out_of_it(tmp_path: Path) -> None:
+    data = ("--dataset", texts(tmp_path / "a.jsonl", 0), *STREAM, "--save_steps", "2", "--max_steps", "4")
+    assert train(tmp_path / "a", *data, batch=(4, 1)).code == 0
+    checkpoint = tmp_path / "a" / "run" / "checkpoints" / "step_2"
+    words = (*data, "--resume_from_checkpoint", str(checkpoint))
+    moved = train(tmp_path / "b", *words, batch=(2, 2))
+    assert moved.code == 0, moved.err
+    staying, after = record_under(tmp_path / "a")["losses"][2:], record_under(tmp_path / "b")["losses"]
+    assert after == pytest.approx(staying, abs=1e-5)
+    # with what a fresh run of that batch holds out, 6 for 12, the losses would be of other sequences
+    other = train(tmp_path / "c", *data[:-4], "--max_steps", "4", batch=(2, 2))
+    assert other.code == 0, other.err
+    assert record_under(tmp_path / "c")["losses"][2:] != pytest.approx(staying, abs=1e-3)
+
+
+def test_data_that_changed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = ("--dataset", texts(file, 0), "--save_steps", "2")
+    assert train(tmp_path / "runs", *words, "--max_steps", "2").code == 0
+    resume = (*words, "--max_steps", "4", "--resume_from_checkpoint", "latest")
+    texts(file, 1)
+    done = train(tmp_path / "runs", *resume)
+    assert done.code == 2
+    assert "error: the data has changed since " in done.err
+    texts(file, 0, num_rows=100)
+    assert "step_2 was written: " in train(tmp_path / "runs", *resume).err
+    texts(file, 0)
+    assert train(tmp_path / "runs", *resume).code == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_stream_is_told_apart_by_its_first_sequence(streaming: bool, tmp_path: Path) -> None:
+    contents = []
+    for seed in (0, 0, 1):
+        config = RunConfig(
+            model="slm-1m", seq_len=32, streaming=streaming, dataset=texts(tmp_path / f"{seed}.jsonl", seed)
+        )
+        contents.append(load_data(config, PRESETS["slm-1m"], num_sequences=8).contents)
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_the_learning_rate_is_scaled_from_the_first_batch_on(tmp_path: Path) -> None:
+    words = ("--scale_lr", "sqrt", "--learning_rate", "0.01", "--max_steps", "2", "--save_steps", "2")
+    first = train(tmp_path, *words, batch=(4, 2))
+    assert "learning rate 0.0141: 0.01 for 4 sequences" in first.err  # a step of 8: sqrt(2) times
+    resume = ("--max_steps", "4", "--resume_from_checkpoint", "latest")
+    for batch in ((2, 4), (1, 8)):  # the second from the first one's checkpoint
+        moved = train(tmp_path, *words, *resume, batch=batch)
+        assert "learning rate 0.0141: 0.01 for 4 sequences" in moved.err
+        resume = ("--max_steps", "6", "--resume_from_checkpoint", "latest")
+
+
+@pytest.mark.parametrize("taken", ["runs", "runs/run"])
+def test_a_place_that_takes_no_run_is_a_line(taken: str, tmp_path: Path) -> None:
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("a file")
+    done = train(tmp_path / "runs", "--max_steps", "2")
+    assert done.code == 2
+    assert f"error: can't write into {tmp_path}/runs/run: " in done.err
+    assert "Traceback" not in done.err.partition("hint: ")[0]
+
+
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "2")
+    assert train(tmp_path, *words).code == 0
+    manifest = tmp_path / "run" / "checkpoints" / "step_2" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "format": FORMAT + 1}))
+    done = train(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "auto")
+    assert done.code == 2
+    assert f"has format {FORMAT + 1}, {FORMAT} is read here" in done.err
+    assert "of 1 checkpoints under " in done.err
+    manifest.write_text(json.dumps(content))
+    there = ("--resume_from_checkpoint", str(manifest.parent.parent))  # the folder of all is the run's
+    assert train(tmp_path, "--max_steps", "4", *there).code == 0
+
+
+def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
+    with pytest.raises(ValueError, match="--resume_from_checkpoint is empty"):
+        RunConfig(resume_from_checkpoint="").check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer_steps": 3},
+        {"step": 10**17, "optimizer_steps": 10**17},
+        {"written_by": {"num_processes": 1}},
+        {"run": {}},
+        {"run": {"data": 3}},
+        {"run": {"data": [{"num_held_out": "all"}]}},
+        {"written_by": {**WRITTEN_BY, "base_batch_size": 0}},
+        {"files": [{"starts": {"a": 0}, "sizes": {}}]},
+        {"files": [{"name": "../rank_0.safetensors"}]},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(changes: dict, tmp_path: Path) -> None:
+    file = {
+        "name": "rank_0.safetensors",
+        "num_bytes": 4,
+        "sha256": "0",
+        "starts": {"a": 0},
+        "sizes": {"a": 1},
+    }
+    manifest = Manifest(2, 2, 1, {"data": []}, WRITTEN_BY, None, None, {"a": 1}, ())
+    good = {**dataclasses.asdict(manifest), "files": [file]}
+    for content, is_good in ((good, True), ({**good, **changes}, False)):
+        content["files"] = [{**file, **changed} for changed in content["files"]]
+        written = {"format": FORMAT, "sha256": digest_of(content), **content}
+        (tmp_path / "checkpoint.json").write_text(json.dumps(written))
+        if is_good:
+            assert read_manifest(tmp_path).step == 2
+        else:
+            with pytest.raises(ValueError, match="has changed since it was written"):
+                read_manifest(tmp_path)
+
+
+def small_model() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 384}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+
+
+def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, accelerator, folder = small_model(), Accelerator(cpu=True), tmp_path / "model"
+    save_model(accelerator, model, None, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert json.loads(before["slm_toolkit.json"])["files"] == sorted(before)
+    whole = model.save_pretrained
+
+    def break_off(place: Path, **options: object) -> None:
+        whole(place, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", break_off)
+    with pytest.raises(OSError, match="No space"):
+        save_model(accelerator, model, None, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.undo()
+    folder.rename(tmp_path / ".model.replaced")  # as a kill between two renames leaves it
+    save_model(accelerator, model, None, folder)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
+    """A link, a folder of somebody else's, one with a file more: nothing of theirs is opened or deleted."""
+    model, accelerator = small_model(), Accelerator(cpu=True)
+    precious, folder = tmp_path / "precious", tmp_path / "model"
+    precious.mkdir()
+    (precious / "config.json").write_text("mine")
+    before = contents(tmp_path)
+    for name in ("model", ".model.replaced"):
+        (tmp_path / name).symlink_to(precious)
+        with pytest.raises(RunEnded, match=f"{name} is a link, and no run replaces"):
+            save_model(accelerator, model, None, folder)
+        (tmp_path / name).unlink()
+    (tmp_path / ".model.unfinished").symlink_to(precious)
+    save_model(accelerator, model, None, folder)
+    assert not folder.is_symlink()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(
+        RunEnded, match=r"model/notes/mine\.txt was not written by a run, which would delete it"
+    ):
+        save_model(accelerator, model, None, folder)
+    with pytest.raises(RunEnded, match=r"config\.json was not written by a run"):
+        save_model(accelerator, model, None, precious)
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
+    assert contents(precious) == before
+
+
+@pytest.mark.parametrize(
+    ("is_link", "flag"),
+    [(True, ("--resume_from_checkpoint", "auto")), (False, ("--overwrite_output_dir",))],
+)
+def test_a_run_leaves_a_model_folder_of_somebody_else_alone(
+    is_link: bool, flag: tuple[str, ...], tmp_path: Path
+) -> None:
+    precious, model = tmp_path / "precious", tmp_path / "run" / "model"
+    model.parent.mkdir()
+    if is_link:
+        precious.mkdir()
+        model.symlink_to(precious)
+    else:
+        model.mkdir()
+    (model / "mine.txt").write_text("mine")
+    done = train(tmp_path, "--max_steps", "1", "--save_final_model", "true", *flag)
+    assert (model / "mine.txt").read_text() == "mine"
+    said = "model is a link, and no run" if is_link else "model/mine.txt was not written by a run"
+    assert (done.code, f"error: {tmp_path}/run/{said}" in done.err) == (2, True)
+
+
+def test_model_and_record_are_on_the_disk_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power would leave: every file, and every folder's names, in the order of renames."""
+    happened: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        happened.append(("fsync", os.fstat(descriptor).st_ino))
+
+    def noted_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        happened.append(("rename", os.stat(target).st_ino))
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_rename)
+    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model")
+    model = (tmp_path / "model").stat().st_ino
+    files = {path.stat().st_ino for path in (tmp_path / "model").iterdir()}
+    assert len(files) == 4  # config, generation_config, weights, the list of these
+    assert set(happened[:4]) == {("fsync", file) for file in files}
+    assert happened[4:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
+    happened.clear()
+    record = write_record(made_record(), tmp_path).stat().st_ino
+    assert happened == [("fsync", record), ("rename", record), ("fsync", tmp_path.stat().st_ino)]
+
+
+def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--save_steps", "1", "--save_final_model", "true")
+    assert train(tmp_path, *words).code == 0
+    model, again = tmp_path / "run" / "model", ("--resume_from_checkpoint", "auto")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for path in model.iterdir():  # as a file system leaves files that were not on the disk yet
+        path.write_bytes(b"")
+    done = train(tmp_path, *words, *again)
+    assert done.code == 0, done.err
+    assert f"note: this run has ended, but {model}/config.json is empty" in done.err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    done = train(tmp_path, *words, *again)
+    assert f"note: this run has ended: {tmp_path}" in done.err
+    (model / "model.safetensors").unlink()
+    assert model_damage(model) == f"{model}/model.safetensors is missing"
+
+
+def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:
+    search = BatchSizeSearch(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
+    search.end()
+    with pytest.raises(RuntimeError, match="out of memory"), search:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")

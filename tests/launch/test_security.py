@@ -1,0 +1,330 @@
+"""What somebody else's file, name or record may not do: run code, leave its folder, keep one waiting."""
+
+import ast
+import json
+import os
+import pickle
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, SMALL_LLAMA, plans_of, slm
+
+from slm_toolkit.base.user_files import YAML_LOADER
+from slm_toolkit.cli.convert import convert
+from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.launch.training_command import MODULE
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.model.names import find_model
+from slm_toolkit.recommend.launch_files import write_launch
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.run_record import run_name_of
+from slm_toolkit.report.trackers import TRACKERS, TrackedRun
+from slm_toolkit.strategy.strategy import find_strategy
+
+SOURCES = sorted((ROOT / "slm_toolkit").rglob("*.py"))
+
+
+class Payload:
+    """Unpickled, it touches a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return (os.system, (f"touch {shlex.quote(str(self.marker))}",))
+
+
+# what the source never calls, whatever the arguments; what it may call with some
+
+
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """File, dotted name and node of every call in the package."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                found.append((f"{path.name}:{node.lineno}", ast.unparse(node.func), node))
+    return found
+
+
+def test_yaml_is_read_by_safe_loaders_alone() -> None:
+    allowed = {"YAML_LOADER", "yaml.SafeLoader", "yaml.CSafeLoader"}
+    assert YAML_LOADER in (yaml.SafeLoader, getattr(yaml, "CSafeLoader", None))
+    for where, name, node in calls():
+        if name in ("yaml.load", "yaml.compose", "yaml.parse", "yaml.scan", "yaml.load_all"):
+            loaders = [ast.unparse(k.value) for k in node.keywords if k.arg == "Loader"]
+            loaders += [ast.unparse(each) for each in node.args[1:]]
+            assert loaders or name == "yaml.compose", where  # compose makes nodes, no objects
+            assert set(loaders) <= allowed, where
+        assert name not in ("yaml.unsafe_load", "yaml.full_load", "yaml.UnsafeLoader", "yaml.FullLoader"), (
+            where
+        )
+
+
+def test_no_pickle_is_read_and_no_shell_is_given_a_string() -> None:
+    never = ("pickle.load", "pickle.loads", "np.load", "numpy.load", "eval", "exec", "os.system", "os.popen")
+    for where, name, node in calls():
+        assert name not in never, where
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        assert said.get("shell", "False") == "False", where
+        assert said.get("trust_remote_code", "False") == "False", where
+        assert said.get("weights_only", "True") == "True", where
+        assert said.get("allow_pickle", "False") == "False", where
+        if name.endswith("torch.load"):
+            assert said.get("weights_only") == "True", where
+        if name.rpartition(".")[2] == "from_pretrained" and name.startswith(
+            ("AutoConfig", "AutoTok", "AutoModel")
+        ):
+            assert said.get("trust_remote_code") == "False", where
+
+
+def test_a_model_folder_with_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
+    from slm_toolkit.run.model.model import build_model
+
+    folder, marker = tmp_path / "evil", tmp_path / "marker"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Payload(marker)}))
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())  # by itself it does touch the file
+    assert marker.exists()
+    marker.unlink()
+    config = RunConfig(model=str(folder), seq_len=8).with_defaults(has_gpu=False)
+    with pytest.raises(ValueError, match="can't load model"):
+        build_model(find_model(str(folder)), config)
+    assert not marker.exists()
+
+
+def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
+    from slm_toolkit.predict.memory.peak import estimate_memory
+    from slm_toolkit.run.data.tokenizers import load_tokenizer
+    from slm_toolkit.run.model.model import build_model
+
+    folder, marker = tmp_path / "evil", tmp_path / "marker"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil:\n    pass\n")
+    auto = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+    }
+    (folder / "config.json").write_text(json.dumps({**SMALL_LLAMA, "auto_map": auto}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto, "tokenizer_class": "Evil"}))
+    spec, config = (
+        find_model(str(folder)),
+        RunConfig(model=str(folder), seq_len=8).with_defaults(has_gpu=False),
+    )
+    estimate_memory(spec, find_strategy("ddp"), config, num_gpus=2)
+    build_model(spec, config)
+    with pytest.raises(ValueError, match="can't load tokenizer"):
+        load_tokenizer(config, spec)
+    assert not marker.exists()
+    (folder / "config.json").write_text(json.dumps({**SMALL_LLAMA, "model_type": "evil", "auto_map": auto}))
+    with pytest.raises(ValueError, match="model_type 'evil' is not supported"):
+        find_model(str(folder))
+    assert not marker.exists()
+
+
+def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
+    from slm_toolkit.config.run_config import Source
+    from slm_toolkit.run.data.sources import read_rows
+
+    marker = tmp_path / "marker"
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    for name in (tmp_path / "evil", tmp_path / "evil" / "evil.py"):
+        with pytest.raises(ValueError, match="hint: "):
+            read_rows(Source("evil", str(name), None), RunConfig(dataset=str(name)))
+    assert not marker.exists()
+
+
+# paths
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "..", ".", "", "a/b", "a\nb", "x" * 300, "a\0b"])
+def test_a_run_name_leads_nowhere_else(name: str) -> None:
+    assert any("--run_name" in problem for problem in RunConfig(run_name=name).problems())
+
+
+def test_the_folder_of_a_run_is_one_name_whatever_the_model_and_the_yaml_are_called(tmp_path: Path) -> None:
+    import dataclasses
+
+    for name in ("../../x", "..", "a b$(touch x)", "x" * 300, "ä" * 300):
+        spec = dataclasses.replace(PRESETS["slm-1m"], name=name)
+        strategy = dataclasses.replace(find_strategy("ddp"), name=name)
+        made = run_name_of(spec, strategy, "0123456789ab")
+        assert Path(made).name == made
+        (tmp_path / made).mkdir()  # which a name of over 255 bytes could not be
+        assert (tmp_path / made).parent == tmp_path
+
+
+def test_a_converted_file_stays_in_its_folder_whatever_the_module_is_called() -> None:
+    # the name of a module's file is what stands behind the last dot: here an absolute path
+    for module in ("a./tmp/evil", "a.../../evil", "/tmp/evil"):
+        command = ["--", "torchrun", "--nproc_per_node", "2", "-m", module, "--fsdp", "full_shard"]
+        written = convert(command, "accelerate_fsdp", num_processes=None, gpus_per_node=None, folder=None)
+        assert [Path(name).name for name in written.files] == list(written.files)
+
+
+def test_a_tracker_writes_below_its_own_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "comparisons"
+    for name in ("..", "../../x", "/tmp/x", "."):
+        run = TrackedRun(name, {"a": 1}, {"b": 2.0}, {"losses": [1.0]}, 0)
+        TRACKERS["tensorboard"]([run], folder, "group")
+    written = list(tmp_path.rglob("events.*"))
+    assert written
+    assert all(path.is_relative_to(folder / "group") and path.parent != folder / "group" for path in written)
+
+
+# shells
+
+HOSTILE = (
+    "$(touch pwned)",
+    "x; touch pwned",
+    "`touch pwned`",
+    "a'b\"; touch pwned #",
+    "-e touch pwned",
+    "a b*",
+)
+
+
+def _plan(folder: Path, dataset: str) -> object:
+    import dataclasses
+
+    (plan,) = plans_of("ddp", num_gpus=2)[:1]
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, dataset=dataset))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: Path) -> None:
+    """By bash, with an `accelerate` that only prints its words."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "accelerate").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (commands / "accelerate").chmod(0o755)
+    written = write_launch(_plan(tmp_path, name), tmp_path / "plan")
+    env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", written[1]], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    assert words[words.index("--dataset") + 1] == name
+    task = yaml.safe_load((tmp_path / "plan" / "skypilot.yaml").read_text())
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert name in done.stdout.splitlines()
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path) -> None:
+    from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.slurm_script import write_script
+
+    nodes = slurm_nodes(
+        num_nodes=1, gpus_per_node=2, options="--comment='$(touch pwned)'", template=SLURM_TEMPLATE
+    )
+    machine = nodes.machine
+    text = tmp_path / "a $(touch pwned); touch pwned.txt"
+    text.write_text("words")
+    given = {"model": "slm-1m", "dataset": str(text), "output_dir": str(tmp_path / "$(touch pwned)")}
+    (run,) = plan_runs(given, [find_strategy("ddp")], num_processes=2, machine=machine)
+    script = write_script(run, nodes, timeout_seconds=60)
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
+    env |= {"SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "1", "SLURM_NODEID": "0"}
+    (tmp_path / "bin").mkdir()
+    for name, body in (("scontrol", "echo n"), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    done = subprocess.run(["bash", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(text) in done.stdout.splitlines()
+    assert [path.name for path in tmp_path.rglob("pwned")] == []
+
+
+def test_a_newline_ends_no_line_of_an_sbatch_script(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can't be shown"):
+        slurm_nodes(num_nodes=1, gpus_per_node=1, options="--comment='a\ntouch x'", template=SLURM_TEMPLATE)
+    evil = tmp_path / "x\ntouch pwned\n#.yaml"
+    evil.write_text("distributed_type: NO\n")
+    with pytest.raises(ValueError, match="can't be shown"):
+        find_strategy(str(evil))
+    assert RunConfig(output_dir="a\nb").problems()
+
+
+# what is no file
+
+
+def test_a_pipe_a_socket_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> None:
+    from slm_toolkit.base.user_files import read_text
+
+    pipe, link, at = tmp_path / "pipe", tmp_path / "loop", tmp_path / "socket"
+    os.mkfifo(pipe)
+    link.symlink_to(link)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(at))
+    for path in (
+        pipe,
+        link,
+        at,
+        Path("/dev/zero"),
+        tmp_path,
+        tmp_path / "nothing",
+        Path("a\0b"),
+        Path("x" * 5000),
+    ):
+        with pytest.raises(ValueError, match="hint: give a file"):
+            read_text(path, hint="give a file")
+    listener.close()
+    (tmp_path / "runs").mkdir()
+    os.mkfifo(tmp_path / "runs" / "record.json")
+    assert "it is a pipe" in find_records([tmp_path / "runs"])[1][0]
+
+
+def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
+    for name, words in (
+        ("config.json", ("estimate", "--model", "config.json")),
+        ("mine.yaml", ("estimate", "--strategy", "mine.yaml")),
+        ("prices.yaml", ("estimate", "--gpu", "l4", "--prices", "prices.yaml")),
+        ("network.json", ("estimate", "--gpu", "l4", "--network", "network.json")),
+        ("record.json", ("report", "record.json")),
+        ("ds.json", ("convert", "ds.json", "--to", "accelerate_fsdp")),
+    ):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(2**30)  # which takes no room on the disk
+        limited = ["bash", "-c", f"ulimit -v {2**21}; exec slm {shlex.join(words)}"]  # 2 GiB of addresses
+        done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, "bytes" in done.stderr, "hint: " in done.stderr) == (2, True, True), (
+            done.stderr
+        )
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy"), [("compare", "ds_zero2"), ("train", "ddp"), ("launch", "ds_zero1")]
+)
+def test_python_files_of_the_working_folder_are_not_imported(
+    verb: str, strategy: str, tmp_path: Path
+) -> None:
+    """A model repository that was cloned, with modules called as packages are that a run imports."""
+    for name in ("yaml", "psutil", "tokenizers", "safetensors"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    tiny = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "1", "--output_dir", "runs")
+    config = ROOT / "accel_configs" / f"{strategy}.yaml"
+    words = {
+        "compare": ("compare", "--strategy", strategy),
+        "train": ("train", "--strategy", strategy, "--main_process_port", "0"),
+        "launch": ("launch", "--main_process_port", "0", "--config_file", str(config), "-m", MODULE),
+    }
+    done = slm(*words[verb], *tiny, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_users_script_still_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'imported'\n")
+    (tmp_path / "script.py").write_text("import beside; print(beside.WORD)\n")
+    config = ROOT / "accel_configs" / "single.yaml"
+    done = slm("launch", "--config_file", str(config), "script.py", cwd=tmp_path)
+    assert (done.code, done.out) == (0, "imported\n"), done.err

@@ -1,0 +1,332 @@
+"""Data that goes bad ends a run in one line that names rank, file and place."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from training_faults import launch_with_fault, note
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.run.data.bad_data import BadData
+from slm_toolkit.run.data.data import load_data
+
+TEXT = "the quick brown fox jumps over the lazy dog " * 3
+GOOD = json.dumps({"text": TEXT})
+
+
+def lines(path: Path, odd: str, *, at_line: int, num_lines: int) -> Path:
+    """A .jsonl with one odd line, counted from 1."""
+    path.write_text("\n".join(odd if n == at_line else GOOD for n in range(1, num_lines + 1)) + "\n")
+    return path
+
+
+def parquet_damaged_behind(path: Path) -> Path:
+    """Four row groups of 100 rows: bytes of the third are turned over."""
+    rows = [f"{n} {TEXT}{n * 7919}" for n in range(400)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path, row_group_size=100, compression="snappy")
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(path.read_bytes())
+    for at in range(start + 40, start + column.total_compressed_size):
+        content[at] ^= 0x5A
+    path.write_bytes(content)
+    return path
+
+
+def load_and_read(path: Path, *, streaming: bool) -> None:
+    config = RunConfig(model="slm-1m", dataset=str(path), seq_len=64, streaming=streaming, max_steps=4)
+    for _ in load_data(config, PRESETS["slm-1m"], num_sequences=0).train:
+        continue
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda folder: lines(folder / "a.jsonl", '{"text": "cut o', at_line=70, num_lines=100),
+            "a.jsonl, line 70: ",
+        ),
+        (
+            lambda folder: lines(folder / "a.jsonl", '{"text": ["a"]}', at_line=70, num_lines=100),
+            "a.jsonl, row 70: column 'text' holds ['a'], which is no text",
+        ),
+        (
+            lambda folder: lines(folder / "a.jsonl", "17", at_line=70, num_lines=100),
+            "a.jsonl, line 70 is a number, not an object with columns",
+        ),
+        (lambda folder: parquet_damaged_behind(folder / "a.parquet"), "a.parquet, rows 201 to 300: "),
+    ],
+    ids=["a broken line", "a list for text", "a line that is no row", "damaged Parquet"],
+)
+def test_a_bad_row_is_named_by_file_and_place(
+    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){re.escape(said)}.*\nhint: "):
+        load_and_read(make(tmp_path), streaming=streaming)
+
+
+def test_a_cut_off_parquet_and_binary_garbage_in_text_are_named(tmp_path: Path) -> None:
+    whole = parquet_damaged_behind(tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "garbage.txt").write_bytes(b"fine\nfine\n" + bytes([0xFF, 0xFE, 0x00, 0x80]) * 1000)
+    for name, said in (
+        ("cut.parquet", r"cut\.parquet, cut off or no Parquet file"),
+        ("garbage.txt", r"garbage\.txt, line 3: byte 0xff is no UTF-8 text"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_and_read(tmp_path / name, streaming=False)
+
+
+def test_a_bad_conversation_is_named_by_its_row(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "hi"}
+    good = {"messages": [turn, {"role": "assistant", "content": "yes"}]}
+    rows = [good] * 1500 + [{"messages": []}] + [good] * 10
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    for streaming in (True, False):
+        with pytest.raises(ValueError, match=r"chats\.jsonl, row 1,501: a conversation has no turns"):
+            load_and_read(path, streaming=streaming)
+
+
+def test_a_file_that_is_gone_when_the_run_begins_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    os.symlink(tmp_path / "nowhere", tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"b\.txt: No such file or directory\nhint: "):
+        load_and_read(tmp_path / "*.txt", streaming=False)
+
+
+def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tmp_path: Path) -> None:
+    config = RunConfig(model="slm-1m", dataset=str(tmp_path), seq_len=64, streaming=True, max_steps=4)
+    for name in ("a", "b"):
+        lines(tmp_path / f"{name}.jsonl", GOOD, at_line=1, num_lines=50)
+    size = (tmp_path / "b.jsonl").stat().st_size
+    train = load_data(config, PRESETS["slm-1m"], num_sequences=0).train
+    sequences = iter(train)
+    next(sequences)
+    lines(tmp_path / "b.jsonl", GOOD, at_line=1, num_lines=20)
+    with pytest.raises(BadData, match=rf"b\.jsonl had {size:,} bytes when the run began and has "):
+        list(sequences)
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(BadData, match=r"b\.jsonl is gone"):
+        list(train)
+
+
+def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    # a line has 133 bytes with its end, a step 8 sequences of 32: line 80 comes at step 80 * 133 / 256 = 41
+    path = lines(tmp_path / "deep.jsonl", '{"text": ["a"]}', at_line=80, num_lines=400)
+    faulty = launch_with_fault(
+        *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100", "--save_steps", "20"),
+        at_line=("checkpoints/step_40", lambda: None),  # the time is counted from there
+    )
+    assert faulty.code == 1
+    (message,) = faulty.messages
+    assert message.startswith("error: rank ")
+    assert f"{path}, row 80: column 'text' holds ['a'], which is no text" in message
+    assert "[rank" not in faulty.err, "no rank shows a traceback"
+    note(faulty, "a row of a stream, at step 41, is no text", record_property)
+    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
+
+
+@pytest.mark.slow
+def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    path = lines(tmp_path / "goes.jsonl", GOOD, at_line=1, num_lines=200)
+    faulty = launch_with_fault(
+        *(tmp_path, "--dataset", str(path), "--streaming", "--max_steps", "100000", "--save_steps", "5"),
+        at_line=("checkpoint: ", path.unlink),
+    )
+    (message,) = faulty.messages
+    assert f"{path} is gone" in message
+    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert faulty.message_seconds < 60
+    note(faulty, "a streamed file is removed while it is read", record_property)
+
+
+def chats(path: Path) -> Path:
+    turns = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown the quick"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    return path
+
+
+def tokenizer(folder: Path, *, vocab: dict[str, int], template: str = "x", **parts: object) -> Path:
+    """A tokenizer of whole words, as anybody may publish one."""
+    folder.mkdir()
+    whole = {
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None},
+        **{"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole | parts))
+    names = {"eos_token": "</s>", "unk_token": "[UNK]", "chat_template": template}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | names))
+    return folder
+
+
+WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "quick": 3, "brown": 4}
+
+
+def load_with_tokenizer(data: Path, folder: Path) -> None:
+    config = RunConfig(model="slm-1m", dataset=str(data), tokenizer_name=str(folder), seq_len=16, max_steps=4)
+    load_data(config, PRESETS["slm-1m"], num_sequences=0)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{{ 2.0 ** 100000 }}", "Numerical result out of range"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "it calls itself without end"),
+        ("{{ 'x' * 10**10 }}", "it needs more than 256 MiB"),
+        ("{{ '%10000000000d' % 1 }}", "it needs more than 256 MiB"),
+        ("{{ 'x' * 10**7 }}", "it makes 10,000,000 characters of 24"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "it takes too long",
+        ),
+    ],
+    ids=["zero", "overflow", "recursion", "gigabytes", "a wide format", "a long text", "endless"],
+)
+def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
+    template: str, said: str, tmp_path: Path
+) -> None:
+    import resource
+    import signal
+
+    before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA)
+    folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)
+    with pytest.raises(BadData, match=rf"chats\.jsonl, row 1: the chat template refuses .*{said}.*\nhint: "):
+        load_with_tokenizer(chats(tmp_path / "chats.jsonl"), folder)
+    assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "parts", "said"),
+    [
+        ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', model slm-1m only ids below 384"),
+        ({}, {}, "has no tokens of text"),
+        ({"</s>": 0, "zzz": 1}, {}, "the tokenizer fails: WordLevel error: Missing"),
+        (
+            WORDS,
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Replace", "pattern": {"String": "q"}, "content": "qqqq"}] * 30,
+                }
+            },
+            "its normalizer makes over 10,000 characters of one",
+        ),
+    ],
+    ids=["an id too large", "no vocabulary", "no unknown token", "a normalizer that multiplies"],
+)
+def test_a_tokenizer_that_does_not_fit_the_model_or_its_text_is_refused(
+    vocab: dict[str, int], parts: dict, said: str, tmp_path: Path
+) -> None:
+    folder = tokenizer(tmp_path / "mine", vocab=vocab, **parts)
+    with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
+        load_with_tokenizer(lines(tmp_path / "a.jsonl", "", at_line=0, num_lines=4), folder)
+
+
+def deep(folder: Path) -> Path:
+    odd = '{"text": "x", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    return lines(folder / "a.jsonl", odd, at_line=70, num_lines=100)
+
+
+def wide(folder: Path) -> Path:
+    odd = json.dumps({"text": TEXT, **{f"c{n}": n for n in range(10**6)}})
+    return lines(folder / "a.jsonl", odd, at_line=3, num_lines=4)
+
+
+def wider_by_each_row(folder: Path) -> Path:
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": TEXT, f"c{n}": n}) + "\n" for n in range(20_000)))
+    return path
+
+
+def wide_inside(folder: Path) -> Path:
+    path = folder / "a.json"
+    path.write_text(json.dumps([{"text": TEXT, "more": [{f"c{n}": n} for n in range(20_000)]}], indent=1))
+    return path
+
+
+def wide_parquet(folder: Path) -> Path:
+    columns = {f"c{n}": pyarrow.nulls(1, pyarrow.int8()) for n in range(12_000)}
+    pyarrow.parquet.write_table(pyarrow.table({"text": [TEXT], **columns}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (deep, r"a\.jsonl, line 70 has too many objects inside one another"),
+        (wide, r"a\.jsonl, line 3: more than 10,000 columns"),
+        (wider_by_each_row, r"a\.jsonl, line 10,000: more than 10,000 columns"),
+        (wide_inside, r"a\.json, row 1: more than 10,000 columns"),
+        (wide_parquet, r"a\.parquet has 12,001 columns, more than 10,000"),
+    ],
+    ids=["deep", "wide", "wider by each row", "wide inside", "a wide Parquet"],
+)
+def test_what_would_crash_or_stall_the_reader_is_refused_first(
+    make: Callable[[Path], Path], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"{said}.*\nhint: "):
+        load_and_read(make(tmp_path), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_packed_files_are_refused_by_their_bytes_whatever_their_name(streaming: bool, tmp_path: Path) -> None:
+    import bz2
+    import gzip
+    import lzma
+
+    for name, pack in (("gzip", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        for suffix in ("jsonl", "txt"):
+            path = tmp_path / f"{name}.{suffix}"
+            path.write_bytes(pack((GOOD + "\n").encode() * 100))
+            with pytest.raises(ValueError, match=rf"{path.name} is packed as {name}\nhint: unpack it"):
+                load_and_read(path, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_a_name_with_globs_characters_is_a_file(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "[d]").mkdir()
+    for path in (tmp_path / "[x].jsonl", tmp_path / "a*b?.jsonl", tmp_path / "[d]" / "[y].jsonl"):
+        load_and_read(lines(path, "", at_line=0, num_lines=10), streaming=streaming)
+    load_and_read(tmp_path / "[d]", streaming=streaming)
+    with pytest.raises(ValueError, match=r"a::b\.jsonl: '::' in its name\nhint: rename"):
+        load_and_read(lines(tmp_path / "a::b.jsonl", "", at_line=0, num_lines=10), streaming=streaming)
+
+
+def test_a_json_file_is_read_the_same_whole_and_streamed(tmp_path: Path) -> None:
+    """Lines, an array, objects over several lines, a byte order mark; a column that begins late is kept."""
+    rows = [{"instruction": "do", "output": "yes"}, {"instruction": "do", "input": "it", "output": "no"}] * 4
+    texts = {
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "b.json": json.dumps(rows),
+        "c.json": "[\n" + ",\n".join(json.dumps(row, indent=2) for row in rows) + "\n]\n",
+        "d.jsonl": "\n".join(json.dumps(row, indent=1) for row in rows),
+        "e.jsonl": "\ufeff\n" + "\n\n".join(json.dumps(row) for row in rows),
+    }
+    found = set()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        for streaming in (False, True):
+            config = RunConfig(
+                model="slm-1m", dataset=str(tmp_path / name), seq_len=64, streaming=streaming, max_steps=4
+            )
+            train = load_data(config, PRESETS["slm-1m"], num_sequences=0).train
+            found.add(tuple(tuple(sequence["input_ids"].tolist()) for sequence in train))
+    assert len(found) == 1

@@ -1,0 +1,312 @@
+"""A rank that is killed or hangs, a full disk, a clock that is set: each a message with rank and cause."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ENV, ROOT, left_over, record_under
+from training_faults import SITE, Faulty, launch_with_fault, note, ranks_of
+
+from slm_toolkit.cli.main import _parser
+from slm_toolkit.config.flags import config_from_args
+from slm_toolkit.config.parser import with_underscores
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.run.faults.stalled import Stall, explain
+
+SAVING = ("--max_steps", "8", "--save_steps", "2")
+LIMIT = ("--ddp_timeout", "8")
+NO_PROGRESS = "no progress for 8 s (--ddp_timeout) at step 3 of 8"
+
+Report = Callable[[str, object], None]
+
+
+def check(faulty: Faulty, cause: str, *, within_seconds: float) -> None:
+    """One message that begins with `cause` on stderr and in the record, in time; nothing is left behind."""
+    assert faulty.code == 1, faulty.err
+    (message,) = faulty.messages
+    assert message.startswith(f"error: {cause}"), faulty.err
+    assert faulty.message_seconds < within_seconds
+    assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
+    assert left_over(faulty.folder) == []
+
+
+def check_goes_on(faulty: Faulty, *, step: int) -> None:
+    """The message names the last checkpoint, and `latest` is it."""
+    path = faulty.folder / "runs" / "run" / "checkpoints" / f"step_{step}"
+    assert f"--resume_from_checkpoint latest goes on from {path}" in faulty.hint
+    again = launch_with_fault(faulty.folder, *SAVING, "--resume_from_checkpoint", "latest")
+    assert again.code == 0, again.err
+    assert f"resumed from {path}" in again.err
+    assert (again.record["status"], again.record["first_step"]) == ("ok", step)
+
+
+def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, record_property: Report
+) -> None:
+    faulty = launch_with_fault(tmp_path, *SAVING, fault="kill", rank=1, step=5)
+    check(faulty, "rank 1 (pid ", within_seconds=5)
+    note(faulty, "SIGKILL to rank 1 of DDP", record_property)
+    assert ") was killed or crashed at step 5 of 8" in faulty.messages[0]
+    assert "[rank0]" not in faulty.err, "the survivor shows no traceback"
+    check_goes_on(faulty, step=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "fault", "rank"), [("ds_zero3", "crash in C", 1), ("fsdp_full_shard", "kill", 0)]
+)
+def test_any_rank_is_named_under_any_engine(
+    strategy: str, fault: str, rank: int, tmp_path: Path, record_property: Report
+) -> None:
+    faulty = launch_with_fault(tmp_path, *SAVING, strategy=strategy, fault=fault, rank=rank, step=5)
+    check(faulty, f"rank {rank} (pid ", within_seconds=5)
+    note(faulty, f"rank {rank} of {strategy}: {fault}", record_property)
+    assert "was killed or crashed at step 5 of 8" in faulty.messages[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
+    tmp_path: Path, record_property: Report
+) -> None:
+    faulty = launch_with_fault(tmp_path, *SAVING, fault="raise")
+    (message,) = faulty.messages
+    assert message.endswith(" failed at step 3 of 8: KeyError: 'the sky is falling'")
+    assert "[rank1]: KeyError: 'the sky is falling'" in faulty.err
+    assert "[rank0]" not in faulty.err
+    assert faulty.message_seconds < 15
+    assert faulty.record["reason"] == "'the sky is falling'"  # rank 1's own
+    note(faulty, "an exception on rank 1 of DDP (its traceback stands before)", record_property)
+
+
+def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
+    tmp_path: Path, record_property: Report
+) -> None:
+    faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="fsdp_full_shard", fault="sleep")
+    check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
+    note(faulty, "rank 1 of FSDP sleeps for ever, --ddp_timeout 8", record_property)
+    line = SITE.splitlines().index("            time.sleep(1e6)") + 1
+    assert f") hung in site/sitecustomize.py:{line} in strike, called from " in faulty.messages[0]
+    assert faulty.end_seconds < 8 + 60
+    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("stop", "is stopped (SIGSTOP, a debugger?), while rank 0 waited"),
+        ("hold", "does not answer: it is in a call of C that does not let Python run, while rank 0 waited"),
+    ],
+)
+def test_a_rank_that_can_say_nothing_is_named_and_ended(
+    fault: str, says: str, tmp_path: Path, record_property: Report
+) -> None:
+    faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="ds_zero3", fault=fault)
+    check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
+    what = {"stop": "is stopped (SIGSTOP)", "hold": "hangs in C"}[fault]
+    note(faulty, f"rank 1 of ZeRO-3 {what}, --ddp_timeout 8", record_property)
+    assert faulty.messages[0].endswith(says)
+    assert faulty.end_seconds < 8 + 90
+
+
+@pytest.mark.slow
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    def suspend() -> None:
+        ranks = [pid for pid in ranks_of(tmp_path) if "slm_toolkit.train" in psutil.Process(pid).cmdline()]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks:
+                os.kill(pid, number)
+            time.sleep(20)  # longer than the limit of 8 s
+
+    faulty = launch_with_fault(
+        *(tmp_path, "--max_steps", "40", *LIMIT), fault="pause", at_line=("a step is", suspend)
+    )
+    assert (faulty.code, faulty.messages) == (0, []), faulty.err
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property: Report) -> None:
+    def kill_launcher() -> None:
+        (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
+        os.kill(launcher, signal.SIGKILL)
+
+    faulty = launch_with_fault(tmp_path, "--max_steps", "100000", at_line=("a step is", kill_launcher))
+    (message,) = faulty.messages
+    assert "the launcher (pid " in message
+    assert re.search(r"was killed or crashed (at step \d+ of 100000|before its first step)$", message)
+    note(faulty, "SIGKILL to the launcher", record_property)
+    deadline = time.monotonic() + 30
+    while left_over(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left_over(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """16 MiB of their own, as a full disk is made by root only."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("can't mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    try:
+        (disk / "filler").write_bytes(b"x" * 2**25)
+    except OSError:
+        return
+    raise AssertionError(f"{disk} took 32 MiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "free_bytes", "where"),
+    [
+        (("--max_steps", "400"), 0, "after the last step"),
+        pytest.param(
+            ("--max_steps", "4", "--save_final_model", "true"), 2**20, "in saving", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(("--max_steps", "400", "--report_to", "tensorboard"), 0, ""),  # step 1, or before
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["the record", "the final model", "the tracker"],
+)
+def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
+    arguments: tuple[str, ...],
+    free_bytes: int,
+    where: str,
+    small_disk: Path,
+    tmp_path: Path,
+    record_property: Report,
+    request: pytest.FixtureRequest,
+) -> None:
+    def fill_disk() -> None:
+        fill(small_disk)
+        if free_bytes:
+            os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - free_bytes)
+
+    faulty = launch_with_fault(tmp_path, *arguments, at_line=("a step is", fill_disk))
+    assert faulty.code == 1, faulty.err
+    (message,) = faulty.messages
+    assert message.startswith(f"error: rank 0 {where}"), faulty.err
+    assert f"no room to write under {small_disk}/run (" in message or f"{small_disk}/run/" in message
+    assert " bytes free now): " in message
+    assert "[rank" not in faulty.err
+    assert faulty.message_seconds < 60
+    note(faulty, f"disk full: {request.node.callspec.id}", record_property)
+
+
+def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
+    small_disk: Path, tmp_path: Path, record_property: Report
+) -> None:
+    """The file for `slm compare`'s display can't be written before: training goes on without it."""
+
+    def protect() -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+
+    faulty = launch_with_fault(tmp_path, "--max_steps", "200", at_line=("a step is", protect))
+    assert faulty.code == 1, faulty.err
+    warned = f"warning: can't write {small_disk}/run/progress.json: Read-only file system; training goes on"
+    assert faulty.err.count(warned) == 1
+    (message,) = faulty.messages
+    assert message.startswith(
+        f"error: rank 0 after the last step: can't write {small_disk}/run/.record.json."
+    )
+    assert faulty.hint == f"is {small_disk}/run still there, and its disk writable?"
+    note(faulty, "disk read-only: the record", record_property)
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_leaves_the_cause_in_the_record(tmp_path: Path) -> None:
+    words = ("--model", "slm-1m", "--max_steps", "3", "--output_dir", str(tmp_path))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "slm_toolkit.train", *words], env=ENV, stderr=full)
+    assert done.returncode == 1
+    record = record_under(tmp_path)
+    assert record["status"] == "failed"
+    assert record["reason"].endswith("No space left on device")
+
+
+@pytest.fixture(scope="session")
+def set_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that adds to the date what a file says; preloaded by a launch."""
+    library = tmp_path_factory.mktemp("clock") / "set_clock.so"
+    source = Path(__file__).with_name("set_clock.c")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or os.uname().machine != "x86_64":
+        pytest.skip("needs a C compiler, and x86-64's glibc")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("jump_hours", [-2, pytest.param(24, marks=pytest.mark.slow)])
+def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
+    jump_hours: int, set_clock: Path, tmp_path: Path
+) -> None:
+    offset = tmp_path / "offset"
+    offset.write_bytes(bytes(8))
+
+    def set_it() -> None:
+        with offset.open("r+b") as file:  # in place: it is mapped
+            file.write(struct.pack("q", jump_hours * 3600))
+
+    began, began_at = datetime.now(UTC), time.monotonic()
+    faulty = launch_with_fault(
+        *(tmp_path, "--max_steps", "12", "--save_steps", "4", *LIMIT),
+        fault="pause",  # rank 1 waits a second in each step from the third on
+        env={"LD_PRELOAD": str(set_clock), "SET_CLOCK": str(offset)},
+        at_line=("checkpoints/step_4", set_it),
+    )
+    seconds = time.monotonic() - began_at
+    assert (faulty.code, faulty.messages) == (0, []), faulty.err
+    record = faulty.record
+    assert record["status"] == "ok"
+    last_pause = float((tmp_path / "struck").read_text()) - time.time()
+    assert abs(last_pause - jump_hours * 3600) < seconds, "the clock was set"
+    assert 10 < record["seconds_total"] < seconds  # 10 paused steps
+    # psutil's date of a process is whole seconds off at most
+    assert -2 < (datetime.fromisoformat(record["started_at"]) - began).total_seconds() < seconds
+    assert all(0 < step < seconds for rank in record["step_seconds"] for step in rank)
+    assert 10 < sum(record["step_seconds"][0]) < seconds
+    checkpoints = sorted(path.name for path in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert checkpoints == ["step_12", "step_8"]
+
+
+def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:
+    waits = Stall(0, 10, is_waiting=True, has_moved=False, place="torch/x.py:1 in wait")
+    hangs = Stall(1, 11, is_waiting=False, has_moved=False, place="a/b.py:2 in read")
+    works = Stall(2, 12, is_waiting=False, has_moved=True, place="a/b.py:3 in pack")
+    assert explain([waits, hangs], []) == "rank 1 (pid 11) hung in a/b.py:2 in read, while rank 0 waited"
+    assert explain([waits, works], []) == (
+        "rank 2 (pid 12) is still at work in a/b.py:3 in pack, while rank 0 waited"
+    )
+    assert explain([waits], ["rank 1 (pid 11) is stopped"]) == (
+        "rank 1 (pid 11) is stopped, while rank 0 waited"
+    )
+    assert explain([waits], []) == "rank 0 (pid 10) waits in torch/x.py:1 in wait"
+
+
+def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text()
+    found = [shlex.split(line) for line in re.findall(r"^slm train .*", text, re.MULTILINE)]
+    assert len(found) == 2
+    for words in found:
+        args = _parser().parse_args(with_underscores(words[1:]))
+        assert config_from_args(args).problems() == []
+    for seconds in (0.0, float("nan"), 4000.0):
+        problems = RunConfig(ddp_timeout=seconds).problems()
+        assert any(told.startswith(f"--ddp_timeout is {seconds:g}: 1 to 3600 seconds") for told in problems)

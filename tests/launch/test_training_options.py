@@ -1,0 +1,140 @@
+"""Options that every engine must serve alike: accumulation, compile, tied embeddings, fp32 RoPE."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TIED, compare, launch, record_under
+from transformers import AutoModelForCausalLM
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.numerics import ALIKE
+from slm_toolkit.record.parity import compare_with
+from slm_toolkit.run.model.model import build_model
+
+
+def test_accumulated_steps_stay_whole_over_the_end_of_an_epoch(tmp_path: Path, texts: Path) -> None:
+    """7 batches an epoch, 2 to a step: step 4 takes the 7th and the next epoch's first."""
+    small = tmp_path / "small.txt"
+    small.write_text(
+        (texts / "licence.txt").read_text()[: 64 * 29]
+    )  # 29 sequences of 64: 7 whole batches of 4
+    script = tmp_path / "count_updates.py"
+    script.write_text(
+        "from accelerate import Accelerator\nfrom slm_toolkit import train\n"
+        "calls = []\nbackward, step = Accelerator.backward, train.optimizer_step\n"
+        "Accelerator.backward = lambda *a, **k: (calls.append('b'), backward(*a, **k))[1]\n"
+        "train.optimizer_step = lambda *a, **k: (calls.append('s'), step(*a, **k))[1]\n"
+        "train.main()\nprint('CALLS', ''.join(calls))\n"
+    )
+    done = launch(
+        *("--model", "slm-1m", "--dataset", str(small), "--seq_len", "64", "--max_steps", "8"),
+        *(
+            "--gradient_accumulation_steps",
+            "2",
+            "--save_final_model",
+            "false",
+            "--output_dir",
+            str(tmp_path / "r"),
+        ),
+        config="accel_configs/single.yaml",
+        script=script,
+    )
+    assert done.code == 0, done.err
+    assert f"CALLS {'bbs' * 8}\n" in done.out
+
+
+def test_accumulation_gives_deepspeed_and_ddp_the_same_losses(tmp_path: Path) -> None:
+    strategies = ("ddp", "ds_zero2")
+    arguments = (
+        "--numerics",
+        "fp32",
+        "--gradient_accumulation_steps",
+        "3",
+        "--max_steps",
+        "8",
+        "--seq_len",
+        "32",
+    )
+    done = compare("--strategy", *strategies, *arguments, folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    records = {record.strategy: record for _, record in find_records([tmp_path])[0]}
+    assert compare_with(records["ddp"], records["ds_zero2"], limits=ALIKE["fp32"]).loss_difference < 5e-6
+
+
+def test_a_compiled_model_trains_and_is_saved_under_its_own_names(tmp_path: Path, texts: Path) -> None:
+    arguments = (
+        "--model",
+        "slm-1m",
+        "--dataset",
+        str(texts / "licence.txt"),
+        "--seq_len",
+        "32",
+        "--max_steps",
+        "3",
+    )
+    done = launch(
+        *(*arguments, "--torch_compile", "--output_dir", str(tmp_path)), config="accel_configs/ddp.yaml"
+    )
+    assert done.code == 0, done.err
+    folder = record_under(tmp_path)["model_dir"]
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS["slm-1m"].num_params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--torch_compile", "--gradient_checkpointing"])
+def test_every_engine_trains_alike_with_an_option(option: str, tmp_path: Path) -> None:
+    done = compare(option, "--max_steps", "6", "--seq_len", "32", folder=tmp_path)
+    assert done.finished.code == 0, done.finished.err
+    # exit code 0 says too that the losses agree with DDP's
+    assert {row["status"] for row in done.rows.values()} == {"ok"}
+
+
+def test_tied_embeddings_train_and_reload_under_sharding(tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(TIED))
+    arguments = (
+        "--dataset",
+        str(texts / "licence.txt"),
+        "--seq_len",
+        "32",
+        "--max_steps",
+        "5",
+        "--save_final_model",
+    )
+    done = compare(
+        *("--model", str(tmp_path / "tied"), "--strategy", "fsdp_full_shard", "ds_zero3", *arguments),
+        folder=tmp_path / "runs",
+    )
+    assert done.finished.code == 0, done.finished.err
+    for row in done.rows.values():
+        folder = json.loads(Path(row["record"]).read_text())["model_dir"]
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not loading["missing_keys"]
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_bf16_weights_leave_ropes_frequencies_in_fp32() -> None:
+    model = build_model(PRESETS["slm-1m"], RunConfig(numerics="aligned", seq_len=64))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_a_deepspeed_yaml_is_launched_from_another_folder(tmp_path: Path) -> None:
+    from slm_toolkit.strategy.strategy import copy_configs
+
+    copy_configs(tmp_path / "mine")
+    (tmp_path / "elsewhere").mkdir()
+    done = launch(
+        *("--model", "slm-1m", "--max_steps", "2", "--output_dir", str(tmp_path / "runs")),
+        config=tmp_path / "mine" / "accel_configs" / "ds_zero2.yaml",
+        cwd=tmp_path / "elsewhere",
+    )
+    assert done.code == 0, done.err
+    assert record_under(tmp_path / "runs")["zero_stage"] == 2

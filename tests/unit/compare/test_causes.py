@@ -1,0 +1,275 @@
+"""A full disk, a taken port, a kernel short of RAM, a run that would not fit: each has a name in its row."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import H100, run, slm
+
+from slm_toolkit.cli import compare as compare_verb
+from slm_toolkit.cli.main import main
+from slm_toolkit.compare import local
+from slm_toolkit.compare.hangs import RankStack, explain
+from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
+from slm_toolkit.hardware.gpus import Machine
+from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
+from slm_toolkit.record.files import read_record
+
+GIB = 2**30
+TOO_EARLY = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "accelerate.commands.launch"]:
+    import accelerate.utils.launch
+    accelerate.utils.launch.is_port_in_use = lambda port=None: False
+"""
+
+
+@pytest.fixture
+def same_handlers() -> Iterator[None]:
+    """`slm compare` in this very process takes signals over."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def code_of(*words: str) -> int:
+    """The exit code of `slm` in this very process, where things can be patched."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return ended.value.code
+
+
+def on_a_disk_of_its_own(words: tuple[str, ...], folder: Path, options: str) -> Iterator[Path]:
+    """The folder of the first run of a comparison, mounted as a tmpfs."""
+    command = shlex.split(
+        slm("compare", "--dry_run", *words, "--output_dir", str(folder)).out.splitlines()[0]
+    )
+    run_dir = folder / command[command.index("--run_name") + 1]
+    run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(run_dir)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield run_dir
+    subprocess.run(["umount", str(run_dir)], check=True)
+
+
+@pytest.fixture(params=[8, 4])
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a single-process run on a disk of 8 KiB (YAML and log fit) or 4 KiB (the YAML does)."""
+    words = ("--strategy", "single", "--model", "slm-1m", "--max_steps", "3")
+    yield from on_a_disk_of_its_own(words, tmp_path, f"size={request.param}k")
+
+
+TWO_SEEDS = (
+    "--strategy",
+    "single",
+    "--model",
+    "slm-1m",
+    "--seq_len",
+    "32",
+    "--max_steps",
+    "1",
+    "--seed",
+    "0",
+    "1",
+)
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    yield from on_a_disk_of_its_own(TWO_SEEDS, tmp_path, "size=64k,ro")
+
+
+def test_a_folder_that_cannot_be_written_is_a_row_and_the_next_run_finishes(read_only_folder: Path) -> None:
+    finished = slm("compare", "--json", *TWO_SEEDS, "--output_dir", str(read_only_folder.parent))
+    assert finished.code == 1, finished.err
+    rows = json.loads(finished.out)
+    assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+    (failed,) = (row for row in rows if row["status"] == "failed")
+    assert failed["reason"] == f"Read-only file system: {read_only_folder}/launch"
+    assert "Traceback" not in finished.err
+
+
+def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: Path) -> None:
+    words = ("--strategy", "single", "ddp", "--model", "slm-1m", "--max_steps", "3")
+    finished = slm("compare", "--json", *words, "--output_dir", str(full_disk.parent))
+    rows = {row["strategy"]: row for row in json.loads(finished.out)}
+    assert finished.code == 1
+    assert (rows["single"]["status"], rows["ddp"]["status"]) == ("failed", "ok")
+    assert rows["single"]["reason"].startswith("no room on the disk")
+    assert [path.name for path in full_disk.iterdir() if path.name.startswith((".record", "progress"))] == []
+
+
+@pytest.mark.parametrize("num_taken", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
+    num_taken: int,
+    same_handlers: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """accelerate itself leaves a port that it sees taken: here it looks too early to see it."""
+    (tmp_path / "sitecustomize.py").write_text(TOO_EARLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        ports = [taken] * num_taken
+        free = local.free_port
+        monkeypatch.setattr(local, "free_port", lambda: ports.pop() if ports else free())
+        words = ["--strategy", "ddp", "single", "--model", "slm-1m", "--max_steps", "3", "--json"]
+        code = code_of("compare", *words, "--output_dir", str(tmp_path))
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert ports == []
+    assert rows["single"]["status"] == "ok"
+    if num_taken == 1:
+        assert (code, rows["ddp"]["status"]) == (0, "ok")
+    else:
+        assert (code, rows["ddp"]["status"]) == (1, "failed")
+        assert rows["ddp"]["reason"] == f"port {taken} was taken by another program (EADDRINUSE)"
+
+
+def test_runs_that_do_not_fit_are_rows_and_not_launched(
+    same_handlers: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare_verb, "this_machine", lambda: Machine(1, H100))
+    monkeypatch.setattr(local, "start_kept", None)  # a launch would raise
+    words = ["--model", "slm-2b", "--strategy", "ddp", "--per_device_train_batch_size", "64", "128"]
+    words += ["--skip_oom", "--output_dir", str(tmp_path), "--json"]
+    assert code_of("compare", *words) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["status"], row["evidence"]) for row in rows] == [("skipped", "estimated")] * 2
+    for row in rows:
+        record = read_record(Path(row["record"]))
+        assert row["peak_allocated_bytes"] is row["tokens_per_second"] is record.world_size is None
+        assert row["estimated_peak_bytes"] == record.predicted_peak_bytes > 80e9
+        assert f"{record.predicted_peak_bytes / GIB:.2f} GiB at the peak, of 7" in row["reason"]
+        assert "out of memory, predicted" in row["reason"]
+    assert rows[0]["estimated_peak_bytes"] < rows[1]["estimated_peak_bytes"]
+    table = slm("report", str(tmp_path)).out
+    assert table.count("skipped") >= 2
+
+
+def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
+    same_handlers: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare_verb, "this_machine", lambda: Machine(1, H100))
+    words = ["--dry_run", "--skip_oom", "--model", "slm-2b", "--strategy", "ddp"]
+    words += ["--per_device_train_batch_size", "1", "64", "--output_dir", str(tmp_path / "runs")]
+    assert code_of("compare", *words) == 0
+    printed = capsys.readouterr()
+    assert "1 of 2 runs would be skipped" in printed.err
+    (line,) = printed.out.splitlines()
+    assert "--per_device_train_batch_size 1 " in line
+    assert not (tmp_path / "runs").exists()
+    assert code_of("compare", *words, "--csv", str(tmp_path / "rows.csv")) == 2
+    assert "error: --csv with --dry_run" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:
+    refused = slm("compare", "--skip_oom", "--output_dir", str(tmp_path))
+    assert refused.code == 2
+    assert "error: --skip_oom without a GPU" in refused.err
+    assert "hint: `slm estimate --gpu NAME`" in refused.err
+
+
+def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
+    before, after = HostRam(8 * GIB, 16 * GIB, 3), HostRam(8 * GIB, 16 * GIB, 4)
+    assert who_killed(before, after, least_available_bytes=GIB).startswith(
+        "by the kernel, for want of host RAM"
+    )
+    said = who_killed(before, before, least_available_bytes=8 * GIB)
+    assert said == (
+        "likely not for want of host RAM: the kernel counts no oom_kill, and "
+        "8.0 of 16.0 GiB were free at the least"
+    )
+    silent = HostRam(8 * GIB, 16 * GIB, None)
+    assert "likely by the kernel" in who_killed(silent, silent, least_available_bytes=GIB // 4)
+    assert "or by hand" in who_killed(silent, silent, least_available_bytes=8 * GIB)
+    assert 0 < look_at_host_ram().available_bytes <= look_at_host_ram().total_bytes
+
+
+@pytest.mark.parametrize("verb", ["compare", "train"])
+def test_a_run_that_the_kernel_kills_for_ram_says_so(verb: str, tmp_path: Path) -> None:
+    limit = {"compare": "450M", "train": "1100M"}[verb]  # of `train` the launcher must live, and speak
+    cgroup = Path("/sys/fs/cgroup/memory") / f"slm-test-{os.getpid()}"  # version 1
+    try:
+        cgroup.mkdir()
+        (cgroup / "memory.limit_in_bytes").write_text(limit)
+    except OSError:
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        enter = f"echo $$ > {cgroup}/cgroup.procs"
+        large = ("single", "--per_device_train_batch_size", "256", "--seq_len", "512")
+        words = (verb, "--max_steps", "3", "--output_dir", str(tmp_path), "--strategy")
+        words += ("ddp",) if verb == "compare" else large
+        command = f"{enter} && exec {shlex.join([str(Path(sys.executable).with_name('slm')), *words])}"
+        done = run("sh", "-c", f"{command} --json" if verb == "compare" else command)
+    finally:
+        cgroup.rmdir()
+    killed = "by the kernel, for want of host RAM, as its count of oom_kill says (its cgroup may use "
+    if verb == "compare":
+        (row,) = json.loads(done.out)
+        assert row["status"] == "failed"
+        assert f" was killed by signal 9: {killed}0.4 GiB)" in row["reason"]
+    else:
+        assert done.code == 128 + 9
+        assert f" was ended by SIGKILL: {killed}1.1 GiB)" in done.err
+
+
+def test_a_killed_process_is_told_from_one_that_ended() -> None:
+    summary = "Root Cause:\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 7)"
+    assert killed_process(summary, 1) == "rank 3"
+    assert killed_process(summary.replace("-9", "1"), 1) is None
+    assert killed_process("", 137) == "the launcher"
+    assert killed_process("", 1) is None
+
+
+def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_others() -> None:
+    other = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
+    root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1\n  exitcode  : -6 (pid: 7)"
+    assert crash(other + root) == "SIGABRT"
+    assert crash(other + root.replace("-6", "1")) is None
+    assert crash("Command died with <Signals.SIGSEGV: 11>.") == "SIGSEGV"  # one process: no summary
+    assert crash("no summary") is None
+
+
+def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    summary = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"
+    log.write_text(f'step 1\n  raise Bad("x y")\nBad: x y\n\nclosed by peer\n{summary}\nmore\n')
+    assert telling_lines(log, 2, reason="x y") == ['  raise Bad("x y")', "Bad: x y"]
+    assert telling_lines(log, 2, reason="stopped") == ["Bad: x y", "closed by peer"]
+    assert telling_lines(tmp_path / "none.txt", 2, reason=None) == []
+
+
+def test_who_hung_is_who_does_not_wait_and_does_not_move() -> None:
+    waits = ("/x/torch/distributed/distributed_c10d.py:12 in all_reduce", "/x/train.py:9 in train_step")
+    sleeps = ("/home/me/loss.py:7 in forward", "/x/train.py:9 in train_step")
+    hung, waiting = RankStack(1, sleeps, has_moved=False), RankStack(0, waits, has_moved=False)
+    place = "distributed/distributed_c10d.py:12 in all_reduce"
+    assert (
+        explain([waiting, hung]) == f"rank 1 hung in me/loss.py:7 in forward, while rank 0 in {place} waited"
+    )
+    slow = RankStack(1, sleeps, has_moved=True)
+    assert explain([waiting, slow]) == f"last seen rank 0 in {place}, rank 1 in me/loss.py:7 in forward"
+    both = [waiting, RankStack(1, waits, has_moved=False)]  # or a step that takes long on the GPU
+    assert explain(both) == f"last seen ranks 0, 1 in {place}"
+    stopped = RankStack(1, (), has_moved=False)
+    assert explain([waiting, stopped]).startswith("rank 1 hung in a call that does not answer signals")
+    assert explain([]) is None

@@ -1,0 +1,82 @@
+"""The flags that come from RunConfig's fields."""
+
+import pytest
+
+from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
+from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.config.run_config import RunConfig
+
+
+def parse(*argv: str, grid: bool = False) -> RunConfig:
+    parser = Parser(prog="test")
+    add_flags(parser, grid=grid)
+    return config_from_args(parser.parse_args(with_underscores(list(argv))))
+
+
+def test_flags_take_hyphens_underscores_and_hugging_face_names() -> None:
+    assert parse("--seq-len", "64") == parse("--seq_len=64") == parse("--max_length", "64")
+    assert parse("--model_name_or_path", "slm-1m").model == "slm-1m"
+    assert parse("--output_dir", "a--b_c").output_dir == "a--b_c"
+
+
+def test_flags_of_a_config_parse_back_to_it() -> None:
+    config = RunConfig(
+        model="slm-1m", gradient_checkpointing="full", learning_rate=1e-4, save_final_model=False
+    )
+    assert parse(*flags_of(config)) == config
+
+
+def test_a_bare_switch_is_true_and_a_named_one_what_it_says() -> None:
+    assert parse("--torch_compile").torch_compile is True
+    assert parse("--torch_compile", "false").torch_compile is False
+
+
+def test_checkpointing_was_a_switch_once_and_is_still_understood_as_one() -> None:
+    assert parse("--gradient_checkpointing").gradient_checkpointing == "full"
+    assert parse("--gradient_checkpointing", "true").gradient_checkpointing == "full"
+    assert parse("--gradient_checkpointing", "false").gradient_checkpointing == "none"
+    assert parse("--gradient_checkpointing", grid=True).gradient_checkpointing == ["full"]
+    several = parse("--gradient_checkpointing", "false", "selective_op", grid=True)
+    assert several.gradient_checkpointing == ["none", "selective_op"]
+    with pytest.raises(ValueError, match="--gradient_checkpointing is True: one of none, full"):
+        RunConfig(gradient_checkpointing=True).check()
+
+
+def test_the_default_length_is_thirty_steps_after_the_warm_up() -> None:
+    assert RunConfig().steps_asked == 3 + 30
+    assert RunConfig(timing_warmup_steps=8).steps_asked == 8 + 30
+    assert RunConfig(max_steps=7).steps_asked == 7
+    assert RunConfig(num_train_epochs=1.0).steps_asked is None
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = RunConfig(per_device_train_batch_size=0, seq_len=-1, learning_rate=float("nan"))
+    with pytest.raises(ValueError, match="hint") as error:
+        config.check()
+    for flag in ("--per_device_train_batch_size is 0", "--seq_len is -1", "--learning_rate is nan"):
+        assert flag in str(error.value)
+
+
+def test_where_a_run_is_written_is_not_part_of_what_it_is() -> None:
+    assert RunConfig(output_dir="a", report_to="trackio").identity == RunConfig().identity
+    assert RunConfig(seed=1).identity != RunConfig().identity
+
+
+def test_an_unknown_flag_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse("--nonsense", "1")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "error: unknown: --nonsense 1\nhint: test --help\n"
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"),
+    [
+        (3e4, "--learning_rate is 30000: above 0, at most 1; did you mean 3e-4?"),
+        (10.0, "--learning_rate is 10: above 0, at most 1; did you mean 1e-1?"),
+        (2.0, "--learning_rate is 2: above 0, at most 1"),
+        (1.0, None),
+    ],
+)
+def test_a_learning_rate_above_one_is_refused(rate: float, says: str | None) -> None:
+    assert RunConfig(learning_rate=rate).problems() == ([] if says is None else [says])

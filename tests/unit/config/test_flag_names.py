@@ -1,0 +1,188 @@
+"""Other trainers' flags, GPUs and models as people type them: accepted, or answered with the right hint."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, slm
+
+from slm_toolkit.cli.main import _parser
+from slm_toolkit.config.parser import HINTS, SAME_MEANING, with_underscores
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
+from slm_toolkit.launch.training_command import training_config
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.flag_checks import gpus_asked
+from slm_toolkit.strategy.strategy import find_strategy, precision_asked, precision_problem
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What stderr has after a command line that does not parse."""
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args(with_underscores(list(words)))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "field", "value"),
+    [
+        ("--lr 1e-3", "learning_rate", 1e-3),
+        ("--epochs 3", "num_train_epochs", 3.0),
+        ("--steps 7", "max_steps", 7),
+        ("--max_seq_length 64", "seq_len", 64),
+        ("--block-size=64", "seq_len", 64),
+        ("--grad_accum 2", "gradient_accumulation_steps", 2),
+        ("--micro_batch_size 2", "per_device_train_batch_size", 2),
+        ("--grad_clip 0.5", "max_grad_norm", 0.5),
+        ("--tokenizer byte", "tokenizer_name", "byte"),
+    ],
+)
+def test_a_name_with_the_same_meaning_is_taken_by_verbs_and_by_the_script(
+    typed: str, field: str, value: object
+) -> None:
+    words = typed.split()
+    assert getattr(training_config(words), field) == value
+    assert getattr(_parser().parse_args(with_underscores(["train", *words])), field) == value
+    found = getattr(_parser().parse_args(with_underscores(["compare", *words])), field)
+    assert found in (value, [value])
+
+
+def test_the_tables_name_flags_that_exist_and_no_name_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["train", "--help"])
+    flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    assert SAME_MEANING.keys() <= flags
+    others = [other for names in SAME_MEANING.values() for other in names]
+    assert len(others) == len(set(others))
+    assert not set(others) & set(RunConfig.__dataclass_fields__)
+    assert not set(others) & HINTS.keys()
+    mentioned = {flag for text in HINTS.values() for flag in re.findall(r"--(\w+)", text)}
+    assert mentioned <= flags | {"num_gpus"}  # estimate's
+
+
+@pytest.mark.parametrize("verb", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--batch_size 4", "hint: --per_device_train_batch_size N: sequences of one process"),
+        ("--bf16", "hint: --numerics: aligned (the default) computes in bf16"),
+        ("--bf16 true", "hint: --numerics: aligned (the default) computes in bf16"),
+        ("--fp16", "hint: --numerics aligned (the default) computes in bf16; fp16 needs --numerics stock"),
+        ("--warmup_ratio 0.1", "hint: --warmup_steps N"),
+        ("--use_lora", "hint: --peft lora"),
+        ("--deepspeed ds.json", "hint: --strategy NAME or FILE"),
+        ("--lerning_rate 1", "hint: did you mean --learning_rate?"),
+    ],
+)
+def test_a_name_that_may_mean_something_else_gets_a_hint(
+    verb: str, words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, verb, *words.split())
+    assert said.startswith(f"error: unknown: {words}\n{hint}")
+    assert said.endswith(f"; slm {verb} --help\n")
+    assert "find_batch_size" not in said
+
+
+def test_what_the_hint_of_fp16_names_runs_fp16(tmp_path: Path) -> None:
+    """A strategy file with mixed_precision fp16, --numerics stock and a GPU; not one of the three alone."""
+    for word in ("--numerics stock", "mixed_precision: fp16", "a GPU"):
+        assert word in HINTS["fp16"]
+    path = tmp_path / "half.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
+    asked = precision_asked(find_strategy(str(path)))
+    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
+    assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None
+    assert precision_problem(asked, RunConfig(numerics="aligned"), has_gpu=True) is not None
+
+
+def test_the_script_says_the_same_and_sends_the_launchers_words_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, hint in (
+        ("--batch_size 4", "--per_device_train_batch_size N"),
+        ("--strategy ddp", "`slm train` takes it"),
+        ("--num_processes 2", "`slm train` takes it"),
+    ):
+        with pytest.raises(SystemExit):
+            training_config(words.split())
+        assert hint in capsys.readouterr().err
+
+
+def test_a_verb_without_training_flags_gives_no_hint_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "report", "--bf16") == "error: unknown: --bf16\nhint: slm report --help\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("8xA100-40GB", ("a100-40gb", (8,), None)),
+        ("8 x A100 40GB", ("a100-40gb", (8,), None)),
+        ("h100-80gb:8,16@2.49", ("h100-80gb", (8, 16), 2.49)),
+        ("4090", ("rtx-4090", (), None)),
+        ("RTX4090:2", ("rtx-4090", (2,), None)),
+        ("NVIDIA GeForce RTX 4090", ("rtx-4090", (), None)),
+        ("NVIDIA A100-SXM4-40GB", ("a100-40gb", (), None)),
+        ("8xh200:8", None),
+    ],
+)
+def test_a_gpu_is_known_as_people_write_it(text: str, meant: object) -> None:
+    assert gpu_and_count(text) == meant
+
+
+def test_a_gpu_that_may_be_several_is_answered_with_each_and_the_count() -> None:
+    with pytest.raises(ValueError, match="did you mean a100-40gb:8 or a100-80gb:8 or a100-80gb-pcie:8?"):
+        gpu_and_count("A100:8")
+    with pytest.raises(ValueError, match="unknown GPU 'H20'"):  # another GPU than the H200
+        gpu_of_name("H20")
+
+
+def test_estimate_takes_the_number_with_the_gpu() -> None:
+    assert gpus_asked(["8xA100-40GB"], None) == (["a100-40gb"], [8])
+    assert gpus_asked(["h200", "l4"], [2]) == (["h200", "l4"], [2])
+    for words, counts in ((["h200:8"], [4]), (["h200:8", "l4:4"], None), (["h200:8", "l4"], None)):
+        with pytest.raises(ValueError, match="several numbers of GPUs\nhint: --gpu h200"):
+            gpus_asked(words, counts)
+    with pytest.raises(ValueError, match="hint: --gpu h200 --usd_per_gpu_hour 2.5"):
+        gpus_asked(["h200@2.5"], None)
+    done = slm("estimate", "--gpu", "2xL4", "--model", "slm-100m", "--strategy", "ddp", "--json")
+    assert '"num_gpus": 2' in done.out
+
+
+def test_recommend_and_doctor_take_them_too() -> None:
+    done = slm("recommend", "--gpu", "1xrtx-5090", "--model", "slm-100m", "--strategy", "single", "--json")
+    assert done.code == 0, done.err  # its memory was unknown once, and the hint was of something else
+    assert '"gpu": "rtx-5090"' in done.out
+    done = slm("doctor", "--gpu", "a100-40gb:16", "--model", "slm-1b", "--strategy", "ddp")
+    assert done.code in (0, 1), done.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("slm1m", "slm-1m"),
+        ("SLM_1M", "slm-1m"),
+        ("slm700m", "slm-700m"),
+        ("smolm2-135m", "smollm2-135m"),
+        ("tinylama-1.1b", "tinyllama-1.1b"),
+    ],
+)
+def test_a_mistyped_model_is_answered_with_the_preset(typed: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown model '{typed}'\nhint: did you mean {meant}[?] "):
+        find_model(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "form"),
+    [("deepspeed", "accelerate_deepspeed"), ("FSDP", "accelerate_fsdp"), ("ddp", "accelerate_ddp")],
+)
+def test_converts_forms_have_their_short_names(typed: str, form: str) -> None:
+    assert _parser().parse_args(["convert", "ddp", "--to", typed]).to == form
+
+
+def test_a_zero_stage_is_no_form_and_the_hint_says_who_decides_it(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "convert", "fsdp_full_shard", "--to", "zero3")
+    assert "hint: --to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage" in said
+    for source, stage in (("fsdp_full_shard", 3), ("fsdp_shard_grad_op", 2)):
+        done = slm("convert", source, "--to", "deepspeed_json", cwd=ROOT)
+        assert f'"stage": {stage}' in done.out

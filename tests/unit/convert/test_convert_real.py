@@ -1,0 +1,168 @@
+"""Converted files in the hands of accelerate, transformers and DeepSpeed themselves, and trained with."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FSDP2, ROOT, launch, record_under, run
+from conversions import converted
+
+from slm_toolkit.convert.trainer_keys import ACCELERATE_KEYS, FSDP_KEYS
+from slm_toolkit.strategy.strategy import find_strategy, shipped_strategies
+
+YAML_OF = {"fsdp2": "accelerate_fsdp", "deepspeed": "accelerate_deepspeed"}
+OF_FSDP = [name for name in shipped_strategies() if name.startswith("fsdp")]
+OF_ZERO = [name for name in shipped_strategies() if name.startswith("ds_")]
+FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "2")
+SILENT = f"{FSDP2}num_processes: 2\n"
+FLIPPED = (  # every setting of FSDP2 that has a default, at its other value
+    f"{FSDP2}  fsdp_reshard_after_forward: false\n  fsdp_offload_params: true\n"
+    "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,Other\n"
+    "  fsdp_cpu_ram_efficient_loading: false\n  fsdp_activation_checkpointing: true\n"
+    "  fsdp_activation_checkpointing_offload: true\nnum_processes: 2\n"
+)
+BY_SIZE = f"{FSDP2}  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 1000\nnum_processes: 2\n"
+FSDP1 = (
+    "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
+    "  fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false\n"
+    "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n"
+)
+ARGUMENTS = {
+    "trainer_silent": {"fsdp": True},
+    "trainer_old": {"fsdp": "shard_grad_op offload", "fsdp_config": {"fsdp_min_num_params": 5}},
+    "trainer_true": {"fsdp": "true"},
+    "trainer_hybrid": {"fsdp": "hybrid_shard"},
+}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the libraries make of every file and command below, asked for once."""
+    folder, inputs = tmp_path_factory.mktemp("real"), tmp_path_factory.mktemp("inputs")
+    for name in shipped_strategies():
+        engine = find_strategy(name).engine
+        forms = ["accelerate_ddp"] if engine in ("single", "ddp") else list(YAML_OF.values())
+        for form in forms:
+            converted(name, to=form, folder=folder, gpus_per_node=2)
+        trainers = converted(name, to="training_arguments", folder=inputs, gpus_per_node=2)
+        (folder / f"{name}_command.sh").write_text(shlex.join(trainers.command))
+    for name, text in {"silent": SILENT, "flipped": FLIPPED, "by_size": BY_SIZE, "fsdp1": FSDP1}.items():
+        (folder / f"{name}.yaml").write_text(text)
+        converted(str(folder / f"{name}.yaml"), to="accelerate_fsdp", folder=folder)
+        trainers = converted(str(folder / f"{name}.yaml"), to="training_arguments", folder=inputs)
+        (folder / f"{name}_command.sh").write_text(shlex.join(trainers.command))
+    for name, arguments in ARGUMENTS.items():
+        (folder / f"{name}.json").write_text(json.dumps(arguments))
+    for name in ("trainer_silent", "trainer_old"):
+        converted(str(folder / f"{name}.json"), to="accelerate_fsdp", folder=folder, num_processes=2)
+    for path in folder.glob("*_as_deepspeed.json"):  # named by the YAMLs
+        path.rename(inputs / path.name)
+    for path in folder.glob("*.yaml"):
+        path.write_text(path.read_text().replace(f"{folder}/", f"{inputs}/"))
+    done = run(sys.executable, str(ROOT / "tests" / "real_configs.py"), str(folder))
+    assert done.code == 0, done.err
+    return json.loads(done.out.splitlines()[-1])
+
+
+def of_engine(found: dict[str, Any]) -> dict[str, Any]:
+    """Without how many ranks there are, which torchrun says, not the script."""
+    return {key: value for key, value in found.items() if key not in ("ranks",)}
+
+
+@pytest.mark.parametrize("name", [*OF_FSDP, *OF_ZERO])
+def test_accelerate_takes_a_converted_yaml_for_what_it_is(name: str, facts: dict[str, Any]) -> None:
+    strategy = find_strategy(name)
+    fsdp, zero = facts[f"{name}_as_fsdp.yaml"], facts[f"{name}_as_deepspeed.yaml"]
+    reshards = strategy.zero_stage in (None, 3) and strategy.reshard_after_forward is not False
+    assert (fsdp["version"], fsdp["reshard"]) == (2, reshards)
+    assert fsdp["offload"] == ("CPUOffloadPolicy" if strategy.offloads else "OffloadPolicy")
+    assert fsdp.get("groups") == ([2, 2] if name in ("fsdp_hybrid_shard", "ds_zeropp") else None)
+    assert zero["stage"] == (strategy.zero_stage or (3 if reshards else 2))
+    device = "nvme" if name == "ds_zero3_nvme" else "cpu" if strategy.offloads else None
+    assert (zero["optimizer"], zero["param"]) == (device, device if zero["stage"] == 3 else None)
+    assert zero["hpz"] == (2 if name == "fsdp_hybrid_shard" else 1)  # ds_zeropp's auto is left for our script
+    assert zero["init"] is False
+    assert fsdp["ranks"] == zero["ranks"] == strategy.num_processes
+
+
+@pytest.mark.parametrize("name", [*OF_FSDP, "silent", "flipped", "by_size"])
+def test_the_trainer_makes_of_the_arguments_what_accelerate_makes_of_the_yaml(
+    name: str, facts: dict[str, Any]
+) -> None:
+    assert facts[f"{name}_command.sh"] == of_engine(facts[f"{name}_as_fsdp.yaml"])
+
+
+@pytest.mark.parametrize("name", OF_ZERO)
+def test_the_trainer_takes_a_json_for_what_accelerate_takes_the_yaml(
+    name: str, facts: dict[str, Any]
+) -> None:
+    trainers, ours = facts[f"{name}_command.sh"], facts[f"{name}_as_deepspeed.yaml"]
+    for key in ("stage", "optimizer", "param", "gathers"):
+        assert trainers[key] == ours[key], key
+    assert trainers["init"] is (ours["stage"] == 3)  # it builds in pieces whatever the YAML says
+    assert trainers["hpz"] == (2 if name == "ds_zeropp" else 1)
+
+
+@pytest.mark.parametrize("name", ["silent", "flipped", "by_size"])
+def test_a_yaml_written_out_means_what_it_meant_silently(name: str, facts: dict[str, Any]) -> None:
+    assert facts[f"{name}_as_fsdp.yaml"] == facts[f"{name}.yaml"]
+
+
+@pytest.mark.parametrize("name", ["trainer_silent", "trainer_old"])
+def test_arguments_written_out_as_a_yaml_mean_what_they_meant_silently(
+    name: str, facts: dict[str, Any]
+) -> None:
+    as_yaml = facts[f"{name}_as_fsdp.yaml"]
+    assert {key: as_yaml[key] for key in facts[f"{name}.json"]} == facts[f"{name}.json"]
+
+
+def test_the_defaults_in_our_table_are_the_libraries_own(facts: dict[str, Any]) -> None:
+    of_key = {key.accelerate.removeprefix("fsdp_"): key for key in FSDP_KEYS}
+    launcher, trainer = facts["silent.yaml"], facts["trainer_silent.json"]
+    names = {
+        "reshard_after_forward": "reshard",
+        "state_dict_type": "state_dict",
+        "cpu_ram_efficient_loading": "ram_efficient",
+        "activation_checkpointing": "checkpointing",
+        "activation_checkpointing_offload": "checkpointing_offload",
+        "transformer_layer_cls_to_wrap": "layers",
+    }
+    for key, fact in names.items():
+        assert launcher[fact] == of_key[key].launch_default, key
+        assert trainer[fact] == of_key[key].trainer_default, key
+    assert (launcher["wrap"], trainer["wrap"]) == (None, "transformer_auto_wrap_policy")
+    assert (launcher["offload"], trainer["offload"]) == ("OffloadPolicy", "OffloadPolicy")
+    assert set(ACCELERATE_KEYS) - {"dynamo_backend", "fp16"} == set(facts["ClusterConfig"])
+
+
+def test_what_we_say_of_others_is_so(facts: dict[str, Any]) -> None:
+    assert facts["fsdp1.yaml"]["fsdp1"] == "FULL_SHARD"  # whatever fsdp_reshard_after_forward says
+    assert facts["fsdp1_as_fsdp.yaml"]["reshard"] is False  # what was meant
+    assert "Unknown `fsdp` option: true" in facts["trainer_true.json"]["error"]
+    assert "only available with FSDP1" in facts["trainer_hybrid.json"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("source", "form", "ours"),
+    [
+        ("fsdp_full_shard", "accelerate_deepspeed", "ds_zero3"),
+        pytest.param("ds_zero2_offload", "accelerate_fsdp", "fsdp_shard_grad_op", marks=pytest.mark.slow),
+    ],
+)
+def test_a_converted_strategy_trains_as_ours_does(source: str, form: str, ours: str, tmp_path: Path) -> None:
+    written = converted(source, to=form, folder=tmp_path / "new")
+    losses = {}
+    for name, config in (
+        ("new", tmp_path / "new" / next(iter(written.files))),
+        ("ours", f"accel_configs/{ours}.yaml"),
+    ):
+        words = (*FEW, "--numerics", "fp32", "--output_dir", str(tmp_path / name))
+        done = launch(*words, config=config)
+        assert done.code == 0, done.err
+        losses[name] = record_under(tmp_path / name)["losses"]
+    assert len(losses["new"]) == 2
+    assert losses["new"] == pytest.approx(losses["ours"], abs=1e-6)

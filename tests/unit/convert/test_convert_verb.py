@@ -1,0 +1,100 @@
+"""`slm convert` as a command: what is refused, printed, written, and shown in the docs."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import FSDP2, ROOT, slm
+from conversions import converted, write
+
+from slm_toolkit.convert.tables import tables
+
+BAD = [
+    (("ddp", "accelerate_fsdp"), "ddp shards nothing, and FSDP2 always shards"),
+    (("ds_zero2", "accelerate_ddp"), "ds_zero2 shards, and DDP never does"),
+    (("nowhere.json", "accelerate_fsdp"), "no such file or strategy: nowhere.json"),
+    (("fsdp_hybrid_shard", "accelerate_fsdp", "--num_processes", "6"), "make 4 ranks, num_processes is 6"),
+    (("ds_zeropp", "accelerate_fsdp", "--gpus_per_node", "3"), "4 ranks are no whole number of groups of 3"),
+    (("--fsdp hybrid_shard", "accelerate_fsdp"), "refuses --fsdp hybrid_shard without fsdp_config.version 1"),
+    (("--fsdp true", "accelerate_fsdp"), "transformers refuses --fsdp true"),
+    (("--fsdp --deepspeed x.json", "accelerate_fsdp"), "fsdp and deepspeed are both asked for"),
+    (("torchrun --nnodes 1:4 t.py --fsdp", "accelerate_fsdp"), "takes one number of machines"),
+    (("accelerate launch t.py", "accelerate_fsdp"), "accelerate launch has its settings in a YAML"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD)
+def test_what_cannot_be_converted_is_an_error_with_a_hint(words: tuple[str, ...], says: str) -> None:
+    source, form, *ranks = words
+    numbers = {
+        name.removeprefix("--"): int(number) for name, number in zip(ranks[::2], ranks[1::2], strict=True)
+    }
+    with pytest.raises(ValueError, match=says) as error:
+        converted(source, to=form, **numbers)
+    assert "hint:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", "{", "is not JSON"),
+        ("a.json", "[1]", "holds no settings"),
+        ("a.json", '{"model": 1}', "in no form that is known: it has model"),
+        ("a.json", '{"zero_optimization": {"stage": 7}}', "stage is 7"),
+        ("a.yaml", "distributed_type: FSDP\nfsdp_confg:\n  fsdp_version: 2\n", "refuses the key fsdp_confg"),
+        ("a.yaml", f"{FSDP2}  fsdp_offload_params: maybe\n", "fsdp_offload_params is 'maybe'"),
+        ("a.yaml", "fsdp: true\nbf16: true\nfp16: true\n", "bf16 and fp16 are both true"),
+        ("a.json", '{"fsdp": true, "fsdp_config": "gone.json"}', "fsdp_config: no such file: gone.json"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_an_error_with_a_hint(
+    name: str, text: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        converted(write(tmp_path, text, name), to="accelerate_deepspeed", num_processes=2)
+    assert "hint:" in str(error.value)
+
+
+def test_the_verb_prints_a_single_file_as_it_is_and_says_by_its_exit_code_what_is_lost() -> None:
+    done = slm("convert", "fsdp_full_shard", "--to", "training_arguments")
+    assert done.code == 0, done.err
+    assert "==> fsdp_full_shard_as_fsdp_config.json <==" in done.out
+    assert "launch: torchrun --nproc_per_node 2 train.py --fsdp --fsdp_config" in done.err
+    done = slm("convert", "ds_zero2", "--to", "accelerate_fsdp")
+    assert done.code == 1
+    assert yaml.safe_load(done.out)["distributed_type"] == "FSDP"
+    assert "no counterpart:\n  zero_optimization.reduce_bucket_size: 13107200\n" in done.err
+    done = slm(
+        "convert", "--to", "accelerate_ddp", "--json", "--", "python", "my-script.py", "--some-flag", "a-b"
+    )
+    assert json.loads(done.out)["command"][-3:] == ["my-script.py", "--some-flag", "a-b"]
+    assert slm("convert", "ddp", "--to", "accelerate_fsdp").code == 2
+
+
+def test_output_writes_into_a_folder_and_never_over_a_file(tmp_path: Path) -> None:
+    words = ("convert", "ds_zero3", "--to", "accelerate_deepspeed", "--output", "new", "--json")
+    done = slm(*words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    written = json.loads(done.out)
+    assert written["written"] == ["new/ds_zero3_as_deepspeed.yaml"]
+    assert (tmp_path / "new" / "ds_zero3_as_deepspeed.yaml").read_text() in written["files"].values()
+    again = slm(*words, cwd=tmp_path)
+    assert again.code == 2
+    assert "new/ds_zero3_as_deepspeed.yaml exists: nothing was written" in again.err
+
+
+def test_the_tables_in_the_docs_are_those_that_convert() -> None:
+    text = (ROOT / "docs" / "fsdp_and_zero.md").read_text()
+    for heading, table in tables().items():
+        assert table in text, f"{heading}: python -m slm_toolkit.convert.tables"
+
+
+def test_the_conversion_in_the_readme_is_what_its_command_prints(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Convert\n")[2]
+    command = next(line for line in section.splitlines() if line.startswith("slm convert"))
+    shown = section.partition("```text\n")[2].partition("```")[0]
+    done = slm(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
+    assert shown == done.out + done.err
+    assert done.code == 1

@@ -1,0 +1,105 @@
+"""`slm doctor`: what it finds wrong, and that it is silent where nothing is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import FSDP2, own_strategy, slm
+
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.bottleneck import misaligned_widths
+
+WRAPPED = f"num_processes: 8\n{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+
+
+def doctored(*arguments: str, code: int) -> list[dict]:
+    done = slm("doctor", "--json", *arguments)
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def test_it_names_the_gain_of_aligned_widths_for_each_gpu_type() -> None:
+    found = doctored("--model", "slm-500m", "--per_device_train_batch_size", "16", code=1)
+    gains = {finding["gpu"]: finding for finding in found if finding["topic"] == "alignment"}
+    assert set(gains) == {"a100-40gb", "a100-80gb", "h100-80gb"}
+    assert all("slm-500m-hw (FFN 4096 for 4147)" in finding["sentence"] for finding in gains.values())
+    # the facts behind it: a misaligned product takes 1 / 0.152 of the time on Hopper, 1 / 0.316 on Ampere
+    assert gains["h100-80gb"]["speedup"] > gains["a100-80gb"]["speedup"] > 1.25
+    assert all(finding["severity"] == "wrong" for finding in gains.values())
+
+
+@pytest.mark.parametrize("model", ["slm-500m-hw", "slm-1b", "llama-3.2-1b"])
+def test_aligned_models_hear_nothing_of_alignment(model: str) -> None:
+    assert misaligned_widths(PRESETS[model]) == {}
+    versions = ("--versions", "torch=2.13.0", "accelerate=1.15.0")  # that shard tied embeddings
+    found = doctored("--model", model, "--gpu", "h100-80gb", *versions, code=0)
+    assert "alignment" not in {finding["topic"] for finding in found}
+
+
+def test_what_does_not_fit_comes_with_the_batch_that_does() -> None:
+    asked = ("--model", "slm-2b-hw", "--gpu", "a100-40gb", "--strategy", "ds_zero3")
+    (finding,) = [
+        f for f in doctored(*asked, "--per_device_train_batch_size", "64", code=1) if f["topic"] == "memory"
+    ]
+    assert finding["severity"] == "wrong"
+    batch = finding["sentence"].split("--per_device_train_batch_size ")[1].split()[0]
+    again = doctored(*asked, "--per_device_train_batch_size", batch, code=0)
+    assert not any(f["severity"] == "wrong" for f in again)
+
+
+def test_a_network_too_slow_to_hide_communication_is_named() -> None:
+    asked = ("--model", "slm-1b", "--gpu", "h100-80gb", "--num_gpus", "64", "--strategy", "fsdp_full_shard")
+    slow = doctored(*asked, "--inter_node_gbps", "10", code=1)
+    assert [f["topic"] for f in slow][0] == "network"
+    fast = doctored(*asked, "--inter_node_gbps", "100000", code=0)
+    assert "network" not in {f["topic"] for f in fast}
+    unknown = doctored(*asked[:2], "--gpu", "l40s", "--num_gpus", "16", "--strategy", "ddp", code=0)
+    assert any("--inter_node_gbps gives it" in f["sentence"] for f in unknown)
+
+
+def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
+    found = doctored("--model", "slm-1b", "--gpu", "a100-80gb", "--attn_implementation", "eager", code=0)
+    (sdpa,) = [f for f in found if "--attn_implementation sdpa should give" in f["sentence"]]
+    assert sdpa["sentence"].startswith("bound by attention on a100-80gb")
+    assert sdpa["speedup"] > 1.2
+
+
+def test_it_says_so_where_there_is_nothing_to_say() -> None:
+    done = slm(
+        *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
+        *("--torch_compile", "--loss_kernel", "fused_linear", "--per_device_train_batch_size", "32"),
+    )
+    assert done.code == 0
+    assert done.out == "slm-2b-hw: nothing to say against it\n"
+
+
+def test_bad_flags_end_with_a_hint() -> None:
+    done = slm("doctor", "--model", "slm-500m", "--gpu", "h1000", "--seq_len", "0")
+    assert done.code == 2
+    assert "hint: " in done.err
+
+
+def test_shards_that_do_not_divide_the_gpus_are_found(tmp_path: Path) -> None:
+    key = "parallelism_config"
+    sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
+    hybrid = own_strategy(tmp_path, WRAPPED + sizes, name="hybrid")
+    asked = ("--model", "slm-1b-hw", "--gpu", "h100-80gb", "--num_gpus", "8", "--strategy", hybrid)
+    (finding,) = [f for f in doctored(*asked, code=1) if f["severity"] == "wrong"]
+    assert finding["sentence"] == "dp_replicate_size 2 x dp_shard_size 8 with 8 ranks"
+    assert finding["change"] == f"{key}_dp_shard_size: 4"
+
+
+def test_hidden_and_head_widths_off_the_multiple_of_8_are_named(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 12, "hidden_size": 780, "num_attention_heads": 13, "vocab_size": 32_000}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 2048}))
+    found = doctored("--model", str(tmp_path), "--gpu", "h100-80gb", "--strategy", "ddp", code=1)
+    (alignment,) = [f for f in found if f["topic"] == "alignment"]
+    assert "hidden 780, heads 780" in alignment["sentence"]
+    assert "hidden 768 for 780, heads of 64 for 60" in alignment["sentence"]
+    assert alignment["speedup"] > 1.25
+
+
+def test_what_can_not_be_known_is_said(tmp_path: Path) -> None:
+    offload = own_strategy(tmp_path, f"{WRAPPED}  fsdp_offload_params: true\n", name="offload")
+    found = doctored("--model", "slm-1b-hw", "--gpu", "h200", "--strategy", offload, code=0)
+    assert any("no closed form for its time" in f["sentence"] for f in found)

@@ -1,0 +1,149 @@
+"""`slm doctor` finds each planted fault, it alone, and its corrected files are free of it."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from doctor_cases import MEANT, clean, planted_case
+from planted_faults import ALL, HYBRID, Planted
+
+from slm_toolkit.doctor.case import Case, read_files
+from slm_toolkit.doctor.examine import Examined, examine_all
+from slm_toolkit.doctor.finding import Edit, Finding
+from slm_toolkit.doctor.fix import mended, write_mended
+from slm_toolkit.doctor.host import Host
+from slm_toolkit.hardware.gpus import Gpu
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.strategy.passed_on import JSON_SETTINGS, YAML_SETTINGS
+from slm_toolkit.strategy.strategy import find_strategy
+
+
+def site_of(gpu: Gpu) -> Site:
+    return Site(cluster_of(gpu, inter_node_gbps=None))
+
+
+def examined(case: Case) -> tuple[Examined, list[Finding]]:
+    (one,), found, _ = examine_all([case], site_of=site_of, software="2026")
+    return one, found
+
+
+def grave(found: list[Finding]) -> set[str]:
+    return {finding.name for finding in found if finding.severity != "could be faster"}
+
+
+@pytest.mark.parametrize("base", MEANT)
+def test_the_files_that_faults_are_planted_in_are_clean(base: str, tmp_path: Path) -> None:
+    _, found = examined(planted_case(clean(base), tmp_path))
+    planted = {row.name for row in ALL} - {"faster-flag", "offload-time-unknown"}
+    assert not planted & {finding.name for finding in found}
+    assert grave(found) == set()
+
+
+@pytest.mark.parametrize("planted", ALL, ids=lambda row: row.row)
+def test_a_planted_fault_is_found_and_it_alone(planted: Planted, tmp_path: Path) -> None:
+    _, found = examined(planted_case(planted, tmp_path))
+    (first, *_) = named = [finding for finding in found if finding.name == planted.name]
+    is_grave = first.severity != "could be faster"
+    assert grave(found) == {*planted.also, *([planted.name] if is_grave else [])}
+    for finding in named:
+        assert finding.sentence
+        assert finding.why
+        assert finding.change
+
+
+@pytest.mark.parametrize(
+    "planted", [row for row in ALL if row.yaml or row.json or row.more_text], ids=lambda r: r.row
+)
+def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path) -> None:
+    case = planted_case(planted, tmp_path)
+    one, found = examined(case)
+    if not any(f.is_mended_by_files for f in found if f.name == planted.name):
+        assert one.corrected.files == case.files or planted.also
+        return
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    written = write_mended(case.files, one.corrected.files, tmp_path / "fixed", overwrite=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    again = dataclasses.replace(case, files=read_files(tmp_path / "fixed" / "mine.yaml"))
+    _, left = examined(again)
+    assert planted.name not in {finding.name for finding in left}
+    assert grave(left) <= set(planted.also)
+    assert written[0].path == tmp_path / "fixed" / "mine.yaml"
+    find_strategy(str(written[0].path))  # reads it, or raises
+
+
+def all_keys(rules: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, rule in rules.items():
+        yield (*above, key)
+        if isinstance(rule, dict):
+            yield from all_keys(rule, (*above, key))
+
+
+_ODD = (
+    *(None, True, False, 0, 2, -1, 1.5, 5e8, 10**30, "auto", "cpu", "nvme", "no", "two", "", [], {}, [1, 2]),
+    *("FULL_SHARD", "0,1", "localhost", {"device": "cpu"}, {"enabled": "auto"}, {"stage": 3}),
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
+    seed: int, tmp_path: Path
+) -> None:
+    random = Random(seed)
+    base = random.choice(list(MEANT))
+    case = planted_case(clean(base), tmp_path)
+    yaml_keys, json_keys = list(all_keys(YAML_SETTINGS)), list(all_keys(JSON_SETTINGS))
+    odd = [Edit("yaml", random.choice(yaml_keys), random.choice(_ODD)) for _ in range(3)]
+    odd += [Edit("json", random.choice(json_keys), random.choice(_ODD)) for _ in range(3)]
+    written = write_mended(case.files, mended(case, odd).files, tmp_path / "odd", overwrite=False)
+    case = dataclasses.replace(
+        case, files=read_files(written[0].path), host=Host(is_meant=True, has_libaio=False)
+    )
+    one, _ = examined(case)
+    _, left = examined(one.corrected)
+    assert not [finding for finding in left if finding.is_mended_by_files]
+
+
+def test_the_table_has_more_than_25_faults() -> None:
+    assert len({planted.name for planted in ALL}) > 100
+    assert len({planted.row for planted in ALL}) == len(ALL)
+
+
+_MESHES = [
+    {"dp_shard": 4, "tp": 2},
+    {"dp_shard": 4, "cp": 2},
+    {"cp": 8},
+    {"dp_shard": 4, "sp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+]
+
+
+def mesh(sizes: dict[str, int], folder: Path) -> tuple[Examined, list[Finding]]:
+    """A user's own FSDP2 file for 8 ranks with these sizes of accelerate's ParallelismConfig."""
+    prefix = "parallelism_config.parallelism_config_"
+    whole = {"dp_replicate": 1, "dp_shard": 1, **sizes}
+    written = {f"{prefix}{name}_size": size for name, size in whole.items()}
+    return examined(dataclasses.replace(planted_case(Planted("", HYBRID, written), folder), num_gpus=8))
+
+
+@pytest.mark.parametrize("sizes", _MESHES, ids=str)
+def test_a_mesh_that_accelerate_accepts_is_not_called_wrong(sizes: dict[str, int], tmp_path: Path) -> None:
+    one, found = mesh(sizes, tmp_path)
+    assert [finding.sentence for finding in found if finding.severity == "wrong"] == []
+    assert one.corrected.config == one.case.config  # nor does --fix touch it
+
+
+def test_a_mesh_whose_product_is_not_the_ranks_is_mended_to_their_product(tmp_path: Path) -> None:
+    one, found = mesh({"dp_shard": 8, "tp": 2}, tmp_path)
+    (wrong,) = [finding for finding in found if finding.severity == "wrong"]
+    assert (wrong.name, wrong.sentence) == (
+        "groups-do-not-divide",
+        "dp_shard_size 8 x tp_size 2 with 8 ranks",
+    )
+    assert one.corrected.section("parallelism_config")["parallelism_config_dp_shard_size"] == 4  # x 2 = 8
+    _, found = mesh({"dp_shard": 4, "tp": 3}, tmp_path)
+    (wrong,) = [finding for finding in found if finding.severity == "wrong"]
+    assert wrong.change == "12 ranks, or sizes whose product is 8"

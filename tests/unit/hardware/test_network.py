@@ -1,0 +1,204 @@
+"""What a network was measured to do, and the line that predicts from it."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import slm
+from rich.console import Console
+
+from slm_toolkit.hardware.network import (
+    COLLECTIVES,
+    CollectiveTiming,
+    MeasuredNetwork,
+    bus_bytes_per_second,
+    fit,
+    read_network,
+    seconds,
+    write_network,
+)
+from slm_toolkit.report.tables.network import network_table
+
+SIZES = (64 * 2**10, 2**20, 256 * 2**20)
+
+
+def made(*seconds_of_size: float, sizes: tuple[int, ...] = SIZES) -> MeasuredNetwork:
+    """Eight H100s in one node, where every collective takes the given times."""
+    timings = tuple(
+        CollectiveTiming(collective, num_bytes, took, (took, took))
+        for collective in COLLECTIVES
+        for num_bytes, took in zip(sizes, seconds_of_size, strict=True)
+    )
+    return MeasuredNetwork(
+        8, 1, 8, "nccl", "NVIDIA H100 80GB HBM3", "2026-01-01T00:00:00+00:00", {}, "made", timings
+    )
+
+
+def on_a_line(latency_seconds: float, seconds_per_byte: float) -> MeasuredNetwork:
+    return made(*(latency_seconds + num_bytes * seconds_per_byte for num_bytes in SIZES))
+
+
+def test_the_fit_finds_the_latency_and_the_bandwidth_that_times_were_made_from() -> None:
+    # 20 us and 1 s per 100 GB of tensor. Of 8 ranks, all_reduce sends 2 x 7/8 = 1.75 bytes per byte, which is
+    # 175 GB/s; the others 7/8 = 0.875, 87.5 GB/s.
+    network = on_a_line(20e-6, 1 / 100e9)
+    for collective, bus in (("all_reduce", 175e9), ("all_gather", 87.5e9), ("reduce_scatter", 87.5e9)):
+        line = fit(network, collective)
+        assert line.latency_seconds == pytest.approx(20e-6, rel=1e-9)
+        assert line.bus_bytes_per_second == pytest.approx(bus, rel=1e-9)
+        # 1 GB: 20 us + 10 ms
+        assert seconds(network, collective, 10**9) == pytest.approx(0.01002, rel=1e-9)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    # 1 GB in 10 ms is 100 GB/s; all_reduce: x 2 x 7/8
+    timing = CollectiveTiming("all_reduce", 10**9, 0.01, (0.01,))
+    assert bus_bytes_per_second(timing, 8) == pytest.approx(175e9)
+    assert bus_bytes_per_second(dataclasses.replace(timing, collective="all_gather"), 8) == pytest.approx(
+        87.5e9
+    )
+
+
+def test_a_latency_below_zero_becomes_zero() -> None:
+    # 1 s and 3 s for 1 and 2 bytes: the line through both begins at -1 s. From 0, of b x 1/1 = 1 and
+    # b x 2/3 = 1 the least squares are b = (1 + 2/3) / (1 + 4/9) = 15/13 s per byte.
+    network = made(1.0, 3.0, sizes=(1, 2))
+    line = fit(network, "all_gather")
+    assert line.latency_seconds == 0
+    assert line.bus_bytes_per_second == pytest.approx(7 / 8 * 13 / 15)
+    assert seconds(network, "all_gather", 2) == pytest.approx(30 / 13)
+
+
+def test_times_that_do_not_grow_have_no_bandwidth() -> None:
+    # 2 s and 1 s: the constant a with least (a/2 - 1)^2 + (a - 1)^2 is (1/2 + 1) / (1/4 + 1) = 1.2 s
+    network = made(2.0, 1.0, sizes=(1, 2))
+    assert fit(network, "all_reduce").bus_bytes_per_second is None
+    assert seconds(network, "all_reduce", 10**9) == pytest.approx(1.2)
+    assert "1200000.0 │        - │" in shown(network)
+
+
+def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
+    network = on_a_line(20e-6, 1e-11)
+    write_network(network, tmp_path / "new" / "network.json")
+    assert read_network(tmp_path / "new" / "network.json") == network
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["network.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 1}, "world_size is 1, not a whole number of at least 2"),
+        ({"num_nodes": True}, "num_nodes is True"),
+        ({"gpus_per_node": 4}, "world_size is not num_nodes times gpus_per_node"),
+        ({"backend": None}, "backend is None, not text"),
+        ({"gpu": 5}, "gpu is 5, not a name or null"),
+        ({"versions": []}, "versions is [], not an object"),
+        ({"timings": None}, "timings is None, not a list"),
+        ({"timings": []}, "0 sizes of all_gather: a line needs two"),
+        ({"timings": [3]}, "timings[0] is 3"),
+        ({"timings": [{"collective": "all_reduce", "num_bytes": 1, "seconds": 1}]}, "timings[0] is {"),
+    ],
+)
+def test_a_malformed_network_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps({**dataclasses.asdict(on_a_line(1e-5, 1e-11)), **change}))
+    with pytest.raises(ValueError, match="hint: `slm compare --probe_network`") as refused:
+        read_network(path)
+    assert f"{path}: {says}" in str(refused.value)
+
+
+@pytest.mark.parametrize("seconds_written", ["0", "-1", "NaN", "Infinity", "true", '"1"', "null"])
+def test_a_time_that_is_none_is_refused(seconds_written: str, tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    text = json.dumps(dataclasses.asdict(made(0.25, 0.5, 1.0)))
+    path.write_text(text.replace('"seconds": 0.25', f'"seconds": {seconds_written}', 1))
+    says = r"is no number" if seconds_written in ("NaN", "Infinity") else r"timings\[0\] is {'collective': "
+    with pytest.raises(ValueError, match=says):
+        read_network(path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "\xff"])
+def test_a_file_that_holds_no_network_is_refused(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="hint: `slm compare --probe_network`"):
+        read_network(path)
+
+
+def shown(network: MeasuredNetwork) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(network_table(network), crop=False)
+    return capture.get()
+
+
+def test_the_table_shows_every_timing_and_each_fit() -> None:
+    lines = shown(on_a_line(20e-6, 1 / 100e9)).splitlines()
+    assert lines[0] == "8 NVIDIA H100 80GB HBM3 on 1 node, nccl"
+    # 2^20 bytes: 20 us + 10.486 us = 0.030 ms; x 0.875 / 30.486 us = 30.10 GB/s
+    assert "│ all_gather     │   1 MiB │     0.030 │    30.10 │" in lines
+    assert "│ all_reduce     │       20.0 │   175.00 │            +0% │" in [
+        line.replace("-0%", "+0%") for line in lines
+    ]
+    assert sum(line.startswith("│ reduce_scatter") for line in lines) == len(SIZES) + 1
+
+
+def test_real_processes_are_measured(tmp_path: Path) -> None:
+    words = ("--num_processes", "2", "--probe_seconds", "3", "--output_dir", str(tmp_path))
+    done = slm("compare", "--probe_network", "--json", *words)
+    assert done.code == 0, done.err
+    network = read_network(tmp_path / "network.json")
+    assert json.loads(done.out) == json.loads((tmp_path / "network.json").read_text())
+    assert (network.world_size, network.num_nodes, network.gpus_per_node) == (2, 1, 2)
+    assert "-m slm_toolkit.run.network_probe" in network.command
+    for collective in COLLECTIVES:
+        timings = [timing for timing in network.timings if timing.collective == collective]
+        assert [timing.num_bytes for timing in timings][:2] == [64 * 2**10, 256 * 2**10]
+        assert all(timing.seconds > 0 and len(timing.all_seconds) > 1 for timing in timings)
+        assert fit(network, collective).latency_seconds >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: nobody to send to"),
+        (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which trains nothing"),
+        (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
+    ],
+)
+def test_what_a_probe_can_not_do_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = slm("compare", *arguments, cwd=tmp_path)
+    assert done.code == 2
+    assert says in done.err
+    assert "hint: " in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_refuses_one_process(tmp_path: Path) -> None:
+    words = (sys.executable, "-m", "slm_toolkit.run.network_probe")
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: one process has nobody to send to\nhint: accelerate launch" in done.stderr
+
+
+def test_a_network_is_read_without_the_heavy_libraries() -> None:
+    heavy = ("torch", "numpy", "slm_toolkit.run", "slm_toolkit.compare")
+    program = (
+        "import sys, slm_toolkit.hardware.network, slm_toolkit.report.tables.network; "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_launch_of_a_probe_knows_neither_ranks_nor_tables() -> None:
+    program = (
+        "import sys, slm_toolkit.compare.probe_network; "
+        "print([name for name in sys.modules if name.startswith(('slm_toolkit.run', 'slm_toolkit.report'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

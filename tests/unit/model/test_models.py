@@ -1,0 +1,225 @@
+"""Shapes and parameter counts, against the paper, published sizes and transformers' own count."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL_LLAMA, slm
+from transformers import AutoModelForCausalLM
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.model.names import find_model
+from slm_toolkit.run.model.model import build_model, hf_config
+
+# Paper, appendix B, table 2.
+PRINTED = {
+    "slm-100m": 130_569_920,
+    "slm-500m": 526_550_016,
+    "slm-1b": 970_458_240,
+    "slm-2b": 1_969_027_008,
+}
+# Model cards of the published models.
+PUBLISHED = {
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+}
+
+
+@pytest.mark.parametrize(("name", "num_params"), (PRINTED | PUBLISHED).items())
+def test_a_preset_has_its_published_number_of_parameters(name: str, num_params: int) -> None:
+    assert PRESETS[name].num_params == num_params
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_builds_as_many_parameters_as_the_spec_counts(name: str) -> None:
+    spec = PRESETS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.num_params
+    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
+    assert max(own) == spec.largest_layer_params
+
+
+@pytest.mark.parametrize("name", ["slm-1m", "slm-3m", "slm-10m", "slm-30m"])
+def test_small_models_are_named_by_their_true_size(name: str) -> None:
+    millions = int(name.removeprefix("slm-").removesuffix("m"))
+    assert abs(PRESETS[name].num_params / 1e6 - millions) / millions < 0.08
+
+
+@pytest.mark.parametrize("name", ["slm-100m", "slm-500m", "slm-1b", "slm-2b"])
+def test_the_fit_gives_the_papers_shapes_at_the_papers_sizes(name: str) -> None:
+    nominal = {"slm-100m": "slm-100.0m", "slm-500m": "slm-500.0m", "slm-1b": "slm-1.0b", "slm-2b": "slm-2.0b"}
+    fitted, table = find_model(nominal[name]), PRESETS[name]
+    shape = ("num_layers", "hidden_size", "num_heads", "ffn_size", "num_params")
+    assert [getattr(fitted, key) for key in shape] == [getattr(table, key) for key in shape]
+
+
+def test_a_size_between_the_papers_follows_the_fit() -> None:
+    # x = 0.7: 1951.37 * 0.7^0.353 = 1720.5 -> nearest multiple of 96 is 18 * 96 = 1728 = 27 heads of 64;
+    # 18.93 * 0.7^0.318 = 16.9 -> 17 layers; int(2.7 * 1728) = 4665.
+    spec = find_model("slm-700m")
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.ffn_size) == (17, 1728, 27, 4665)
+
+
+def test_a_config_json_gives_the_same_model_as_its_preset(tmp_path: Path) -> None:
+    hf_config(PRESETS["qwen2.5-0.5b"], seq_len=128).save_pretrained(tmp_path)
+    assert find_model(str(tmp_path)).num_params == PUBLISHED["qwen2.5-0.5b"]
+    assert find_model(str(tmp_path / "config.json")).num_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("slm-9x", "unknown model"),
+        ("slm-1k", "unknown model"),
+        ("slm-20m", "the paper's fit serves"),
+        ("no/such/folder", "unknown model"),
+    ],
+)
+def test_an_unknown_model_is_an_error_with_a_hint(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        find_model(name)
+    assert "hint:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size must be"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"num_attention_heads": 7}, "heads"),
+        ({"num_key_value_heads": 3}, "key-value heads"),
+        ({"model_type": "bert"}, "not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .*\nhint: .*qlora"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"model_type": "mistral", "attention_bias": True}, "transformers' mistral ignores it"),
+        (
+            {"model_type": "qwen2", "mlp_bias": True, "num_experts": 8},
+            "mlp_bias True, num_experts 8: .*qwen2",
+        ),
+        ({"sliding_window": 64}, "sliding_window 64: transformers' llama ignores it"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .*llama ignores it"),
+        ({"layer_types": [1]}, "layer_types is"),
+        ({"attention_dropout": 2}, "attention_dropout is 2"),
+    ],
+)
+def test_a_config_json_that_makes_no_sense_is_refused(tmp_path: Path, change: dict, says: str) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
+    config |= {"intermediate_size": 256, "vocab_size": 100} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "extra"),
+    [
+        ({}, 0),
+        # 2 layers of 128, 4 heads of 32, 2 of keys and values, FFN 256
+        ({"attention_bias": True}, 2 * (128 + 2 * 64 + 128)),  # q, k and v, output
+        ({"mlp_bias": True}, 2 * (256 + 256 + 128)),  # gate, up, down
+        ({"model_type": "qwen2"}, 2 * (128 + 2 * 64)),
+        ({"model_type": "mistral", "sliding_window": 16, "hidden_act": "gelu"}, 0),
+        ({"head_dim": 16, "tie_word_embeddings": True}, -2 * (2 * 128 * 64 + 2 * 128 * 32) - 100 * 128),
+    ],
+)
+def test_a_config_json_is_counted_as_training_from_it_builds_it(
+    tmp_path: Path, change: dict, extra: int
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 100} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = find_model(str(tmp_path))
+    # q and output 128 x 128, k and v 128 x 64, three FFN matrices 128 x 256, two norms; beside them one norm,
+    # two vocabularies
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
+    assert spec.num_params == 2 * layer + 128 + 2 * 100 * 128 + extra
+    model = build_model(spec, RunConfig(seq_len=32, numerics="fp32"))
+    assert sum(param.numel() for param in model.parameters()) == spec.num_params
+    loss = model(input_ids=torch.arange(32)[None], labels=torch.arange(32)[None]).loss
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert (model.config.hidden_act, spec.hidden_act) == (change.get("hidden_act", "silu"),) * 2
+
+
+@pytest.mark.parametrize(("model_type", "kv_heads"), [("llama", 16), ("mistral", 8)])
+def test_absent_key_value_heads_are_as_many_as_transformers_makes(
+    tmp_path: Path, model_type: str, kv_heads: int
+) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64, "vocab_size": 100}))
+    spec = find_model(str(tmp_path))
+    assert spec.num_kv_heads == kv_heads
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config(spec, seq_len=32))
+    assert sum(param.numel() for param in model.parameters()) == spec.num_params
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            64,
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+            None,
+        ),
+    ],
+)
+def test_a_window_is_the_one_that_transformers_attends_with(
+    tmp_path: Path, change: dict, window: int | None
+) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "intermediate_size": 64, "vocab_size": 100, **change})
+    )
+    spec = find_model(str(tmp_path))
+    assert spec.sliding_window == window
+    built = hf_config(spec, seq_len=32)
+    kinds = getattr(built, "layer_types", None)
+    assert window == (built.sliding_window if kinds is None or "sliding_attention" in kinds else None)
+
+
+def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) -> None:
+    config = {**SMALL_LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 512}
+    config |= {"hidden_act": "gelu", "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for verb in ("estimate", "doctor", "recommend"):
+        done = slm(verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single")
+        assert "sliding_window 512: estimated as if every token attended to all 1024" in done.err, done.err
+        assert "hidden_act gelu: estimated as silu" in done.err
+        assert "attention_dropout 0.1: estimated without dropout" in done.err
+
+
+def test_a_plan_for_training_names_the_published_model_and_its_check_the_preset(tmp_path: Path) -> None:
+    done = slm("recommend", "--model", "qwen2.5-1.5b", "--tokens", "1B", "--gpu", "h100-80gb:1@2")
+    assert done.code == 0, done.err
+    (train,) = (line for line in done.out.splitlines() if line.startswith("accelerate launch"))
+    (check,) = (line for line in done.out.splitlines() if line.startswith("slm compare"))
+    assert "--model Qwen/Qwen2.5-1.5B " in train
+    assert "--model qwen2.5-1.5b " in check
+    assert "from random ones: --model qwen2.5-1.5b --tokenizer_name Qwen/Qwen2.5-1.5B" in done.out
+    doctor = slm(
+        "doctor", "--model", "qwen2.5-1.5b", "--peft", "lora", "--gpu", "h100-80gb", "--strategy", "ddp"
+    )
+    assert "to train: --model Qwen/Qwen2.5-1.5B" in doctor.out
+
+
+def test_every_published_preset_has_a_hub_id_of_its_name() -> None:
+    for name in PUBLISHED:
+        assert PRESETS[name].hub_id.split("/")[1].lower().startswith(name)
+    assert {
+        name for name, spec in PRESETS.items() if spec.hub_id is None
+    } == PRESETS.keys() - PUBLISHED.keys()

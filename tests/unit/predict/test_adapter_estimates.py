@@ -1,0 +1,165 @@
+"""Estimates of --peft beside memory: traffic, time and MFU, what rows say, and what is refused."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import made_record, slm
+from test_adapter_memory import G, P, adapters, estimated
+from torch.utils.flop_counter import FlopCounterMode
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.model.flops import flops_per_token
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.memory.coverage import unknown_to_estimates
+from slm_toolkit.predict.speed.matmul import product_seconds, rates_of
+from slm_toolkit.predict.speed.roofline import adapter_work
+from slm_toolkit.predict.speed.software import SOFTWARE
+from slm_toolkit.report.rows import row_of
+from slm_toolkit.run.model.model import build_model
+
+
+def test_traffic_gathers_all_and_reduces_the_adapters() -> None:
+    names = ("ddp", "ds_zero2", "ds_zero3", "fsdp_full_shard")
+    rows = estimated("--peft", "lora", "--model", "slm-100m", "--strategy", *names)
+    sent = {row["strategy"]: row["traffic_bytes"] for row in rows}
+    of_adapters, of_all = 2 * G * 7 / 8, 2 * (P + G) * 7 / 8  # bf16, eight ranks
+    assert sent["ddp"]["reduce_gradients"] == pytest.approx(2 * of_adapters)
+    assert sent["ds_zero2"]["reduce_gradients"] == pytest.approx(of_adapters)
+    assert sent["ds_zero2"]["gather_updated"] == pytest.approx(of_adapters)
+    for name in ("ds_zero3", "fsdp_full_shard"):
+        assert sent[name]["gather_forward"] == sent[name]["gather_backward"] == pytest.approx(of_all)
+        assert sent[name]["reduce_gradients"] == pytest.approx(of_adapters)
+
+
+def test_a_frozen_step_makes_no_gradient_of_its_weights() -> None:
+    words = ("--model", "slm-1b-hw", "--strategy", "single", "--gpu", "h100-80gb", "--seq_len", "2048")
+    whole, lora, qlora = (estimated(*words, "--peft", peft)[0] for peft in ("none", "lora", "qlora"))
+    # a product and the gradient of its input are two of three; thin matrices come on top
+    ratio = lora["parts_seconds"]["matmul"] / whole["parts_seconds"]["matmul"]
+    assert 2 / 3 < ratio < 0.85
+    trained = lora["num_trainable_params"]
+    shares = lora["parts_seconds"]["optimizer"] / whole["parts_seconds"]["optimizer"]
+    assert shares == pytest.approx(trained / whole["num_trainable_params"])
+    assert whole["num_trainable_params"] == PRESETS["slm-1b-hw"].num_params
+    assert (whole["parts_seconds"]["dequantization"], lora["parts_seconds"]["dequantization"]) == (0, 0)
+    # forward and backward unpack each weight: 4 bits read, 17/64 bytes of scales moved, 2 bytes written
+    weights = 19 * (4 * 1920**2 + 3 * 1920 * 5120)
+    rate = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"]).memory_bytes
+    expected = 2 * weights * (0.5 + 17 / 64 + 2) / rate
+    assert qlora["parts_seconds"]["dequantization"] == pytest.approx(expected)
+
+
+def test_adapters_products_are_those_of_their_thin_matrices() -> None:
+    rates = rates_of(gpu_of_name("h100-80gb"), SOFTWARE["2026"])
+    one = dataclasses.replace(adapters(), targets=("down_proj",))
+    work = adapter_work(PRESETS["slm-100m"], one, tokens=4096, rates=rates, element_bytes=2)
+    thin = [
+        product_seconds(rates, rows=4096, inputs=inputs, outputs=outputs, padded=False)
+        for inputs, outputs in ((2332, 16), (16, 832))
+    ]
+    assert work.forward_seconds == pytest.approx(sum(seconds.forward for seconds in thin))
+    assert work.backward_seconds == pytest.approx(sum(seconds.backward for seconds in thin))
+    # the result: scaled 4 bytes, added 6, and 4 in backward; two gradients of the input added: 6
+    assert work.bytes_per_token == 14 * 832 + 6 * 2332
+    assert work.num_kernels == 4
+
+
+def test_pytorch_counts_the_flops_that_a_frozen_step_is_said_to_have() -> None:
+    spec, batch, seq_len, rank = PRESETS["slm-1m"], 2, 64, 4
+    config = RunConfig(
+        attn_implementation="eager", numerics="fp32", seq_len=seq_len, peft="lora", lora_r=rank
+    )
+    model = build_model(spec, config)
+    tokens = torch.randint(0, spec.vocab_size, (batch, seq_len))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    said = flops_per_token(spec, seq_len=seq_len, adapter_params=trained) * batch * seq_len
+    # in the first layer nobody asks for the gradient of what goes into query, key and value, nor into their A
+    not_made = 2 * 3 * 128 * (128 + rank) * batch * seq_len
+    assert counter.get_total_flops() == said - not_made
+
+
+def test_the_mfu_of_a_recorded_lora_run_counts_no_gradients_of_frozen_weights(tmp_path: Path) -> None:
+    record = made_record()
+    config = {**record.asked["config"], "peft": "lora"}
+    lora = dataclasses.replace(
+        record, asked={**record.asked, "config": config}, num_trainable_params=G, engine="ddp"
+    )
+    whole, frozen = (row_of([(tmp_path, each)]) for each in (record, lora))
+    # N = 103,930,112 (test_flops): 4 N + 6 G + 12 x 9 x 832 x 1024, over 6 N + the same attention
+    flops = 4 * 103_930_112 + 6 * G + 92_012_544
+    assert frozen.flops_per_token == flops
+    assert frozen.mfu / whole.mfu == pytest.approx(flops / (623_580_672 + 92_012_544))
+    assert frozen.mfu_without_attention / frozen.mfu == pytest.approx((flops - 92_012_544) / flops)
+    assert frozen.estimated_peak_bytes < whole.estimated_peak_bytes - 10 * P
+
+
+def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> None:
+    words = ("--strategy", "ds_zero2", "ds_zero3", "fsdp_full_shard", "--num_gpus", "8")
+    for row in estimated(*words, "--peft", "lora", "--lora_r", "8", "16", "--lora_alpha", "16", "32"):
+        assert row["adapted_modules"] == [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ]
+        assert row["num_trainable_params"] == G * row["lora_r"] // 16
+        assert row["deepspeed_bytes"] is row["deepspeed_stage"] is row["deepspeed_version"] is None
+    assert len(estimated(*words, "--peft", "lora", "--lora_alpha", "16", "32")) == 3  # it changes nothing
+    (whole,) = estimated("--strategy", "ddp")
+    assert (whole["peft"], whole["lora_r"], whole["adapted_modules"]) == ("none", None, None)
+    shown = slm("estimate", "--strategy", "single", "--peft", "qlora", "--gpu", "l4")
+    assert shown.code == 0, shown.err
+    for words in ("qlora, rank 16", "2,325,312 trained parameters", "that needs a GPU", "dequantization"):
+        assert words in shown.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"packing": "multipack", "dataset": "chats.jsonl"}, "--packing multipack: no closed form"),
+        ({"packing": "none", "dataset": "chats.jsonl"}, "--packing none"),
+        ({"peft": "lora", "torch_compile": True}, "--torch_compile with --peft lora"),
+        ({"peft": "lora", "lora_target_modules": "q_proj,lm_head"}, "--lora_target_modules lm_head"),
+    ],
+)
+def test_what_has_no_closed_form_is_said(flags: dict, says: str) -> None:
+    (problem,) = unknown_to_estimates(RunConfig(**flags))
+    assert problem.startswith(says)
+    refused = slm("estimate", *(word for name, value in flags.items() for word in (f"--{name}", str(value))))
+    assert refused.code == 2
+    assert refused.err.startswith(f"error: {says}")
+
+
+def test_what_an_estimate_has_no_word_for_is_refused() -> None:
+    refused = slm("estimate", "--peft", "lora", "--software", "2024")
+    assert (refused.code, refused.err.splitlines()[0]) == (
+        2,
+        "error: --software 2024 with --peft lora: no closed form for it",
+    )
+    for flag in ("--loss_on", "--eval_dataset", "--lm_eval_tasks", "--merge_adapter", "--base_batch_size"):
+        assert f"error: unknown: {flag}" in slm("estimate", flag, "1").err
+
+
+def test_recommend_needs_tokens_for_an_adapter_and_promises_no_loss() -> None:
+    asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:1,8@3", "--peft", "lora", "qlora")
+    refused = slm(*asked)
+    assert refused.code == 2
+    assert refused.err.startswith("error: --peft lora without --tokens")
+    done = slm(*asked, "--tokens", "50M", "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)
+    assert {row["peft"] for row in rows} == {"lora", "qlora"}
+    assert all(row["expected_loss"] is row["loss_per_usd"] is None for row in rows)
+    assert not any(row["torch_compile"] for row in rows)
+    assert "--peft qlora with ZeRO-3" in done.err
+    assert all(math.isfinite(row["hours"]) for row in rows)

@@ -1,0 +1,211 @@
+"""Seconds of a collective from data sheets or a measured network, by hand on round numbers."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from conftest import own_strategy, slm
+from rich.console import Console
+from test_estimate import estimated
+
+from slm_toolkit.cli.deployment_flags import _KINDS
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.hardware.network import (
+    COLLECTIVES,
+    CollectiveTiming,
+    MeasuredNetwork,
+    bus_factor,
+    write_network,
+)
+from slm_toolkit.hardware.prices import KINDS
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
+from slm_toolkit.predict.speed.bandwidth import (
+    CALL_SECONDS,
+    HOP_SECONDS,
+    Cluster,
+    cluster_of,
+    transfer_seconds,
+)
+from slm_toolkit.predict.speed.software import LINK_SHARE, NODE_NETWORK_SHARE
+from slm_toolkit.predict.speed.traffic import Transfer
+from slm_toolkit.report.tables.estimate import estimate_table
+from slm_toolkit.strategy.strategy import find_strategy
+
+A100 = "NVIDIA A100-SXM4-80GB"
+CLUSTER = Cluster(link_bytes_per_second=100e9, given_node_bytes_per_second=10e9)
+IN_NODE = Transfer("gather_forward", "all_gather", 8e9, 8, 8, 1, 10, True)  # a rank sends 8e9 x 7/8 = 7e9
+BETWEEN = Transfer("gather_forward", "all_gather", 16e9, 16, 8, 1, 10, True)  # 15e9, over two nodes
+TWO_NODES = ("--num_gpus", "16", "--strategy", "ds_zero3", "--gpu")
+
+
+def measured(num_nodes: int) -> MeasuredNetwork:
+    """1 ms and 15 GB/s on the bus, whatever the collective."""
+    world_size = 8 * num_nodes
+    timings = tuple(
+        CollectiveTiming(name, size, took, (took,))
+        for name in COLLECTIVES
+        for size in (2**20, 2**30)
+        for took in [0.001 + size * bus_factor(name, world_size) / 15e9]
+    )
+    return MeasuredNetwork(world_size, num_nodes, 8, "nccl", "NVIDIA L4", "2026-01-01", {}, "made", timings)
+
+
+def test_inside_a_node_bytes_go_at_a_share_of_the_link() -> None:
+    expected = 10 * CALL_SECONDS + 7e9 / (LINK_SHARE * 100e9)
+    assert transfer_seconds(IN_NODE, CLUSTER) == pytest.approx(expected)
+
+
+def test_between_nodes_bytes_go_at_a_share_of_the_nodes_network() -> None:
+    # two nodes are one doubling: one hop more for each call
+    calls = 10 * (CALL_SECONDS + HOP_SECONDS)
+    seconds = transfer_seconds(BETWEEN, CLUSTER)
+    assert seconds == pytest.approx(calls + 15e9 / (NODE_NETWORK_SHARE * 10e9))
+    slow_link = dataclasses.replace(CLUSTER, link_bytes_per_second=1e9)
+    assert transfer_seconds(BETWEEN, slow_link) == pytest.approx(calls + 15e9 / (LINK_SHARE * 1e9))
+
+
+def test_groups_beside_each_other_share_the_nodes_network_but_no_link() -> None:
+    # eight pairs of ranks, each over two nodes: a rank sends 8e9 x 1/2, its node eight times that
+    pairs = dataclasses.replace(BETWEEN, num_bytes=8e9, ranks=2, ranks_per_node=1, groups_per_node=8)
+    expected = 10 * (CALL_SECONDS + HOP_SECONDS) + 8 * 4e9 / (NODE_NETWORK_SHARE * 10e9)
+    assert transfer_seconds(pairs, CLUSTER) == pytest.approx(expected)
+    fours = dataclasses.replace(IN_NODE, ranks=4, ranks_per_node=4, groups_per_node=2)
+    expected = 10 * CALL_SECONDS + 6e9 / (LINK_SHARE * 100e9)
+    assert transfer_seconds(fours, CLUSTER) == pytest.approx(expected)
+
+
+def test_an_unknown_network_is_unknown_only_between_nodes() -> None:
+    unknown = dataclasses.replace(CLUSTER, given_node_bytes_per_second=None)
+    assert transfer_seconds(BETWEEN, unknown) is None
+    assert transfer_seconds(IN_NODE, unknown) == transfer_seconds(IN_NODE, CLUSTER)
+
+
+def test_a_measurement_between_nodes_stands_for_what_crosses_them() -> None:
+    # 10 calls of 1 ms and 15e9 bytes at 15 GB/s; inside a node the data sheet still holds
+    cluster = dataclasses.replace(CLUSTER, measured=measured(num_nodes=2))
+    assert transfer_seconds(BETWEEN, cluster) == pytest.approx(10 * 0.001 + 1, rel=1e-6)
+    reduced = dataclasses.replace(BETWEEN, collective="all_reduce")
+    assert transfer_seconds(reduced, cluster) == pytest.approx(10 * 0.001 + 2, rel=1e-6)
+    assert transfer_seconds(IN_NODE, cluster) == transfer_seconds(IN_NODE, CLUSTER)
+
+
+def test_a_measurement_inside_a_node_stands_for_what_stays_there() -> None:
+    cluster = dataclasses.replace(CLUSTER, measured=measured(num_nodes=1))
+    for groups in (1, 2):  # beside each other, on links of their own
+        transfer = dataclasses.replace(IN_NODE, groups_per_node=groups)
+        assert transfer_seconds(transfer, cluster) == pytest.approx(10 * 0.001 + 7 / 15, rel=1e-6)
+    assert transfer_seconds(BETWEEN, cluster) == transfer_seconds(BETWEEN, CLUSTER)
+
+
+def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_note() -> None:
+    rows = estimates({}, [find_strategy("ddp")], gpus=["l4"], num_gpus=[8, 16])
+    assert rows[0].tokens_per_second > 0
+    unknown = ("step_seconds", "parts_seconds", "tokens_per_second", "mfu", "bottleneck", "inter_node_gbps")
+    assert all(getattr(rows[1], name) is None for name in unknown)
+    assert rows[1].traffic_bytes["inter_node"] > 0
+    console = Console(width=400, file=io.StringIO())
+    console.print(estimate_table(rows, width=400, largest_batch=False))
+    assert "unknown network: --inter_node_gbps gives it" in console.file.getvalue()
+
+
+def test_inter_node_gbps_gives_the_network() -> None:
+    (slow,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "10")
+    (fast,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "100")
+    assert (slow["inter_node_gbps"], fast["inter_node_gbps"]) == (10, 100)
+    assert slow["tokens_per_second"] < fast["tokens_per_second"]
+
+
+def test_a_network_json_is_used_instead_of_data_sheets(tmp_path: Path) -> None:
+    # 15 GB/s on the bus are 120 Gbit/s; as advertised 120 / 0.8. The l4 has no data sheet of its nodes.
+    write_network(measured(num_nodes=2), tmp_path / "network.json")
+    (row,) = estimated(*TWO_NODES, "l4", "--network", str(tmp_path / "network.json"))
+    assert row["inter_node_gbps"] == pytest.approx(120 / NODE_NETWORK_SHARE)
+    (faster,) = estimated(*TWO_NODES, "l4", "--inter_node_gbps", "1000")
+    assert row["tokens_per_second"] < faster["tokens_per_second"]
+
+
+def test_at_the_network_that_is_needed_nothing_is_longer_than_the_compute_beside_it() -> None:
+    """Under accumulation too: what is sent once hides behind the last micro-step only."""
+    for strategy in ("ddp", "fsdp_full_shard", "ds_zero3"):
+        for micro_steps in (1, 4, 16):
+            given = {
+                "model": "slm-2b",
+                "gradient_accumulation_steps": micro_steps,
+                "gradient_checkpointing": "full",
+            }
+
+            def row_at(gbps: float, given: dict = given, strategy: str = strategy) -> Estimate:
+                gpu = gpu_of_name("a100-40gb")
+                site = Site(cluster_of(gpu, inter_node_gbps=gbps))
+                options = {"gpus": [gpu.name], "num_gpus": [16], "sites": lambda _: site}
+                return estimates(given, [find_strategy(strategy)], **options)[0]
+
+            needed = row_at(100.0).inter_node_gbps_needed
+            at_need, plenty = row_at(needed), row_at(100 * needed)
+            beside = sum(at_need.parts_seconds[n] for n in ("matmul", "attention", "memory_traffic"))
+            beside += at_need.parts_seconds["recomputation"]
+            # a contention of 0.60 shows of what is hidden; what is longer than compute would show whole
+            assert at_need.parts_seconds["communication"] <= 0.61 * beside
+            assert plenty.parts_seconds["communication"] < at_need.parts_seconds["communication"]
+
+
+def test_a_usual_network_is_of_eight_gpus_and_smaller_nodes_have_their_share() -> None:
+    cluster = cluster_of(gpu_of_name("h100-80gb"))
+    assert cluster.node_bytes_per_second(8) == 400e9
+    assert cluster.node_bytes_per_second(2) == 100e9
+    assert cluster_of(gpu_of_name("h100-80gb"), inter_node_gbps=80).node_bytes_per_second(2) == 10e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"gpu": None, "backend": "gloo"}, (), "was measured between CPU processes (gloo), not a100-80gb"),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, (), "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
+        ({}, ("--inter_node_gbps", "100"), "which was measured between nodes"),
+    ],
+)
+def test_a_network_of_something_else_is_refused(
+    changes: dict, flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "network.json"
+    write_network(dataclasses.replace(measured(num_nodes=2), **{"gpu": A100, **changes}), file)
+    done = slm("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file), *flags)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_whether_a_measurement_was_used_stands_in_the_row(tmp_path: Path) -> None:
+    file = tmp_path / "network.json"
+    write_network(dataclasses.replace(measured(num_nodes=2), gpu=A100), file)
+    asked = ("--gpu", "a100-80gb", "--strategy", "ddp", "--network", str(file), "--json", "--num_gpus")
+    (row,) = json.loads(slm("estimate", *asked, "16").out)
+    assert row["network_evidence"] == "measured"
+    (row,) = json.loads(slm("estimate", *asked, "8").out)  # inside a node, which was not measured
+    assert row["network_evidence"] == "data sheet"
+
+
+def test_prices_that_contradict_each_other_are_refused() -> None:
+    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "2", "--provider", "AWS")
+    assert done.code == 2
+    assert "--usd_per_gpu_hour with --provider" in done.err
+    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "1e308", "--json")
+    assert done.code == 2
+
+
+def test_the_kinds_of_price_to_choose_from_are_all_there_are() -> None:
+    assert _KINDS == KINDS
+
+
+def test_a_json_without_overlap_hides_no_reduction(tmp_path: Path) -> None:
+    def exposed(**zero: object) -> float:
+        name = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 2, **zero}}, name="zero")
+        found = {"model": "slm-1b", "per_device_train_batch_size": 16}
+        (row,) = estimates(found, [find_strategy(name)], gpus=["a100-80gb"], num_gpus=[16])
+        return row.parts_seconds["communication"]
+
+    assert exposed(overlap_comm=False) > exposed(overlap_comm=True)
+    assert exposed(overlap_comm=True, reduce_bucket_size=10_000) > exposed(overlap_comm=True)  # more calls

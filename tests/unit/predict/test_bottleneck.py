@@ -1,0 +1,105 @@
+"""What binds a step, and the changes that move it."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+from test_estimate import estimated
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.model.model_spec import PRESETS, ModelSpec
+from slm_toolkit.predict import bottleneck as bound
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, Lever, levers
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
+from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
+from slm_toolkit.predict.memory.host import Placement
+from slm_toolkit.predict.speed.step import BOTTLENECKS
+from slm_toolkit.strategy.strategy import find_strategy
+
+LARGER_BATCH = "--per_device_train_batch_size"
+
+
+def estimate_of(spec: ModelSpec, config: RunConfig, *, gpu: str = "h100-80gb", nodes: int = 1) -> Estimate:
+    return estimate(
+        spec,
+        find_strategy("ddp"),
+        Placement(),
+        config,
+        num_gpus=8 * nodes,
+        gpus_per_node=8,
+        gpu=gpu_of_name(gpu),
+        deepspeed_needs=deepspeed_needs,
+        deepspeed_version=None,
+    )
+
+
+def levers_of(model: str, **given: object) -> list[Lever]:
+    return levers(estimate_of, PRESETS[model], RunConfig(**{"seq_len": 1024, **given}))
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "words"),
+    [
+        ("attention", "--model slm-500m-hw --attn_implementation eager --seq_len 8192 --strategy ddp"),
+        ("launch_overhead", "--model slm-1m --per_device_train_batch_size 1 --strategy single"),
+        ("communication", "--model slm-2b --num_gpus 16 --inter_node_gbps 10 --strategy ds_zero3"),
+        ("matmul", "--model slm-2b --strategy ddp --per_device_train_batch_size 16"),
+    ],
+)
+def test_the_largest_part_is_named(bottleneck: str, words: str) -> None:
+    (row,) = estimated("--gpu", "h100-80gb", *words.split())
+    assert row["bottleneck"] == bottleneck
+    assert row["parts_seconds"][bottleneck] == max(row["parts_seconds"][name] for name in BOTTLENECKS)
+
+
+def test_eager_attention_is_the_first_thing_to_change() -> None:
+    found = levers_of("slm-500m-hw", attn_implementation="eager", seq_len=4096)
+    assert found[0].change == "--attn_implementation sdpa"
+    speedups = [lever.speedup for lever in found]
+    assert speedups == sorted(speedups, reverse=True)
+    assert min(speedups) >= WORTH_SAYING
+
+
+def test_the_papers_500m_gets_an_ffn_that_tensor_cores_like() -> None:
+    # 4147 / 64 = 64.8: 65 x 64 = 4160
+    found = {lever.change: lever for lever in levers_of("slm-500m")}
+    aligned = found["widths in multiples of 8: FFN 4160 for 4147"]
+    wider = dataclasses.replace(PRESETS["slm-500m"], ffn_size=4160)
+    before, after = (estimate_of(spec, RunConfig(seq_len=1024)) for spec in (PRESETS["slm-500m"], wider))
+    assert aligned.speedup == after.tokens_per_second / before.tokens_per_second > WORTH_SAYING
+    assert not any("widths" in lever.change for lever in levers_of("slm-500m-hw"))
+
+
+def test_a_lever_that_no_longer_fits_is_left_out() -> None:
+    on_l4 = partial(estimate_of, gpu="l4")
+    spec, config = PRESETS["slm-500m-hw"], RunConfig(seq_len=1024, gradient_checkpointing="full")
+    largest = largest_batch(lambda changed: on_l4(spec, changed), config).per_device_train_batch_size
+    configs = [dataclasses.replace(config, per_device_train_batch_size=size) for size in (1, largest)]
+    small, full = ([lever.change.split()[0] for lever in levers(on_l4, spec, given)] for given in configs)
+    assert {LARGER_BATCH, "--gradient_checkpointing"} <= set(small)
+    assert not {LARGER_BATCH, "--gradient_checkpointing"} & set(full)
+
+
+def test_an_unknown_network_has_no_levers() -> None:
+    two_nodes = partial(estimate_of, gpu="l4", nodes=2)
+    assert levers(two_nodes, PRESETS["slm-100m"], RunConfig(seq_len=1024)) == []
+
+
+def test_misaligned_widths_are_named_and_rounded() -> None:
+    assert bound.misaligned_widths(PRESETS["slm-500m"]) == {"FFN": 4147}
+    assert bound.misaligned_widths(PRESETS["slm-1b"]) == {}  # 5184 = 8 x 648
+    for spec in PRESETS.values():
+        assert bound.misaligned_widths(bound.aligned_sibling(spec)) == {}
+        assert abs(bound.aligned_sibling(spec).ffn_size - spec.ffn_size) <= bound.ALIGNED_TO // 2
+        hw = bound.hw_sibling(spec)
+        assert hw is None or (bound.misaligned_widths(hw) == {} and bound.aligned_sibling(hw) is hw)
+    assert bound.hw_sibling(PRESETS["slm-500m"]) is PRESETS["slm-500m-hw"]
+
+
+def test_gpt_2s_vocabulary_is_rounded_up() -> None:
+    # 50,257 / 64 = 785.3: 786 x 64 = 50,304, as nanoGPT pads it
+    spec = dataclasses.replace(PRESETS["slm-500m"], vocab_size=50_257)
+    assert bound.misaligned_widths(spec) == {"FFN": 4147, "vocabulary": 50_257}
+    words = "FFN 4160 for 4147, vocabulary 50304 for 50257"
+    assert bound.describe_alignment(spec, bound.aligned_sibling(spec)) == words

@@ -1,0 +1,113 @@
+"""DeepSpeed's own estimator: our arithmetic of it, its installed functions, and what a record keeps."""
+
+import subprocess
+import sys
+from itertools import product
+
+import deepspeed
+import pytest
+
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.deepspeed_estimator import (
+    DeepSpeedNeeds,
+    deepspeed_needs,
+    deepspeed_version,
+    live_deepspeed_needs,
+)
+from slm_toolkit.run.setup import deepspeed_estimate_of
+
+T5_3B = (2_851_598_336, 32_899_072)  # parameters, largest layer: DeepSpeed's documentation, memory.rst
+SIZES = (
+    (1_000_003, 999),
+    (10_163_520, 122_880),  # slm-10m
+    (130_569_920, 26_624_000),  # slm-100m
+    T5_3B,
+    (7_241_732_096, 131_072_000),
+    (70_000_000_001, 1_050_673_153),
+)
+
+
+@pytest.mark.parametrize(("stage", "gpu_gib", "host_gib"), [(2, 11.29, 127.48), (3, 6.10, 127.48)])
+def test_the_t5_3b_example_on_one_node_of_8(stage: int, gpu_gib: float, host_gib: float) -> None:
+    # 0.19.8's formula for stage 2 is 2P + 18P/N; memory.rst still prints 15.93 from the older 4P + 16P/N.
+    found = deepspeed_needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1)
+    assert round(found.gpu_bytes / 2**30, 2) == gpu_gib
+    assert round(found.host_bytes_per_node / 2**30, 2) == host_gib
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu_bytes", "host_bytes"),
+    [
+        # 1000 parameters, a largest layer of 100, 2 nodes of 4 GPUs; hosts have half as much again
+        ({"zero_stage": 2}, 2000 + 18_000 // 8, 1000 * 4 * 4 * 3 // 2),
+        ({"zero_stage": 2, "offload_optimizer": True}, 2000, 1000 * (4 * 8) * 3 // 2),
+        ({"zero_stage": 3}, 400 + 18_000 // 8, 1000 * 4 * 4 * 3 // 2),
+        ({"zero_stage": 3, "zero_init": True}, 400 + 18_000 // 8, 100 * 4 * 4 * 3 // 2),
+        ({"zero_stage": 3, "offload_optimizer": True}, 400 + 2000 // 8, 1000 * (4 * 4) * 3 // 2),
+        (
+            {"zero_stage": 3, "offload_optimizer": True, "zero_init": True},
+            400 + 2000 // 8,
+            1000 * (16 // 2) * 3 // 2,
+        ),
+        (
+            {"zero_stage": 3, "offload_optimizer": True, "offload_params": True},
+            400,
+            1000 * (4 * 4) * 3 // 2,
+        ),
+        (
+            {"zero_stage": 3, "offload_optimizer": True, "offload_params": True, "zero_init": True},
+            400,
+            1000 * (18 // 2) * 3 // 2,
+        ),
+        ({"zero_stage": 2, "additional_buffer_factor": 1.0}, 2000 + 18_000 // 8, 1000 * 4 * 4),
+    ],
+)
+def test_each_option_by_hand(options: dict, gpu_bytes: int, host_bytes: int) -> None:
+    found = deepspeed_needs(1000, 100, num_gpus_per_node=4, num_nodes=2, **options)
+    assert found == DeepSpeedNeeds(gpu_bytes, host_bytes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_our_arithmetic_is_the_installed_deepspeeds_to_the_byte(stage: int) -> None:
+    for (params, largest), gpus, nodes, optimizer, offload_params, zero_init, factor in product(
+        SIZES, (1, 2, 8), (1, 2, 3, 8), *[(False, True)] * 3, (1.0, 1.1, 1.5)
+    ):
+        options = {
+            "zero_stage": stage,
+            "num_gpus_per_node": gpus,
+            "num_nodes": nodes,
+            "offload_optimizer": optimizer,
+            "offload_params": offload_params,
+            "zero_init": zero_init,
+            "additional_buffer_factor": factor,
+        }
+        ours = deepspeed_needs(params, largest, **options)
+        assert ours == live_deepspeed_needs(params, largest, **options), (params, largest, options)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1])
+def test_stages_that_deepspeed_has_no_function_for_have_no_figure(stage: int | None) -> None:
+    for needs in (deepspeed_needs, live_deepspeed_needs):
+        assert needs(*T5_3B, zero_stage=stage, num_gpus_per_node=8, num_nodes=1) is None
+    assert deepspeed_estimate_of(PRESETS["slm-100m"], zero_stage=stage, world_size=2, local=2) is None
+
+
+def test_a_record_keeps_our_counts_by_hand_for_zero_3_on_two_ranks() -> None:
+    # slm-100m: 4 * largest layer 32000 * 832 = 106,496,000 plus 18 * 130,569,920 / 2 = 1,175,129,280;
+    # the host: 2 ranks build 4 * 130,569,920 bytes, half as much again = 1,566,839,040
+    found = deepspeed_estimate_of(PRESETS["slm-100m"], zero_stage=3, world_size=2, local=2)
+    assert found == {"gpu_bytes": 106_496_000 + 1_175_129_280, "cpu_bytes": 1_566_839_040}
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert deepspeed_version() == deepspeed.__version__
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    program = (
+        "import sys; from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs, deepspeed_version; "
+        "deepspeed_version(); deepspeed_needs(9, 3, zero_stage=3, num_gpus_per_node=1, num_nodes=1); "
+        "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

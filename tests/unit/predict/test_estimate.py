@@ -1,0 +1,292 @@
+"""`slm estimate`: its rows, what fits, DeepSpeed's figure beside it, and what it refuses."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import slm
+
+from slm_toolkit.cli.main import main
+from slm_toolkit.hardware.gpus import gpu_of_name, gpus
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs, deepspeed_version
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
+from slm_toolkit.predict.memory.gpu import (
+    CUDA_CONTEXT_BYTES,
+    FROM_HOPPER,
+    NCCL_BYTES_OF_MORE,
+    ROUNDING,
+    allocated_band,
+    reserved_band,
+    verdict_of,
+)
+from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.run_record import installed_versions
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+
+P = 130_569_920  # parameters of slm-100m
+KEYS = {
+    *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
+    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "gradient_checkpointing"),
+    *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "mlp_kernel"),
+    *("torch_compile", "optim", "software", "calibration", "peft", "lora_r", "lora_dropout"),
+    *("adapted_modules", "num_trainable_params"),
+    *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
+    *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),
+    *("parts", "peak_instant", "fits", "verdict", "headroom_bytes", "batch_with_margin", "deepspeed_bytes"),
+    *("deepspeed_host_bytes", "deepspeed_stage", "deepspeed_stands_in", "deepspeed_version"),
+    *("traffic_bytes", "step_seconds", "step_low_seconds", "step_high_seconds", "parts_seconds"),
+    *("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "bottleneck", "inter_node_gbps"),
+    *("inter_node_gbps_needed", "usd_per_gpu_hour", "price_source", "usd_per_million_tokens"),
+    *("tokens_per_usd", "misaligned_seconds", "network_evidence"),
+}
+
+
+def estimated(*arguments: str) -> list[dict]:
+    """The rows of `slm estimate --json`, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main(["estimate", "--json", *arguments])
+    assert ended.value.code == 0
+    return json.loads(out.getvalue())
+
+
+def rows_of(*strategies: str, num_gpus: tuple[int, ...] = (8,), **given: object) -> list[Estimate]:
+    found = [find_strategy(name) for name in strategies]
+    return estimates(given, found, gpus=[None], num_gpus=list(num_gpus))
+
+
+def test_the_json_has_a_row_per_configuration_with_these_keys() -> None:
+    rows = estimated("--seq_len", "512", "1024", "--gpu", "l4", "h200", "--num_gpus", "8", "16")
+    assert len(rows) == 2 * 2 * 2 * len(STUDIED_STRATEGIES)
+    assert all(row.keys() == KEYS for row in rows)
+    assert {row["evidence"] for row in rows} == {"estimated"}
+    assert {(row["num_gpus"], row["gpus_per_node"]) for row in rows} == {(8, 8), (16, 8)}
+    assert [row["strategy"] for row in rows[:6]] == list(STUDIED_STRATEGIES)
+
+
+def test_what_no_gpu_decides_is_null() -> None:
+    (row,) = estimated("--strategy", "ddp")
+    nothing = ("gpu", "fits", "verdict", "headroom_bytes", "deepspeed_bytes", "deepspeed_version")
+    assert all(row[name] is None for name in nothing)
+    assert row["parts"]["workspace"] == 0
+    assert (row["model"], row["seq_len"], row["num_gpus"]) == ("slm-100m", 1024, 8)
+
+
+def test_parts_add_up_to_what_is_allocated_and_slack_to_what_is_reserved() -> None:
+    for row in estimated(
+        "--strategy", "single", *STUDIED_STRATEGIES, "--gpu", "h200", "--optim", "adamw_torch"
+    ):
+        outside = ("allocator_slack", "cuda_context")
+        assert row["parts"].keys() == {*PARTS, "workspace", *outside}
+        allocated = sum(size for name, size in row["parts"].items() if name not in outside)
+        assert allocated == row["peak_allocated_bytes"]
+        assert row["peak_reserved_bytes"] == allocated + row["parts"]["allocator_slack"]
+        assert row["parts"]["workspace"] == 32 * 2**20
+
+
+def test_ddp_holds_all_state_and_zero_3_an_eighth() -> None:
+    # aligned: bf16 parameters 2 P = 261,139,840; fp32 master weights 4 P; Adam's two moments in fp32 8 P
+    ddp, zero_3 = (row.parts for row in rows_of("ddp", "ds_zero3"))
+    assert (ddp["parameters"], ddp["master_weights"], ddp["optimizer"]) == (261_139_840, 4 * P, 8 * P)
+    sharded = zero_3["parameters"], zero_3["master_weights"], zero_3["optimizer"]
+    assert sharded == (2 * P // 8, 4 * P // 8, P)
+
+
+def test_an_estimate_fits_where_allocated_does_and_is_tight_without_a_tenth_more() -> None:
+    # 40 usable: 30 of state with 8 of activations and a tenth of them are 38.8; with 10 and a tenth 41
+    def verdict(state: int, activations: int, *, reserved: int = 40) -> str:
+        parts = {"parameters": state, "activations": activations, "logits_and_loss": 0}
+        return verdict_of(parts, allocated=state + activations, reserved=reserved, usable=40)
+
+    assert verdict(30, 8) == "fits"
+    assert verdict(30, 10) == "tight"
+    assert verdict(30, 8, reserved=41) == "tight"
+    assert verdict(40, 0) == "fits"  # the optimizer's step: no margin
+    assert verdict(40, 1) == "does not fit"
+
+
+def test_14_bytes_per_parameter_of_slm_2b_are_more_than_an_l4() -> None:
+    # 1,969,027,008 x (2 parameters + 4 master weights + 8 moments) = 27.6 GB; the l4 has 23.7
+    assert 14 * PRESETS["slm-2b"].num_params > gpu_of_name("l4").memory_bytes
+    small, large = estimated("--model", "slm-100m", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
+    assert (small["verdict"], small["fits"]) == ("fits", True)
+    assert (large["verdict"], large["fits"]) == ("does not fit", False)
+    context = CUDA_CONTEXT_BYTES + NCCL_BYTES_OF_MORE  # eight ranks
+    assert large["parts"]["cuda_context"] == context
+    assert large["headroom_bytes"] == gpu_of_name("l4").memory_bytes - context - large["peak_allocated_bytes"]
+
+
+def test_bands_leave_the_state_alone() -> None:
+    state = {"parameters": 1000, "master_weights": 0, "gradients": 0, "optimizer": 0}
+    band = allocated_band({**state, "activations": 100})
+    assert (band.low, band.middle, band.high) == (1098, 1100, 1105)  # -2 % and +5 % of 100
+    reserved = reserved_band(1000, 200)
+    assert (reserved.low, reserved.middle, reserved.high) == (1030, 1200, 1350)  # + 3 %; + 100 + 50
+
+
+def test_slack_is_freed_gradients_a_block_of_logits_and_rounding() -> None:
+    # ZeRO-2 on one rank keeps gradients in bf16: 2 P; the loss leaves 4 bytes x 32,000 words x tokens
+    def left(**given: object) -> tuple[int, str]:
+        (row,) = rows_of("ds_zero2", num_gpus=(1,), **given)
+        tokens = row.per_device_train_batch_size * row.seq_len
+        logits = 4 * 32_000 * tokens if row.loss_kernel == "hf" else 0
+        rounding = ROUNDING * row.peak_allocated_bytes
+        return round(row.parts["allocator_slack"] - logits - rounding), row.peak_instant
+
+    assert left(per_device_train_batch_size=8) == (2 * P, "backward: the loss")
+    assert left(per_device_train_batch_size=8, loss_kernel="fused_logits")[0] == 2 * P
+    assert left(per_device_train_batch_size=1, seq_len=64) == (0, "optimizer step")  # which has them itself
+
+
+def test_every_gpu_of_hopper_or_newer_is_known_as_such() -> None:
+    newer = {gpu.name for gpu in gpus() if gpu.name.startswith(("h", "gh", "b", "gb"))}
+    assert newer == set(FROM_HOPPER)
+
+
+def test_deepspeeds_column_is_deepspeeds_estimate() -> None:
+    rows = {row["strategy"]: row for row in estimated("--num_gpus", "16", "--gpus_per_node", "4")}
+    sizes = (P, 32_000 * 832)  # the largest layer is a vocabulary matrix
+    for name, stage, stands_in in (
+        *(("ds_zero2", 2, False), ("ds_zero3", 3, False)),
+        ("fsdp_full_shard", 3, True),
+    ):
+        needs = deepspeed_needs(*sizes, zero_stage=stage, num_gpus_per_node=4, num_nodes=4)
+        row = rows[name]
+        assert (row["deepspeed_bytes"], row["deepspeed_host_bytes"]) == (
+            needs.gpu_bytes,
+            needs.host_bytes_per_node,
+        )
+        assert (row["deepspeed_stage"], row["deepspeed_stands_in"]) == (stage, stands_in)
+    for name in ("ddp", "ds_zero1", "fsdp_shard_grad_op"):
+        assert (rows[name]["deepspeed_bytes"], rows[name]["deepspeed_stage"]) == (None, None)
+
+
+@pytest.mark.skipif("deepspeed" not in installed_versions(), reason="DeepSpeed exists for Linux only")
+def test_the_live_deepspeed_says_the_same() -> None:
+    arithmetic = estimated("--strategy", "ds_zero2", "ds_zero3")
+    live = estimated("--strategy", "ds_zero2", "ds_zero3", "--deepspeed", "live")
+    assert {row.pop("deepspeed_version") for row in live} == {deepspeed_version()}
+    assert live == [
+        {key: value for key, value in row.items() if key != "deepspeed_version"} for row in arithmetic
+    ]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    grid = ("--gpu", "a100-40gb", "--num_gpus", "1", "8", "--strategy", "single", *STUDIED_STRATEGIES)
+    rows = estimated(
+        "--largest_batch", "--model", "slm-1b", "--gradient_checkpointing", "full", "none", *grid
+    )
+    assert len(rows) == 2 * (1 + 2 * 6)
+    for row in rows:
+        batch = row["per_device_train_batch_size"]
+        assert batch >= 1
+        words = ("--gradient_checkpointing", row["gradient_checkpointing"], "--gpu", "a100-40gb")
+        words += ("--strategy", row["strategy"], "--num_gpus", str(row["num_gpus"]), "--model", "slm-1b")
+        fitting, next_one = estimated(*words, "--per_device_train_batch_size", str(batch), str(batch + 1))
+        assert fitting == {**row, "batch_with_margin": None}
+        assert 0 <= row["batch_with_margin"] <= batch
+        assert next_one["verdict"] == "does not fit"
+
+
+def test_the_largest_batch_is_0_where_not_even_1_fits() -> None:
+    words = ("--largest_batch", "--model", "slm-2b", "--strategy", "ddp", "--gpu", "l4")
+    (row,) = estimated(*words)
+    assert (row["per_device_train_batch_size"], row["verdict"]) == (0, "does not fit")
+
+
+def test_single_counts_one_gpu_and_equal_rows_come_once() -> None:
+    rows = rows_of("single", "ddp", num_gpus=(8, 16, 8), seed=[0, 1], seq_len=[128, 128])
+    assert [(row.strategy, row.num_gpus, row.gpus_per_node) for row in rows] == [
+        *(("single", 1, 1), ("ddp", 8, 8), ("ddp", 16, 8)),
+    ]
+
+
+def test_10_000_configurations_come_out() -> None:
+    batches = [str(size) for size in range(1, 26)]
+    rows = estimated(
+        *("--strategy", "ddp", "ds_zero1", "ds_zero2", "ds_zero3", "fsdp_full_shard"),
+        *("--num_gpus", "8", "16", "32", "64", "--gpu", "a100-40gb", "h200", "--seq_len", "512", "1024"),
+        *(
+            "--numerics",
+            "aligned",
+            "stock",
+            "--loss_kernel",
+            "hf",
+            "fused_logits",
+            "--gradient_checkpointing",
+        ),
+        *("none", "full", "selective_op", "--per_device_train_batch_size", *batches[:21]),
+    )
+    assert len(rows) == 5 * 4 * 2 * 2 * 2 * 2 * 3 * 21 == 20_160
+    assert all(row["peak_allocated_bytes"] > 0 for row in rows)
+
+
+def test_huge_numbers_overflow_nothing() -> None:
+    most = str(10**12)
+    rows = estimated(
+        *("--seq_len", most, "--per_device_train_batch_size", most, "--attn_implementation", "eager"),
+        *(
+            "--num_gpus",
+            most,
+            "--gpus_per_node",
+            most,
+            "--gpu",
+            "h200",
+            "--gradient_accumulation_steps",
+            most,
+        ),
+    )
+    assert {row["verdict"] for row in rows} == {"does not fit"}
+
+
+def test_the_table_says_what_a_row_is_and_shows_parts_of_a_single_one() -> None:
+    single = slm("estimate", "--strategy", "fsdp_full_shard", "--gpu", "h200")
+    assert single.code == 0, single.err
+    for words in (
+        "estimated: slm-100m, h200, GPUs: 8",
+        "closed forms, no run",
+        "logits and loss",
+        "█",
+        "fits",
+    ):
+        assert words in single.out
+    assert "that of ZeRO-3, which people take for FSDP full shard" in single.out
+    assert "139.80 GiB" in single.out  # of the h200, with its source
+    grid = slm("estimate", "--seq_len", "512", "1024")
+    assert grid.code == 0, grid.err
+    assert "█" not in grid.out
+    assert "sequence" not in grid.out.splitlines()[0]  # a column: rows differ
+
+
+def test_the_command_starts_without_the_heavy_libraries() -> None:
+    program = (
+        "import sys, contextlib; from slm_toolkit.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main(['estimate', '--json', '--gpu', 'h200'])\n"
+        "heavy = ('torch', 'numpy', 'pandas', 'transformers', 'deepspeed', 'accelerate')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)
+
+
+def test_help_loads_no_verb_and_a_verb_no_other() -> None:
+    program = (
+        "import sys, contextlib; from slm_toolkit.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main([{words}])\n"
+        "print(sorted(name for name in sys.modules if name.startswith('slm_toolkit.')), file=sys.stderr)"
+    )
+
+    def loaded(words: str) -> str:
+        call = (sys.executable, "-c", program.format(words=words))
+        return subprocess.run(call, capture_output=True, text=True, check=True).stderr
+
+    of_the_parser = ("cli", "errors", "flag_names", "garbage", "interrupts", "parser")
+    assert loaded("'--help'").strip() == str([f"slm_toolkit.{name}" for name in of_the_parser])
+    estimate = loaded("'estimate', '--json'")
+    assert "slm_toolkit.predict.estimate" in estimate
+    assert not any(f"slm_toolkit.{name}'" in estimate for name in ("compare_verb", "output", "record"))

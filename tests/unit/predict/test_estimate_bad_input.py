@@ -1,0 +1,118 @@
+"""`slm estimate`: what nobody can mean is one line and a hint, whatever file or argument it stands in."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import FSDP2, own_strategy
+
+from slm_toolkit.cli.main import main
+
+FILES = {
+    "list.json": {"zero_optimization": [3]},
+    "word.json": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+    "live.json": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}},
+    "two.json": {"zero_optimization": {"stage": "two"}},
+    "yes.json": {"zero_optimization": {"stage": True}},
+    "zero.json": {"zero_optimization": {"stage": 0}},
+    "off.json": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+    "tape.json": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
+    "bf16.json": {"zero_optimization": {"stage": 2}, "bf16": True},
+    "hpz.json": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+    "fixed.json": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 32},
+}
+YAMLS = {
+    "groups.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_dp_shard_size: 5\n",
+    "unread.yaml": FSDP2 + "parallelism_config:\n  dp_shard_size: 4\n",
+    "tensor.yaml": FSDP2 + "parallelism_config:\n  parallelism_config_tp_size: 4\n",
+    "whole.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n",
+}
+SHAPE = {
+    *(("num_hidden_layers", 2), ("hidden_size", 576), ("num_attention_heads", 9)),
+    *(("intermediate_size", 100), ("vocab_size", 100)),
+}
+MODELS = {
+    "heads": {**dict(SHAPE), "num_attention_heads": 7},
+    "kv": {**dict(SHAPE), "num_key_value_heads": 2},
+    "huge": {**dict(SHAPE), "hidden_size": 9 * 10**8, "vocab_size": 10**9},
+    "beyond": {**dict(SHAPE), "hidden_size": 9 * 10**200},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--num_gpus", "0"], "--num_gpus is 0: at least 1"),
+        (["--num_gpus", "-8"], "--num_gpus is -8: at least 1"),
+        (["--num_gpus", "eight"], "invalid int value: 'eight'"),
+        (["--num_gpus", "12"], "--num_gpus is 12: full nodes of 8"),
+        (["--gpus_per_node", "0"], "--gpus_per_node is 0"),
+        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--strategy", "nowhere.yaml"], "no such file: nowhere.yaml"),
+        (["--strategy", "list.yaml"], "list.json holds no DeepSpeed settings but [3]"),
+        (
+            ["--strategy", "word.yaml"],
+            "zero_optimization.reduce_bucket_size is 'big', not a number of at least 1 or",
+        ),
+        (["--strategy", "live.yaml"], "stage3_max_live_parameters is 'auto', not a number"),
+        (["--strategy", "two.yaml"], "ZeRO stage 'two'"),
+        (["--strategy", "yes.yaml"], "ZeRO stage True"),
+        (["--strategy", "zero.yaml"], "no estimate of ZeRO stage 0"),
+        (["--strategy", "off.yaml"], "zero_optimization.offload_optimizer is 'cpu', not settings"),
+        (["--strategy", "tape.yaml"], "device is 'tape', not none, cpu or nvme"),
+        (["--strategy", "bf16.yaml"], "bf16 is True, not settings"),
+        (["--strategy", "hpz.yaml"], "zero_hpz_partition_size 3 with --num_gpus 8"),
+        (
+            ["--strategy", "fixed.yaml"],
+            "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",
+        ),
+        (["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"], "--largest_batch looks for it"),
+        (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
+        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
+        (["--strategy", "tensor.yaml"], "tp_size 4"),
+        (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
+        (["--model", "heads"], "7 heads don't divide hidden_size 576"),
+        (["--model", "kv"], "9 heads can't share 2 key-value heads"),
+        (["--model", "huge"], "more than 1,000,000,000,000,000 parameters"),
+        (["--model", "beyond"], "hidden_size must be positive whole numbers, at most 1,000,000,000"),
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+        (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
+        (["--per_device_train_batch_size", "1.5"], "invalid int value: '1.5'"),
+        (["--seq_len", "1"], "--seq_len is 1"),
+        (["--seq_len", "1" + "0" * 30], "at most 1,000,000,000,000"),
+        (["--attn_implementation", "magic"], "--attn_implementation magic: no closed form"),
+        (
+            ["--numerics", "aligned", "stock", "--reduce_dtype", "fp32"],
+            "--reduce_dtype fp32 with --numerics stock",
+        ),
+        (["--largest_batch"], "--largest_batch needs --gpu"),
+        (
+            ["--largest_batch", "--gpu", "l4", "--per_device_train_batch_size", "4"],
+            "--per_device_train_batch_size with --largest_batch",
+        ),
+        (["--output_dir", "x"], "unknown: --output_dir"),
+    ],
+)
+def test_nonsense_is_one_line_and_a_hint(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, content in FILES.items():
+        own_strategy(tmp_path, "", content, name=name.removesuffix(".json"))
+    for name, text in YAMLS.items():
+        (tmp_path / name).write_text(text)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *arguments])
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert says in printed.err
+    lines = [line for line in printed.err.splitlines() if ": estimated with a unit" not in line]
+    assert [line[:5] for line in lines] == ["error", "hint:"]

@@ -1,0 +1,107 @@
+"""`slm estimate` on YAMLs and JSONs of one's own: buckets, offload, hybrid shards, checkpointing."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import DEEPSPEED, FSDP2, own_strategy
+from test_estimate import P, estimated, rows_of
+
+from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.memory.host import PROCESS_BYTES
+
+
+def test_a_users_own_yaml_and_config_json(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "tiny").mkdir()
+    config = {**shape, "intermediate_size": 128, "vocab_size": 1000, "tie_word_embeddings": True}
+    (tmp_path / "tiny/config.json").write_text(json.dumps(config))
+    own = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    for model in (tmp_path / "tiny", tmp_path / "tiny/config.json"):
+        (row,) = estimated("--strategy", own, "--model", str(model))
+        assert (row["model"], row["strategy"]) == ("tiny", "mine")
+        # vocabulary 64,000; a layer 2 x 64 x 64 + 2 x 64 x 32 + 3 x 64 x 128 + 128 = 36,992; final norm 64
+        assert row["parts"]["parameters"] == 2 * (64_000 + 2 * 36_992 + 64)
+
+
+def test_bucket_sizes_are_those_of_the_json(tmp_path: Path) -> None:
+    def at_peak(bucket: int) -> Estimate:
+        section = {"stage": 3, "reduce_bucket_size": bucket}
+        return rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0]
+
+    assert at_peak(2_000_000).parts["communication"] - at_peak(1_000_000).parts["communication"] == 2_000_000
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_zero_2_offload_moves_16_bytes_per_parameter_to_the_host(inline: bool, tmp_path: Path) -> None:
+    json_config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    yaml = f"{DEEPSPEED}  zero_stage: 2\n  offload_optimizer_device: cpu\n"
+    own = own_strategy(tmp_path, yaml) if inline else own_strategy(tmp_path, "", json_config)
+    one, eight = rows_of(own, num_gpus=(1, 8))
+    for row in (one, eight):
+        assert (row.parts["master_weights"], row.parts["optimizer"], row.parts["parameters"]) == (0, 0, 2 * P)
+    # one rank: master weights 4, moments 8, fp32 gradients 4; eight: building 4 P each is more than 16 P / 8
+    assert one.host_bytes_per_node == PROCESS_BYTES + 16 * P
+    assert eight.host_bytes_per_node == 8 * (PROCESS_BYTES + 4 * P)
+    needs = deepspeed_needs(
+        *(P, 32_000 * 832), zero_stage=2, num_gpus_per_node=8, num_nodes=1, offload_optimizer=True
+    )
+    assert eight.deepspeed_bytes == needs.gpu_bytes == 2 * P
+
+
+def test_zero_3_offload_of_parameters_too_leaves_no_state(tmp_path: Path) -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    only_optimizer = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0].parts
+    section = {**section, "offload_param": {"device": "cpu"}}
+    both = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))[0].parts
+    state = ("parameters", "master_weights", "gradients", "optimizer")
+    assert [only_optimizer[name] for name in state] == [2 * P // 8, 0, 0, 0]
+    assert [both[name] for name in state] == [0, 0, 0, 0]
+
+
+def test_nvme_keeps_buffers_on_the_host(tmp_path: Path) -> None:
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 5}}
+    zero = {"zero_optimization": {**section, "sub_group_size": 1e9}}
+    (row,) = rows_of(own_strategy(tmp_path, "", zero), num_gpus=(1,))
+    assert row.host_bytes_per_node == PROCESS_BYTES + 5 * 4 * P  # five buffers, each as large as all of P
+
+
+def test_fsdp_offload_leaves_no_state_on_the_gpu(tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n")
+    here, there = rows_of("fsdp_full_shard", own)
+    assert sum(there.parts[name] for name in ("parameters", "master_weights", "optimizer")) == 0
+    assert there.parts["activations"] == here.parts["activations"]
+
+
+def test_a_hybrid_of_two_groups_holds_what_one_group_alone_does(tmp_path: Path) -> None:
+    sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+    own = own_strategy(tmp_path, f"{FSDP2}{sizes}  parallelism_config_dp_shard_size: 8\n")
+    (hybrid,) = rows_of(own, num_gpus=(16,))
+    (full,) = rows_of("fsdp_full_shard", num_gpus=(8,))
+    assert hybrid.parts == full.parts
+
+
+def test_fsdp_1_hybrid_shard_keeps_a_copy_per_node(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: {}\n"
+    hybrid = own_strategy(tmp_path, text.format("HYBRID_SHARD"), name="hybrid")
+    keeps_gathered = own_strategy(tmp_path, text.format("SHARD_GRAD_OP"), name="keeps")
+    per_node, keeps, grad_op = rows_of(hybrid, keeps_gathered, "fsdp_shard_grad_op", num_gpus=(64,))
+    assert per_node.parts["optimizer"] == 8 * P // 8
+    assert keeps.parts == grad_op.parts
+
+
+def test_hpz_holds_a_second_copy_of_the_parameters(tmp_path: Path) -> None:
+    def parameters(**more: int) -> int:
+        own = own_strategy(tmp_path, "", {"zero_optimization": {"stage": 3, **more}})
+        return rows_of(own, num_gpus=(16,))[0].parts["parameters"]
+
+    assert parameters(zero_hpz_partition_size=8) - parameters() == 2 * P // 8
+
+
+def test_a_yamls_own_checkpointing_counts(tmp_path: Path) -> None:
+    own = own_strategy(tmp_path, f"{FSDP2}  fsdp_activation_checkpointing: true\n")
+    (asked,) = rows_of("fsdp_full_shard", gradient_checkpointing="full")
+    (of_yaml,) = rows_of(own)
+    assert of_yaml.gradient_checkpointing == "full"
+    assert of_yaml.peak_allocated_bytes == asked.peak_allocated_bytes

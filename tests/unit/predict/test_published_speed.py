@@ -1,0 +1,50 @@
+"""The shipped constants against published runs; bench/speed_accuracy.py leaves models out of the fit."""
+
+import sys
+from statistics import median, quantiles
+
+import pytest
+from conftest import ROOT
+
+from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY
+
+sys.path.insert(0, str(ROOT / "bench"))
+from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
+
+
+def errors(rows: tuple[Row, ...], software: object) -> list[float]:
+    return [
+        abs(predicted_tokens_per_second_per_gpu(row, software) / row.tokens_per_second_per_gpu - 1)
+        for row in rows
+    ]
+
+
+def test_llm_foundrys_table_is_met_within_the_issue_of_the_fit() -> None:
+    rows = tuple(row for row in published_rows() if row.source == "llm-foundry")
+    assert len(rows) == 209  # its bf16 rows
+    found = errors(rows, LLM_FOUNDRY)
+    assert median(found) < 0.03
+    assert quantiles(found, n=10)[8] < 0.10
+
+
+def test_mpts_parameters_are_those_of_llm_foundrys_table() -> None:
+    by_name = {(row.model, row.config.seq_len): row.spec.num_params for row in published_rows()}
+    assert by_name["MPT-125m", 2048] == 125_311_488
+    assert by_name["MPT-1b", 2048] == 1_315_950_592
+    assert by_name["MPT-70b", 2048] == 64_862_437_376
+
+
+def test_other_peoples_runs_are_met_without_a_fit() -> None:
+    rows = published_rows("other_speed.csv")
+    found = errors(rows, TODAY)
+    assert median(found) < 0.12
+    within = [error <= max(1 / TODAY.low - 1, 1 - 1 / TODAY.high) for error in found]
+    assert sum(within) > 0.8 * len(rows)
+
+
+@pytest.mark.parametrize("software", [PAPER, LLM_FOUNDRY, TODAY], ids=lambda software: software.name)
+def test_shares_are_shares(software: object) -> None:
+    for shares in (software.matmul_share, software.misaligned_share, software.flash_share):
+        assert all(0 < shares.of(name) <= 1 for name in ("ampere", "ada", "hopper", "blackwell", "geforce"))
+    assert 0 <= software.contention < 1
+    assert software.low < 1 < software.high

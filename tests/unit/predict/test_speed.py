@@ -1,0 +1,266 @@
+"""Seconds of a step: matrix products by their shape, the sum of parts, and what must be faster than what."""
+
+import dataclasses
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+from conftest import made_record, own_strategy
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import gpu_of_name, gpus
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.grid import estimates
+from slm_toolkit.predict.speed.bandwidth import Cluster, cluster_of, transfer_seconds
+from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
+from slm_toolkit.predict.speed.roofline import layer_traffic
+from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
+from slm_toolkit.predict.speed.step import PARTS, StepTime, optimizer_bytes, step_time
+from slm_toolkit.predict.speed.traffic import Transfer
+from slm_toolkit.report.rows import row_of
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+
+ON_DEVICE = ("matmul", "attention", "memory_traffic", "recomputation")
+EVERY_GPU = tuple(gpu.name for gpu in gpus())
+H100 = ("h100-80gb",)
+# 100 Tflop/s, a quarter of it where misaligned, and a memory that takes no time
+NO_MEMORY = Rates(100e12, 0.25, 30e12, memory_bytes=math.inf, num_sms=108)
+FULL_WAVE = (12 * 256, 9 * 128)  # 12 x 9 = 108 tiles of 256 x 128: one for each of an A100's multiprocessors
+
+
+def rows_of(
+    *strategies: str,
+    on: tuple[str, ...] = H100,
+    num_gpus: tuple[int, ...] = (8,),
+    software: str = "2026",
+    **given: object,
+) -> list[Estimate]:
+    """On nodes of eight with 400 Gbit/s between them."""
+    return estimates(
+        {"model": "slm-100m", **given},
+        [find_strategy(name) for name in strategies],
+        gpus=list(on),
+        num_gpus=list(num_gpus),
+        software=software,
+        sites=lambda gpu: Site(cluster_of(gpu, inter_node_gbps=400)),
+    )
+
+
+def test_full_waves_leave_no_multiprocessor_idle_and_one_tile_more_does() -> None:
+    rows, columns = FULL_WAVE
+    assert wave_efficiency(rows, columns, 4096, num_sms=108) == pytest.approx(1)
+    assert wave_efficiency(2 * rows, columns, 4096, num_sms=108) == pytest.approx(1)
+    assert wave_efficiency(rows + 256, columns, 4096, num_sms=108) < 0.95
+
+
+def test_an_aligned_product_without_memory_takes_its_flops_over_the_rate() -> None:
+    # forward in one full wave: 2 x 3072 x 1152 x 1152 = 8,153,726,976 flop at 100 Tflop/s
+    rows, width = FULL_WAVE
+    seconds = product_seconds(NO_MEMORY, rows=rows, inputs=width, outputs=width, padded=False)
+    assert seconds.forward == pytest.approx(81.53726976e-6)
+    # backward: the input's gradient is such a wave, W's is width x width, summed over the rows
+    of_weight = 81.53726976e-6 / wave_efficiency(width, width, rows, num_sms=108)
+    assert seconds.backward == pytest.approx(81.53726976e-6 + of_weight)
+
+
+def test_a_width_off_the_multiple_of_8_leaves_its_share_of_the_rate_unless_padded() -> None:
+    shape = {"rows": 16_384, "inputs": 1536, "outputs": 4147}
+    full_rate = product_seconds(dataclasses.replace(NO_MEMORY, misaligned=1.0), **shape, padded=False)
+    assert product_seconds(NO_MEMORY, **shape, padded=False).total == pytest.approx(full_rate.total / 0.25)
+    assert product_seconds(NO_MEMORY, **shape, padded=True) == full_rate
+
+
+def test_parts_tokens_and_mfu_of_a_row_agree() -> None:
+    # 6 N of the matrices: 130,569,920 less the embedding 32,000 x 832 and 19 norms of 832 = 103,930,112;
+    # attention 12 x 9 x 832 x 1024 = 92,012,544
+    flops = 6 * 103_930_112 + 92_012_544
+    grid = {"gradient_accumulation_steps": [1, 4], "per_device_train_batch_size": [1, 8]}
+    for row in rows_of(*STUDIED_STRATEGIES, num_gpus=(1, 8, 16), seq_len=1024, **grid):
+        assert row.parts_seconds.keys() == set(PARTS)
+        assert all(seconds >= 0 for seconds in row.parts_seconds.values())
+        assert sum(row.parts_seconds.values()) == pytest.approx(row.step_seconds)
+        sequences = row.num_gpus * row.gradient_accumulation_steps * row.per_device_train_batch_size
+        assert row.tokens_per_second == pytest.approx(sequences * 1024 / row.step_seconds)
+        assert row.tokens_per_second_per_gpu == pytest.approx(row.tokens_per_second / row.num_gpus)
+        assert row.mfu == pytest.approx(flops * row.tokens_per_second_per_gpu / 989e12)
+        assert row.step_low_seconds < row.step_seconds < row.step_high_seconds
+        assert (row.parts_seconds["communication"] == 0) == (row.num_gpus == 1)
+
+
+@pytest.mark.parametrize("software", SOFTWARE)
+def test_more_tokens_never_take_less_time(software: str) -> None:
+    batches = [1, 2, 3, 4, 6, 8, 13, 16, 32, 64]
+    grid = {"on": EVERY_GPU, "num_gpus": (1, 8, 16), "model": ["slm-1m", "slm-500m", "slm-1b"]}
+    rows = rows_of(*STUDIED_STRATEGIES, **grid, software=software, per_device_train_batch_size=batches)
+    by_rest: dict[tuple, list[float]] = {}
+    for row in rows:  # batches come in order
+        by_rest.setdefault((row.model, row.strategy, row.gpu, row.num_gpus), []).append(row.step_seconds)
+    assert len(by_rest) == 3 * 6 * len(EVERY_GPU) * 3
+    for seconds in by_rest.values():
+        assert all(fewer <= more * (1 + 1e-9) for fewer, more in itertools.pairwise(seconds))
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ({"gradient_checkpointing": "none"}, {"gradient_checkpointing": "selective_op"}),
+        ({"gradient_checkpointing": "none"}, {"gradient_checkpointing": "full"}),
+        ({"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}),
+        ({"numerics": "aligned"}, {"numerics": "fp32"}),
+        ({"optim": "adamw_torch_fused"}, {"optim": "adamw_torch"}),
+    ],
+)
+def test_more_work_takes_longer_unless_the_gpu_waits_for_launches(faster: dict, slower: dict) -> None:
+    grid = {"on": EVERY_GPU, "num_gpus": (1, 8, 16), "model": ["slm-500m", "slm-2b-hw"]}
+    fast, slow = (rows_of(*STUDIED_STRATEGIES, **grid, **given) for given in (faster, slower))
+    for less, more in zip(fast, slow, strict=True):
+        assert less.step_seconds <= more.step_seconds * (1 + 1e-9)
+        assert less.step_seconds < more.step_seconds or less.parts_seconds["launch_overhead"] > 0
+
+
+def test_an_h200_is_never_slower_than_an_h100() -> None:
+    grid = {"num_gpus": (1, 8, 16), "attn_implementation": ["sdpa", "eager"], "torch_compile": [False, True]}
+    grid |= {"model": list(PRESETS), "per_device_train_batch_size": [1, 8], "gradient_checkpointing": "full"}
+    h100, h200 = (rows_of(*STUDIED_STRATEGIES, on=(name,), **grid) for name in ("h100-80gb", "h200"))
+    assert all(b.step_seconds <= a.step_seconds * (1 + 1e-9) for a, b in zip(h100, h200, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "per_param"),
+    [
+        # as traced: norm 2, to fp32 6, clip 8, AdamW 28, copy back 6
+        ("ddp", {}, 50),
+        ("ds_zero1", {}, 50),
+        ("ddp", {"max_grad_norm": 0.0}, 42),
+        # fp32 gradients and parameters: norm 4, clip 8, AdamW 28
+        ("fsdp_full_shard", {"numerics": "stock"}, 40),
+        # all in bf16: norm 2, clip 4, AdamW 14
+        ("ddp", {"numerics": "pure_bf16"}, 20),
+        # AdamW alone takes more by its for-each kernels: 22 + 1.8 x 28 = 72.4
+        ("ddp", {"optim": "adamw_torch"}, 72.4),
+    ],
+)
+def test_an_optimizer_step_moves_what_its_operations_move(
+    strategy: str, flags: dict, per_param: float
+) -> None:
+    config = RunConfig(**{"max_grad_norm": 1.0, "optim": "adamw_torch_fused", **flags})
+    assert optimizer_bytes(find_strategy(strategy), config) == pytest.approx(per_param)
+
+
+def test_llamas_query_key_and_value_are_three_products() -> None:
+    flags = {"model": "slm-100m", "per_device_train_batch_size": 1, "seq_len": 1024, "loss_kernel": "hf"}
+    (row,) = rows_of("single", num_gpus=(1,), **flags)
+    rates = rates_of(gpu_of_name("h100-80gb"), TODAY)
+    spec = PRESETS["slm-100m"]
+    width, h, f = spec.num_heads * spec.head_dim, spec.hidden_size, spec.ffn_size
+
+    def seconds(inputs: int, outputs: int) -> float:
+        shape = {"rows": 1024, "inputs": inputs, "outputs": outputs, "padded": False}
+        return product_seconds(rates, **shape).total
+
+    layer = 3 * seconds(h, width) + seconds(width, h) + 2 * seconds(h, f) + seconds(f, h)
+    head = seconds(h, spec.vocab_size)
+    assert row.parts_seconds["matmul"] == pytest.approx(spec.num_layers * layer + head)
+
+
+def test_attention_computes_the_causal_half_and_eager_moves_its_scores() -> None:
+    # a layer of 4 x 1024 tokens, 13 heads of 64: 2 x 1024 x 4096 x 832 = 6,979,321,856 flop forward, x 2.5
+    # backward (Dao, arXiv 2307.08691); eager twice that for the square, and 4096 x 1024 x 13 scores
+    sdpa, eager = rows_of("single", attn_implementation=["sdpa", "eager"])
+    expected = 9 * 3.5 * 6_979_321_856 / (989e12 * TODAY.flash_share.of("hopper"))
+    assert sdpa.parts_seconds["attention"] == pytest.approx(expected)
+    products = 2 * 6_979_321_856 / (989e12 * TODAY.matmul_share.of("hopper"))
+    moved = 54_525_952 * TODAY.score_bytes / (3.35e12 * MEMORY_SHARE)
+    assert eager.parts_seconds["attention"] == pytest.approx(9 * 3 * (products + moved))
+
+
+def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> None:
+    # at least every layer's kernels, backward twice forward's; two sequences then take as long as one
+    one, two = rows_of("single", model="slm-1m", per_device_train_batch_size=[1, 2])
+    per_layer = layer_traffic(PRESETS["slm-1m"], compiled=False, fused_norm=False).num_kernels
+    assert one.parts_seconds["launch_overhead"] > sum(one.parts_seconds[name] for name in ON_DEVICE)
+    assert one.step_seconds > 3 * 4 * per_layer * TODAY.kernel_seconds
+    assert two.step_seconds == pytest.approx(one.step_seconds)
+    for row in rows_of("single", *STUDIED_STRATEGIES, model="slm-2b"):
+        assert row.parts_seconds["launch_overhead"] == 0
+
+
+def test_offload_has_no_time(tmp_path: Path) -> None:
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (row,) = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))
+    assert (row.step_seconds, row.tokens_per_second, row.bottleneck) == (None, None, None)
+    assert row.traffic_bytes["intra_node"] > 0
+
+
+def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> StepTime:
+    """DDP on eight H100s that costs no more than its compute and these transfers."""
+    software = dataclasses.replace(TODAY, contention=contention, layer_seconds=0.0, ddp_seconds=0.0)
+    return step_time(
+        PRESETS["slm-500m"],
+        find_strategy("ddp"),
+        RunConfig(seq_len=1024, gradient_accumulation_steps=micro_steps),
+        gpu=gpu_of_name("h100-80gb"),
+        cluster=Cluster(1e9, None),
+        transfers=transfers,
+        num_gpus=8,
+        num_shards=1,
+        software=software,
+    )
+
+
+def test_communication_shows_where_it_is_longer_than_compute_or_gets_in_its_way() -> None:
+    short = Transfer("reduce_gradients", "all_reduce", 1e6, 8, 8, 1, 1, overlaps=True)
+    seconds = transfer_seconds(short, Cluster(1e9, None))
+    assert step_of(short, contention=0.0).parts_seconds["communication"] == 0
+    assert step_of(short, contention=0.5).parts_seconds["communication"] == pytest.approx(seconds / 2)
+    last = dataclasses.replace(short, overlaps=False)
+    assert step_of(last, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds)
+    long = dataclasses.replace(short, num_bytes=1e12)
+    time = step_of(long, contention=0.0)
+    compute = sum(time.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
+    seconds = transfer_seconds(long, Cluster(1e9, None))
+    assert time.parts_seconds["communication"] == pytest.approx(seconds - compute)
+    assert time.hidden_communication_seconds == pytest.approx(compute)
+    once = dataclasses.replace(long, in_last_micro_step=True)
+    four = step_of(once, contention=0.0, micro_steps=4)
+    assert four.hidden_communication_seconds == pytest.approx(compute)
+    both = step_of(long, once, contention=0.0)  # the same compute does not hide two
+    assert both.hidden_communication_seconds == pytest.approx(compute)
+
+
+def test_mfu_is_between_0_and_1_wherever_one_looks() -> None:
+    draw = random.Random(0)
+    grid = {
+        "model": [*PRESETS, "slm-7b"],
+        "per_device_train_batch_size": [1, 4, 32, 512],
+        "seq_len": [64, 1000, 1024, 65_536],
+        "gradient_accumulation_steps": [1, 4],
+        "numerics": ["aligned", "stock", "pure_bf16", "fp32"],
+        "attn_implementation": ["sdpa", "eager"],
+        "torch_compile": [False, True],
+        "loss_kernel": ["hf", "fused_logits", "fused_linear"],
+        "gradient_checkpointing": ["none", "full", "selective_op", "selective_layer"],
+    }
+    for _ in range(1500):
+        where = {"on": (draw.choice(EVERY_GPU),), "num_gpus": (draw.choice((1, 2, 8, 64, 512)),)}
+        given = {name: draw.choice(values) for name, values in grid.items()}
+        strategy, software = draw.choice(("single", *STUDIED_STRATEGIES)), draw.choice(list(SOFTWARE))
+        (row,) = rows_of(strategy, **where, **given, software=software)
+        assert row.mfu is None if row.numerics == "fp32" else 0 < row.mfu < 1, row
+
+
+def test_a_gpu_run_is_reported_beside_its_estimated_rate() -> None:
+    record = made_record()  # slm-100m, 2 H100s, DDP, batch 4
+    row = row_of([(Path("r"), record)])
+    (expected,) = estimates(
+        {"model": "slm-100m", "per_device_train_batch_size": 4},
+        [find_strategy("ddp")],
+        gpus=["h100-80gb"],
+        num_gpus=[2],
+    )
+    assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
+    assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None

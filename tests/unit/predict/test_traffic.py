@@ -1,0 +1,131 @@
+"""Bytes that a rank sends in a step: the papers' 2 M and 3 M, what changes them, and where they go.
+
+2 M and 3 M: Rajbhandari et al., arXiv 1910.02054, section 7; ZeRO++'s 0.5 M + 0 + 0.25 M: DeepSpeed's
+blogs/zeropp, after Wang et al., arXiv 2306.10209.
+"""
+
+from pathlib import Path
+
+import pytest
+from conftest import FSDP2, own_strategy
+
+from slm_toolkit.predict.grid import estimates
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
+
+P = 130_569_920  # parameters of slm-100m, as the paper prints them
+M = 2 * P  # bytes in bf16
+TWICE = ("ddp", "ds_zero1", "ds_zero2", "fsdp_shard_grad_op")
+TIMES_M = {**dict.fromkeys(TWICE, 2), "ds_zero3": 3, "fsdp_full_shard": 3}
+FSDP1_HYBRID = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+
+
+def traffic(strategy: str, *, num_gpus: int = 8, gpus_per_node: int = 8, **given: object) -> dict[str, float]:
+    nodes = {"num_gpus": [num_gpus], "gpus_per_node": gpus_per_node}
+    (row,) = estimates({"model": "slm-100m", **given}, [find_strategy(strategy)], gpus=[None], **nodes)
+    return row.traffic_bytes
+
+
+def sent(found: dict[str, float]) -> float:
+    return sum(size for name, size in found.items() if name not in ("intra_node", "inter_node"))
+
+
+def hybrid(folder: Path, *, copies: int, shards: int) -> str:
+    key = "parallelism_config"
+    sizes = f"{key}:\n  {key}_dp_replicate_size: {copies}\n  {key}_dp_shard_size: {shards}\n"
+    return own_strategy(folder, FSDP2 + sizes, name="hybrid")
+
+
+def zero_3(folder: Path, **more: object) -> str:
+    return own_strategy(folder, "", {"zero_optimization": {"stage": 3, **more}}, name="zero")
+
+
+@pytest.mark.parametrize("num_gpus", [2, 8, 64])
+@pytest.mark.parametrize(("strategy", "times"), TIMES_M.items())
+def test_a_step_sends_the_papers_multiple_of_the_model(strategy: str, times: int, num_gpus: int) -> None:
+    expected = times * M * (num_gpus - 1) / num_gpus
+    assert sent(traffic(strategy, num_gpus=num_gpus)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathered", "reduced"),  # in M x 7/8; all_reduce counts twice; one micro-step: TIMES_M
+    [
+        *[("ddp", 0, 2), ("ds_zero1", 1, 1), ("ds_zero2", 1, 4), ("ds_zero3", 8, 4)],
+        *[("fsdp_full_shard", 8, 1), ("fsdp_shard_grad_op", 4, 1)],
+    ],
+)
+def test_four_micro_steps_repeat_only_what_the_engine_does_in_each(
+    strategy: str, gathered: int, reduced: int
+) -> None:
+    found = traffic(strategy, gradient_accumulation_steps=4)
+    gathers = sum(size for name, size in found.items() if name.startswith("gather"))
+    unit = M * 7 / 8
+    assert (gathers, found["reduce_gradients"]) == pytest.approx((gathered * unit, reduced * unit))
+
+
+@pytest.mark.parametrize("strategy", [name for name in STUDIED_STRATEGIES if name != "ds_zero1"])
+def test_fp32_reduction_doubles_gradients_and_nothing_else(strategy: str) -> None:
+    before, after = traffic(strategy), traffic(strategy, reduce_dtype="fp32")
+    doubled = after.pop("reduce_gradients")
+    assert doubled == 2 * before.pop("reduce_gradients")
+    assert all(after[name] == size for name, size in before.items() if name.startswith("gather"))
+
+
+def test_stock_ddp_reduces_four_bytes_and_stock_fsdp_two() -> None:
+    # autocast keeps fp32 weights, whose gradients DDP reduces: 2 x 4 P x 7/8
+    assert sent(traffic("ddp", numerics="stock")) == pytest.approx(2 * 4 * P * 7 / 8)
+    assert traffic("fsdp_full_shard", numerics="stock") == traffic("fsdp_full_shard")
+
+
+def test_a_hybrid_gathers_inside_a_node_and_reduces_shards_between_copies(tmp_path: Path) -> None:
+    # 3 M x 7/8 over the eight of a node; then M / 8 of gradients over two nodes: 2 x 1/2 of it
+    found = traffic(hybrid(tmp_path, copies=2, shards=8), num_gpus=16)
+    assert (found["intra_node"], found["inter_node"]) == pytest.approx((3 * M * 7 / 8, M / 8))
+    assert traffic(own_strategy(tmp_path, FSDP1_HYBRID), num_gpus=16) == found
+
+
+def test_a_hybrid_with_two_copies_in_a_node_sends_half_of_the_reduction_out(tmp_path: Path) -> None:
+    # M / 4 over four copies: 2 x 3/4 x M/4 = 3/8 M, on a ring with two ranks in each node: half leaves
+    found = traffic(hybrid(tmp_path, copies=4, shards=4), num_gpus=16)
+    assert found["reduce_between_copies"] == pytest.approx(3 / 8 * M)
+    assert found["inter_node"] == pytest.approx(3 / 16 * M)
+    assert found["intra_node"] == pytest.approx(3 * M * 3 / 4 + 3 / 16 * M)
+
+
+def test_each_part_of_zero_plus_plus_saves_what_its_paper_says(tmp_path: Path) -> None:
+    def of(**more: object) -> tuple[float, ...]:
+        found = traffic(zero_3(tmp_path, **more), num_gpus=16)
+        crossing = found["inter_node"] * 8 / (15 / 16)  # one rank of eight sends out
+        names = ("gather_forward", "gather_backward", "reduce_gradients")
+        return (*(found[name] / M for name in names), crossing / M)
+
+    r = 15 / 16
+    assert of() == pytest.approx((r, r, r, 3))
+    assert of(zero_quantized_weights=True) == pytest.approx((r / 2, r / 2, r, 2))
+    assert of(zero_quantized_gradients=True) == pytest.approx((r, r, r / 4, 2.25))
+    assert of(zero_hpz_partition_size=8) == pytest.approx((r, 7 / 8, r, 2))  # over the eight of a node
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert of(zero_hpz_partition_size=8, **both) == pytest.approx((r / 2, 7 / 8, r / 4, 0.75))
+
+
+@pytest.mark.parametrize("strategy", ["single", *STUDIED_STRATEGIES])
+def test_one_gpu_sends_nothing(strategy: str) -> None:
+    assert traffic(strategy, num_gpus=1) == {"intra_node": 0, "inter_node": 0}
+
+
+def test_more_nodes_never_send_less_between_them(tmp_path: Path) -> None:
+    own = [own_strategy(tmp_path, FSDP1_HYBRID), zero_3(tmp_path, zero_hpz_partition_size=4)]
+    for strategy in (*STUDIED_STRATEGIES, *own):
+        by_gpus = [traffic(strategy, num_gpus=8 * nodes) for nodes in (1, 2, 4, 16, 128)]
+        by_size = [traffic(strategy, num_gpus=64, gpus_per_node=size) for size in (64, 32, 8, 4, 2, 1)]
+        for found in (by_gpus, by_size):
+            between = [row["inter_node"] for row in found]
+            assert between == sorted(between)
+            assert between[0] == 0 < between[1]
+            assert all(row["intra_node"] + row["inter_node"] == pytest.approx(sent(row)) for row in found)
+
+
+def test_a_group_that_does_not_divide_a_node_lies_across_two(tmp_path: Path) -> None:
+    found = traffic(hybrid(tmp_path, copies=4, shards=6), num_gpus=24)
+    # ranks 6 to 11 of nodes of 8 lie on two nodes: gcd(6, 8) = 2 of them on one, every second link leaves it
+    gathers = found["gather_forward"] + found["gather_backward"] + found["reduce_gradients"]
+    assert found["inter_node"] == pytest.approx(gathers / 2 + found["reduce_between_copies"])

@@ -1,0 +1,132 @@
+"""The schema of record.json: shipped as made from RunRecord, true of every record there is, versioned."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, made_record
+
+from slm_toolkit.cli.main import main
+from slm_toolkit.record.files import find_records, read_record, write_record
+from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_FILE, SCHEMA_VERSION
+from slm_toolkit.record.schema import schema_text
+
+SHIPPED = sorted((ROOT / "results").rglob("record.json"))
+SCHEMA = json.loads(SCHEMA_FILE.read_text())
+
+
+def problems(content: object) -> list[str]:
+    jsonschema = pytest.importorskip("jsonschema")
+    return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(content)]
+
+
+def written(folder: Path, **changes: object) -> Path:
+    """A record's file with other content; None takes a name out."""
+    path = write_record(made_record(), folder)
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return path
+
+
+def test_the_shipped_schema_is_that_of_the_dataclass() -> None:
+    assert SCHEMA_FILE.read_text() == schema_text(), (
+        "python -m slm_toolkit.record.schema > slm_toolkit/data/record.schema.json"
+    )
+    pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_schema_says_what_a_reader_needs() -> None:
+    properties = SCHEMA["properties"]
+    assert properties["losses"]["items"] == {"type": ["number", "null"]}
+    assert properties["step_seconds"]["items"] == {"type": "array", "items": {"type": "number"}}
+    assert properties["peak_rss_bytes"]["type"] == ["array", "null"]
+    assert properties["peak_rss_bytes"]["items"] == {"type": "integer"}
+    assert properties["grad_norms"]["description"] == "before clipping; of each step"
+    assert properties["status"]["enum"] == ["ok", "oom", "failed", "timeout", "skipped"]
+    assert "run_name" in SCHEMA["required"]
+    assert "losses" not in SCHEMA["required"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "results").parent))
+def test_every_shipped_record_is_as_the_schema_says(path: Path) -> None:
+    assert problems(json.loads(path.read_text())) == []
+    assert read_record(path).schema_version == SCHEMA_VERSION
+
+
+def test_a_record_just_made_is_as_the_schema_says() -> None:
+    assert problems(dataclasses.asdict(made_record(losses=[1.0, None]))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"status": "fine"}, "'fine' is not one of"),
+        ({"losses": ["1.0"]}, "'1.0' is not of type 'number', 'null'"),
+        ({"world_size": 2.5}, "2.5 is not of type 'integer', 'null'"),
+        ({"schema_version": SCHEMA_VERSION + 1}, "is greater than the maximum"),
+    ],
+)
+def test_the_schema_refuses_what_is_no_record(changes: dict[str, object], said: str) -> None:
+    (problem,) = problems({**dataclasses.asdict(made_record()), **changes})
+    assert said in problem
+
+
+def test_a_record_without_a_version_is_read_as_an_old_one(tmp_path: Path) -> None:
+    path = written(tmp_path, schema_version=None, gpu_watch=None, num_probed_steps=None)
+    assert problems(json.loads(path.read_text())) == []
+    record = read_record(path)
+    assert record.schema_version == SCHEMA_VERSION
+    assert record.gpu_watch == []
+    assert record.losses == [10.0] * 33
+
+
+def test_a_newer_record_is_named_as_such_and_the_others_are_read(tmp_path: Path) -> None:
+    newer = written(tmp_path / "newer", schema_version=SCHEMA_VERSION + 1)
+    with pytest.raises(ValueError, match=rf"{newer} is a record of version 2, newer than 1.*\nhint: install"):
+        read_record(newer)
+    written(tmp_path / "known")
+    found, (problem,) = find_records([tmp_path])
+    assert [path.parent.name for path, _ in found] == ["known"]
+    assert problem.startswith(str(newer))
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", "3", '{"schema_version": "1"}', '{"schema_version": -1}', "{}"]
+)
+def test_what_is_no_record_is_said_to_be_none(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"(?s)record\.json.*hint: "):
+        read_record(path)
+
+
+def test_report_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--schema"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out) == SCHEMA
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "results", "--schema", "--json"])
+    assert ended.value.code == 2
+    assert "--schema with json, records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("losses", None),
+        ("asked", None),
+        ("asked", {"files": {}}),
+        ("status", "fine"),
+        ("model", {"name": "slm-1m"}),
+        ("versions", []),
+    ],
+)
+def test_an_ill_typed_record_is_left_out_and_named(name: str, value: object, tmp_path: Path) -> None:
+    good = json.loads(write_record(made_record(), tmp_path / "good").read_text())
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / RECORD_FILE).write_text(json.dumps({**good, name: value}))
+    records, (problem,) = find_records([tmp_path])
+    assert [path.parent.name for path, _ in records] == ["good"]
+    assert f"bad/{RECORD_FILE} holds no proper {name}" in problem

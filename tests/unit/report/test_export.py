@@ -1,0 +1,187 @@
+"""--csv, --parquet, --markdown and --latex: read back, they are the rows of --json and the table's cells."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Finished, made_record, run
+from pyarrow import parquet
+
+from slm_toolkit.cli.main import main
+from slm_toolkit.record.files import write_record
+from slm_toolkit.report.ranking import ranked
+from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.tables.export import latex_text, markdown_text
+
+NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
+"what CSV, Markdown and LaTeX each give a meaning to"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two runs: ddp, at 16,384 tokens per second, and one that failed for a reason of odd characters."""
+    write_record(made_record(identity="1"), tmp_path / "runs" / "ddp")
+    failed = made_record(identity="2", status="failed", reason=NASTY, strategy="mine", engine=None, losses=[])
+    write_record(failed, tmp_path / "runs" / "mine")
+    return tmp_path / "runs"
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Finished:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, words)])
+    return Finished(ended.value.code, *capsys.readouterr())
+
+
+def rows_with(strategy: str) -> list[Row]:
+    made = [made_record(strategy=name) for name in (strategy, "ddp")]
+    return ranked([row_of([(Path("r"), record)]) for record in made], strict=False)
+
+
+def test_csv_has_the_names_and_values_of_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = json.loads(report(capsys, runs, "--json").out)
+    done = report(capsys, runs, "--csv", "-")
+    read = list(csv.DictReader(io.StringIO(done.out)))
+    assert done.code == 1  # a run failed, whatever is printed
+    assert [list(row) for row in read] == [list(row) for row in objects]
+    ddp, mine = read
+    # 2 ranks x 4 sequences x 1024 tokens in 0.5 s
+    assert float(ddp["tokens_per_second"]) == 16384
+    assert (ddp["reason"], ddp["world_size"], ddp["torch_compile"]) == ("", "2", "false")
+    assert json.loads(ddp["losses"]) == [10.0] * 33
+    assert json.loads(ddp["asked"])["seq_len"] == 1024
+    assert mine["reason"] == NASTY
+    assert mine["final_loss"] == mine["engine"] == ""
+
+
+def test_parquet_has_the_names_types_and_values_of_json(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = json.loads(report(capsys, runs, "--json").out)
+    done = report(capsys, runs, "--parquet", tmp_path / "rows.parquet")
+    assert "16,384" in done.out  # the table is printed, too
+    table = parquet.read_table(tmp_path / "rows.parquet")
+    assert table.column_names == list(objects[0])
+    types = {field.name: str(field.type) for field in table.schema}
+    assert types["tokens_per_second"] == "double"
+    assert types["zero_stage"] == "int64"  # unknown in both rows
+    assert types["shares_rank"] == "bool"
+    assert types["losses"] == "list<element: double>"
+    assert types["warnings"] == "list<element: string>"
+    for row, wanted in zip(table.to_pylist(), objects, strict=True):
+        for name, value in row.items():
+            is_text = isinstance(wanted[name], dict)
+            assert (json.loads(value) if is_text else value) == wanted[name], name
+
+
+def test_markdown_escapes_and_aligns() -> None:
+    lines = markdown_text(rows_with("a|b_c [x] *_d_")).splitlines()
+    title, rule, first, second = lines[2:6]
+    assert lines[1] == lines[6] == ""
+    assert title.startswith("| strategy | status | rank | tokens/s | interval |")
+    assert rule.startswith("| --- | --- | ---: | ---: | ---: |")
+    assert first.startswith(r"| a\|b_c \[x\] \*\_d\_ | ok | 1= | 16,384 | ±5.0% |")
+    assert second.startswith("| ddp | ok | 1= | 16,384 |")
+    assert r"\$ per 1M tokens" in title  # GitHub takes what stands between two dollars as a formula
+    assert lines[7].startswith("- rank: ")
+
+
+def test_latex_has_booktabs_rules_and_escapes() -> None:
+    text = latex_text(rows_with("a_b & 50% [x] #{~^\\}"))
+    assert r"a\_b \& 50\% {[}x{]} \#\{\textasciitilde{}\textasciicircum{}\textbackslash{}\} & ok & 1=" in text
+    assert r"16,384 & $\pm$5.0\%" in text
+    assert "a-{}-{}-b" in latex_text(rows_with("a---b"))
+    assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
+    assert "--" not in text.replace("-{}-", "")
+    (tabular,) = [line for line in text.splitlines() if line.startswith(r"\begin{tabular}")]
+    columns = tabular.removeprefix(r"\begin{tabular}{").removesuffix("}")
+    lines = [line for line in text.splitlines() if line.endswith(r" \\") and " & " in line]
+    assert len(lines) == 3  # titles and two rows
+    assert {line.replace(r"\&", "").count("&") for line in lines} == {len(columns) - 1}
+    assert columns.startswith("llrrr")
+
+
+def test_latex_compiles(tmp_path: Path) -> None:
+    if shutil.which("pdflatex") is None:
+        pytest.skip("no pdflatex: apt-get install texlive-latex-recommended")
+    rows = rows_with(NASTY + "---<|>`~")
+    before = r"\documentclass{article}\usepackage{booktabs}\usepackage[margin=1cm]{geometry}\begin{document}"
+    (tmp_path / "page.tex").write_text(f"{before}\n{latex_text(rows)}\n\\end{{document}}\n")
+    done = run("pdflatex", "-halt-on-error", "page.tex", cwd=tmp_path)
+    assert done.code == 0, done.out[-2000:]
+
+
+def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = report(capsys, runs, "--baseline", runs, "--csv", "-")
+    ddp, _ = csv.DictReader(io.StringIO(done.out))
+    assert json.loads(ddp["baseline"])["speed"] == "tie"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--csv", "-", "--json"), "--csv and --json both go to stdout"),
+        (("--csv", "-", "--latex", "-"), "--csv and --latex both go to stdout"),
+        (("--parquet", "-"), "Parquet is no text"),
+        (("--csv", "not/there/rows.csv"), "there is no folder not/there"),
+        (("--markdown", "."), "is a folder"),
+        (("--errors", "--csv", "-"), "--csv with --errors"),
+    ],
+)
+def test_what_cannot_be_written_is_bad_input(
+    words: tuple[str, ...], said: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = report(capsys, runs, *words)
+    assert done.code == 2
+    assert said in done.err
+    assert "hint: " in done.err
+    assert done.out == ""
+
+
+def test_a_table_of_many_rows_looks_like_one_of_few(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from slm_toolkit.report.tables import comparison as table
+
+    rows = rows_with("fsdp_full_shard")
+    printed = []
+    for most in (table.MANY_ROWS, 1):
+        console = Console(width=250, color_system=None)
+        with pytest.MonkeyPatch.context() as patched, console.capture() as capture:
+            patched.setattr(table, "MANY_ROWS", most)
+            console.print(table.comparison_table(rows, width=250), crop=False)
+        printed.append(capture.get())
+    assert printed[0] == printed[1]
+
+
+def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slm_toolkit.report.tables import comparison as table
+
+    monkeypatch.setattr(table, "MANY_ROWS", 1)
+    assert "mine" in report(capsys, runs).out  # a pipe has all
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stdout for a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = report(capsys, runs).out
+    assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe, --csv and --markdown" in shown
+    assert "mine" not in shown
+
+
+def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slm_toolkit.report import ranking
+
+    monkeypatch.setattr(ranking, "num_asked_otherwise", lambda row, other: pytest.fail("held against all"))
+    probed = {"compute_dtype": "bfloat16"}
+    made = [
+        made_record(strategy="ddp", numerics=probed),
+        made_record(strategy="ds_zero1", engine="deepspeed"),
+    ]
+    other = made_record(strategy="ds_zero2", engine="deepspeed", numerics={"compute_dtype": "float32"})
+    rows = ranked([row_of([(Path("r"), record)]) for record in (*made, other)], strict=False)
+    assert [row.numerics_differences for row in rows] == [[], [], ["compute float32 (not bfloat16)"]]
+    assert [row.numerics_reference for row in rows] == [None, None, "ddp"]

@@ -1,0 +1,214 @@
+"""The page of `slm report --html` in a real browser: marks, table, colours, size, no network."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser, browser
+from conftest import slm
+from made_records import made, needs_browser, write_records
+
+from slm_toolkit.cli.report import panels_of
+from slm_toolkit.record.files import find_records, write_record
+from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.report.charts.html import html_page
+from slm_toolkit.report.rows import row_of
+
+NUM_RECORDS = 200
+SIZE_LIMIT_BYTES = 6e6
+PANELS = ("speed", "memory", "cost", "front", "scaling", "losses", "timeline", "anatomy", "errors")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_records(folder / "runs", num_records=NUM_RECORDS)
+    done = slm("report", str(folder / "runs"), "--html", str(folder / "page" / "out.html"))
+    assert done.code == 0, done.err
+    assert "left out" not in done.err
+    return folder / "page" / "out.html"
+
+
+@pytest.fixture(scope="module")
+def tab(page: Path) -> Iterator[Browser]:
+    pytest.importorskip("websockets", reason="pip install websockets")
+    with browser() as started:
+        started.resize(width=1280)
+        started.open(page)
+        yield started
+
+
+def test_200_records_make_less_than_6_mb(page: Path) -> None:
+    assert page.stat().st_size < SIZE_LIMIT_BYTES
+
+
+def test_plotlys_licence_is_in_the_page(page: Path) -> None:
+    text = page.read_text()
+    assert "Copyright (c) 2016-2024 Plotly Technologies Inc." in text
+    assert "The above copyright notice and this permission notice shall be included" in text
+
+
+@needs_browser
+def test_nothing_is_fetched_and_the_console_is_silent(tab: Browser, page: Path) -> None:
+    requests = [
+        event["params"]["request"]["url"]
+        for event in tab.events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert requests[0] == page.as_uri()
+    assert [url for url in requests[1:] if not url.startswith(("data:", "blob:"))] == []
+    said = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+    assert [event for event in tab.events if event["method"] in said] == []
+
+
+@needs_browser
+def test_plotly_knows_every_key_that_figures_use(tab: Browser) -> None:
+    problems = tab.evaluate(  # plotly.js 4.1.1 can't check a legend, it raises
+        "Object.values(figures).flatMap(({name, data, layout: {legend, ...layout}}) =>"
+        " (Plotly.validate(data, layout) || [])"
+        " .filter(problem => !['unused', 'invisible'].includes(problem.code))"
+        " .map(problem => name + ': ' + problem.msg))"
+    )
+    assert problems == []
+
+
+@needs_browser
+def test_every_chart_has_its_marks(tab: Browser) -> None:
+    marks = tab.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.chart')].map(chart =>"
+        " [chart.id.replace('chart-', ''), {"
+        " bars: chart.querySelectorAll('.bars .point').length,"
+        " lines: chart.querySelectorAll('.js-line').length,"
+        " points: chart.querySelectorAll('.scatterlayer .point').length,"
+        " layers: chart.querySelectorAll('.scatterlayer .trace').length}]))"
+    )
+    assert tuple(marks) == PANELS
+    # 180 measured runs, of which 7 (24, 49, ... 174) are out of memory
+    assert marks["speed"]["bars"] == 173
+    assert marks["cost"]["bars"] == 173
+    assert marks["front"]["points"] == 173
+    # seven batches by five strategies ran on several sizes (the eighth on one GPU only), and the ideal
+    assert marks["scaling"]["lines"] == 36
+    assert marks["losses"]["lines"] == 173
+    # every fourth run has a profile, but numbers 24 and 124 are out of memory: 45 - 2, of seven parts each
+    assert marks["anatomy"]["bars"] == 7 * 43
+    assert marks["timeline"]["layers"] == len(PARTS)
+    assert marks["memory"]["bars"] > 173
+    assert marks["errors"]["points"] > 173
+
+
+@needs_browser
+def test_numbers_show_on_hover(tab: Browser) -> None:
+    tab.evaluate("document.getElementById('chart-speed').scrollIntoView({behavior: 'instant'})")
+    box = tab.evaluate(
+        "(box => [box.x + box.width / 2, box.y + box.height / 2])"
+        "(document.querySelector('#chart-speed .bars .point').getBoundingClientRect())"
+    )
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+    tab.wait_for("document.querySelector('#chart-speed .hoverlayer').textContent.includes('tokens/s')")
+
+
+@needs_browser
+def test_the_table_sorts_both_ways_by_number_with_unknown_last(tab: Browser) -> None:
+    titles = tab.evaluate("[...document.querySelectorAll('th')].map(head => head.textContent)")
+    column = titles.index("tokens/s")
+    shown = f"[...document.querySelectorAll('tbody tr')].map(row => row.cells[{column}].textContent)"
+    click = f"document.querySelectorAll('th button')[{column}].click()"
+
+    def numbers() -> list[float]:
+        cells = tab.evaluate(shown)
+        known = [cell for cell in cells if cell != "-"]
+        assert cells[len(known) :] == ["-"] * (NUM_RECORDS - len(known))
+        return [float(cell.replace(",", "")) for cell in known]
+
+    tab.evaluate(click)
+    first = numbers()
+    assert first == sorted(first)
+    assert len(set(first)) > 20
+    tab.evaluate(click)
+    assert numbers() == first[::-1]
+
+
+@needs_browser
+def test_the_table_filters_by_all_words(tab: Browser) -> None:
+    def filtered(words: str) -> tuple[int, str]:
+        tab.evaluate(
+            f"(box => {{ box.value = {json.dumps(words)}; box.dispatchEvent(new Event('input')) }})"
+            "(document.getElementById('filter'))"
+        )
+        visible = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetParent).length"
+        return tab.evaluate(visible), tab.evaluate("document.getElementById('count').textContent")
+
+    assert filtered("DS_ZERO2 oom") == (
+        7,
+        "7 of 200 rows",
+    )  # all of index % 25 == 24 are the fifth strategy's
+    assert filtered("no such row") == (0, "0 of 200 rows")
+    assert filtered("") == (200, "200 rows")
+
+
+@needs_browser
+def test_another_run_is_chosen_for_the_timeline(tab: Browser) -> None:
+    tab.evaluate(
+        "(list => { list.selectedIndex = 1; list.dispatchEvent(new Event('change')) })"
+        "(document.querySelector('select[data-of=timeline]'))"
+    )
+    assert tab.evaluate("document.getElementById('chart-timeline').dataset.figure") == "timeline-2"
+    assert tab.evaluate("document.querySelectorAll('#chart-timeline .scatterlayer .trace').length") == len(
+        PARTS
+    )
+
+
+@needs_browser
+def test_colours_follow_the_system_until_the_switch_is_pressed(tab: Browser) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    of_text = "getComputedStyle(document.querySelector('#chart-speed .xtick text')).fill"
+    tab.prefer("light")
+    light, dark_text = tab.evaluate(background), tab.evaluate(of_text)
+    tab.prefer("dark")
+    tab.wait_for("document.getElementById('theme').textContent === 'light'")
+    assert tab.evaluate(background) != light
+    assert tab.evaluate(of_text) != dark_text
+    tab.evaluate("document.getElementById('theme').click()")
+    assert tab.evaluate(background) == light
+    assert tab.evaluate(of_text) == dark_text
+
+
+@needs_browser
+def test_a_phone_scrolls_down_only(tab: Browser) -> None:
+    tab.resize(width=390, height=844)
+    tab.wait_for("document.querySelector('#chart-speed .main-svg').clientWidth <= 390")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    tab.resize(width=1280)
+
+
+@needs_browser
+def test_the_page_prints(tab: Browser) -> None:
+    document = tab.call("Page.printToPDF")["data"]
+    assert len(document) > 100_000
+    said = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+    assert [event for event in tab.events if event["method"] in said] == []
+
+
+def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
+    done = slm("report", "results/cpu", "--html", str(tmp_path / "out.html"))
+    assert done.code == 0
+    text = (tmp_path / "out.html").read_text()
+    sentence = "Anatomy of a step: no run with --profile"
+    assert f"<li>{sentence}</li>" in text
+    assert f"left out: {sentence}" in done.err
+    assert 'id="chart-anatomy"' not in text
+    assert 'id="chart-speed"' in text
+
+
+def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><b>{{table}}"
+    path = write_record(dataclasses.replace(made(0), strategy=evil), tmp_path)
+    records, _ = find_records([path])
+    row = row_of(records)
+    text = html_page([row], panels_of(records, {evil: row}), left_out=[evil])
+    assert "<script>alert" not in text
+    assert "<b>{{" not in text
+    assert "&lt;b&gt;{{table}}" in text

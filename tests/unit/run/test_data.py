@@ -1,0 +1,149 @@
+"""Token sequences: the generated chain, and documents packed from files."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.run.data.data import load_data
+from slm_toolkit.run.data.synthetic import MarkovTokens
+from slm_toolkit.run.data.tokenizers import load_tokenizer
+
+SPEC = PRESETS["slm-1m"]
+
+
+def load(dataset: object, **options: object) -> tuple:
+    """The training sequences, held-out ones (None without --eval_steps) and the tokenizer."""
+    config = RunConfig(model="slm-1m", seq_len=16, dataset=str(dataset), **options)
+    data = load_data(config, SPEC, num_sequences=8)
+    return data.train, next(iter(data.held_out.values()), None), data.tokenizer
+
+
+def text_of(sequences: object) -> str:
+    tokenizer = load_tokenizer(RunConfig(), SPEC)
+    return "".join(tokenizer.decode(row["input_ids"]) for row in sequences)
+
+
+def test_the_chain_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    common = {"vocab_size": 384, "seq_len": 32, "num_sequences": 4}
+    first, again, other = (MarkovTokens(seed=seed, **common) for seed in (1, 1, 2))
+    assert torch.equal(first[3]["input_ids"], again[3]["input_ids"])
+    assert not torch.equal(first[3]["input_ids"], other[3]["input_ids"])
+    assert not torch.equal(first[3]["input_ids"], first[2]["input_ids"])
+
+
+def test_half_of_the_chains_tokens_follow_their_predecessor() -> None:
+    chain = MarkovTokens(vocab_size=384, seq_len=4096, num_sequences=4, seed=0)
+    successor = {chain.cycle[i]: chain.cycle[(i + 1) % 384] for i in range(384)}
+    tokens = [chain[i]["input_ids"].tolist() for i in range(4)]
+    pairs = [(a, b) for row in tokens for a, b in zip(row, row[1:], strict=False)]
+    followed = sum(successor[a] == b for a, b in pairs) / len(pairs)
+    # 0.5 by rule, plus draws that happen to be the successor: under 0.08, the likeliest token's share is 0.15
+    assert 0.49 < followed < 0.58
+
+
+def test_the_chain_can_be_learned_well_below_chance() -> None:
+    chain = MarkovTokens(vocab_size=384, seq_len=4096, num_sequences=8, seed=0)
+    counts = Counter(int(token) for i in range(8) for token in chain[i]["input_ids"])
+    shares = np.array(list(counts.values())) / sum(counts.values())
+    assert -(shares * np.log(shares)).sum() < math.log(384) - 0.3  # knowing frequencies alone already helps
+
+
+def test_held_out_sequences_are_none_of_the_training_ones() -> None:
+    config = RunConfig(model="slm-1m", seq_len=16, eval_steps=1)
+    data = load_data(config, SPEC, num_sequences=50)
+    train, held_out = data.train, data.held_out["synthetic"]
+    seen = {tuple(train[i]["input_ids"].tolist()) for i in range(50)}
+    assert not seen & {tuple(held_out[i]["input_ids"].tolist()) for i in range(50)}
+
+
+def test_documents_are_packed_end_to_end_with_an_end_of_text_between(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first document")  # 14 bytes + end of text
+    (tmp_path / "b.txt").write_text(
+        "the second one is longer"
+    )  # 24 + 1 = 40 in all = 2 sequences of 16, 8 dropped
+    train, held_out, tokenizer = load(tmp_path)
+    assert held_out is None
+    assert [len(row["input_ids"]) for row in train] == [16, 16]
+    eos = tokenizer.eos_token
+    assert text_of(train) == f"first document{eos}the second one is longer{eos}"[: 14 + len(eos) + 17]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_jsonl_and_parquet_files_give_the_same_tokens_as_text(tmp_path: Path, kind: str) -> None:
+    import pandas
+
+    documents = ["a row of text, number one", "and here is number two of them"]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps({"body": document}) + "\n" for document in documents))
+    else:
+        pandas.DataFrame({"body": documents}).to_parquet(file)
+    (tmp_path / "texts").mkdir()
+    for index, document in enumerate(documents):
+        (tmp_path / "texts" / f"{index}.txt").write_text(document)
+    from_rows, *_ = load(file, text_column="body")
+    from_texts, *_ = load(tmp_path / "texts" / "*.txt")
+    assert text_of(from_rows) == text_of(from_texts)
+
+
+def test_streamed_documents_give_the_same_sequences_as_loaded_ones(texts: Path) -> None:
+    loaded, *_ = load(texts, streaming=False)
+    streamed, *_ = load(texts, streaming=True)
+    for _, (got, wanted) in zip(range(200), zip(streamed, loaded, strict=False), strict=False):
+        assert torch.equal(got["input_ids"], wanted["input_ids"])
+
+
+def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
+    every, *_ = load(texts)
+    train, held_out, _ = load(texts, eval_steps=1, validation_split_percentage=10)
+    assert len(train) + len(held_out) == len(every)
+    assert len(held_out) == len(every) // 10
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "says"),
+    [
+        ({}, {}, "holds no .txt"),
+        ({"a.txt": ""}, {}, "holds no text"),
+        ({"a.txt": " \n\t\n"}, {}, "holds no text"),
+        ({"a.txt": "short"}, {}, "shorter than one sequence"),
+        ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
+        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "holds int, not text"),
+        ({"a.jsonl": "{broken"}, {}, "a.jsonl, line 1: Expecting property name"),
+        ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
+        ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
+        ({"a.txt": "x" * 20}, {"eval_steps": 1}, "can't be split"),
+        ({"a.txt": " \n\t\n"}, {"streaming": True}, "shorter than one sequence"),
+        ({"a.txt": "short"}, {"streaming": True}, "shorter than one sequence"),
+        ({"a.txt": "x" * 99}, {"streaming": True, "eval_steps": 1}, "after 80 held out"),
+    ],
+)
+def test_data_that_cannot_serve_is_an_error_with_a_hint(
+    tmp_path: Path, files: dict[str, str], options: dict, says: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        load(tmp_path, **options)
+    assert "hint:" in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_an_error_that_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path / "nowhere.txt")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=200).save_pretrained(tmp_path)  # 259 + 200 tokens for a vocabulary of 384
+    with pytest.raises(ValueError, match="459 tokens, model slm-1m only 384") as error:
+        load_tokenizer(RunConfig(tokenizer_name=str(tmp_path)), SPEC)
+    assert "hint:" in str(error.value)

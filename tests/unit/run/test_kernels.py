@@ -1,0 +1,355 @@
+"""Fused losses, the fused norm and selective checkpointing compute what transformers does, and keep less."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TIED, compare, launch, record_under
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.names import find_model
+from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, use_kernels
+from slm_toolkit.run.kernels.loss_kernels import LossHead, chunk_rows, fused_logits_loss
+from slm_toolkit.run.model.checkpointing import enable_checkpointing
+from slm_toolkit.run.model.loss_recorder import RecordedLoss
+from slm_toolkit.run.model.model import build_model
+
+ALL = {
+    **{"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"},
+    "gradient_checkpointing": "selective_op",
+}
+FLAGS = [word for name, value in ALL.items() for word in (f"--{name}", value)]
+NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
+SMALLEST = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64},
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> str:
+    """A folder of a model with one vocabulary matrix, biases and six layers."""
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({**TIED, "num_hidden_layers": 6}))
+    return str(tmp_path / "tied")
+
+
+def made(model: str = "slm-1m", numerics: str = "fp32", **flags: str) -> PreTrainedModel:
+    return build_model(find_model(model), RunConfig(model=model, seq_len=64, numerics=numerics, **flags))
+
+
+def two_micro_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recorded loss and all gradients, some labels of the first sequence left out."""
+    recorder = RecordedLoss(model)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 64), generator=torch.manual_seed(0))
+    labels = tokens.clone()
+    labels[0, 5:40] = -100
+    for part in (slice(0, 1), slice(1, 2)):
+        (model(input_ids=tokens[part], labels=labels[part]).loss / 3).backward()
+    assert recorder.num_tokens == 2 * 64
+    assert recorder.last.dtype == torch.float32
+    return recorder.last, torch.cat([param.grad.flatten().float() for param in model.parameters()])
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"loss_kernel": "fused_logits"},
+        {"loss_kernel": "fused_linear"},
+        {"norm_kernel": "fused"},
+        {"mlp_kernel": "fused"},
+        {"gradient_checkpointing": "selective_layer"},
+        ALL,
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_transformers(flags: dict[str, str], tied: str) -> None:
+    for model in ("slm-1m", tied):
+        (loss, grads), (wanted_loss, wanted) = (
+            two_micro_steps(made(model, **flags)),
+            two_micro_steps(made(model)),
+        )
+        assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5)
+        assert error(grads, wanted) < 1e-5
+
+
+def test_in_bf16_they_are_no_farther_from_fp32_than_transformers() -> None:
+    exact = two_micro_steps(made())[1]
+    plain, fused = (two_micro_steps(made(numerics="aligned", **flags))[1] for flags in ({}, ALL))
+    assert error(fused, exact) < 1.2 * error(plain, exact)
+
+
+def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(1, 50, VOCAB, requires_grad=True)
+    labels = torch.randint(0, VOCAB, (1, 50))
+    wanted = fused_logits_loss(logits * 1, labels, VOCAB)
+    monkeypatch.setattr(
+        "slm_toolkit.run.kernels.loss_kernels.NUM_CHUNK_ELEMENTS", 7 * VOCAB
+    )  # 50 rows are 8 chunks
+    found = fused_logits_loss(logits * 1, labels, VOCAB)
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
+    labels = torch.randint(0, VOCAB, (1, 50))
+    labels[0, 3:20] = -100
+    hidden = torch.randn(1, 50, HIDDEN, dtype=dtype, requires_grad=True)
+    head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
+    found = []
+    for head.compiled in (False, True):
+        for compute in (
+            lambda: fused_logits_loss(hidden @ head.weight.t(), labels, VOCAB, compiled=head.compiled),
+            lambda: head(hidden),
+        ):
+            head.labels = labels
+            loss = compute()
+            found.append([loss, *torch.autograd.grad(loss, [hidden, head.weight])])
+    for others in found[1:]:
+        for one, wanted in zip(others, found[0], strict=True):
+            assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
+def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
+    """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
+    flags = {**ALL, "loss_kernel": "hf", "gradient_checkpointing": checkpointing}
+    plain, model = made(), made(**flags, torch_compile=True)
+    for each in (plain, model):
+        each.model.layers = each.model.layers[:1]
+    model.load_state_dict(plain.state_dict())
+    (wanted_loss, wanted), (loss, found) = two_micro_steps(plain), two_micro_steps(model)
+    assert error(loss, wanted_loss) < 1e-6
+    assert error(found, wanted) < 1e-6
+
+
+def test_without_gradients_or_labels_logits_are_logits() -> None:
+    tokens = torch.arange(64).view(1, 64)
+    plain, model = made().eval(), made(**ALL).eval()
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens, labels=tokens)
+        torch.testing.assert_close(model(input_ids=tokens).logits, wanted.logits)
+        torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, wanted.loss)
+        torch.testing.assert_close(model(input_ids=tokens).logits, wanted.logits)
+        evaluated = made(loss_kernel="fused_logits").eval()(input_ids=tokens, labels=tokens)
+        torch.testing.assert_close(evaluated.logits, wanted.logits)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)], ids=str)
+def test_what_is_kept_for_backward_is_what_the_docstrings_say(dtype: torch.dtype, size: int) -> None:
+    labels = torch.randint(0, VOCAB, (1, NUM_TOKENS))
+    hidden = torch.randn(1, NUM_TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    logits = torch.randn(1, NUM_TOKENS, VOCAB, dtype=dtype, requires_grad=True) * 1
+    assert saved_bytes(lambda: fused_logits_loss(logits, labels, VOCAB)) == [NUM_TOKENS * VOCAB * size]
+
+    head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
+    head.labels = labels
+    assert saved_bytes(lambda: head(hidden)) == [VOCAB * HIDDEN * size, NUM_TOKENS * HIDDEN * size]
+
+    model = made(numerics="aligned" if size == 2 else "fp32", norm_kernel="fused")
+    assert isinstance(model.model.norm, FusedRMSNorm)
+    rows = torch.randn(NUM_TOKENS, 128, dtype=dtype, requires_grad=True)  # slm-1m is 128 wide
+    assert saved_bytes(lambda: model.model.norm(rows)) == [
+        128 * size,
+        4 * NUM_TOKENS,
+        NUM_TOKENS * 128 * size,
+    ]
+
+    mlp = made(numerics="aligned" if size == 2 else "fp32", mlp_kernel="fused").model.layers[0].mlp
+    assert isinstance(mlp, FusedMLP)
+    ffn = NUM_TOKENS * mlp.up_proj.out_features * size  # gate, up, and their product for down
+    assert saved_bytes(lambda: mlp(rows))[-3:] == [ffn, ffn, ffn]
+    assert sum(stored == ffn for stored in saved_bytes(lambda: mlp(rows))) == 3
+
+
+def test_a_fused_mlp_gives_the_same_bits_and_only_with_silu(tmp_path: Path) -> None:
+    for numerics in ("fp32", "aligned"):
+        found, wanted = (
+            two_micro_steps(made(numerics=numerics, mlp_kernel=kernel)) for kernel in ("fused", "hf")
+        )
+        assert torch.equal(found[1], wanted[1])
+    gelu = LlamaForCausalLM(LlamaConfig(**SMALLEST, hidden_act="gelu"))
+    with pytest.raises(ValueError, match="gelu, not silu\nhint: --mlp_kernel hf"):
+        use_kernels(gelu, loss_kernel="hf", norm_kernel="hf", mlp_kernel="fused")
+
+
+def saved_bytes(forward: Any) -> list[int]:
+    """Of each storage that autograd keeps, the smallest first."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sorted(storages.values())
+
+
+def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
+    # V / h = 41.7, so 42 chunks; 16384 / 42 = 390.1, so 391 rows; the next power of two is 512
+    assert chunk_rows(num_tokens=16_384, vocab_size=32_000, hidden_size=768) == 512
+    assert chunk_rows(num_tokens=2**17, vocab_size=32_000, hidden_size=768) == 4096  # 131072 / 42 = 3121
+    # but no fewer than hold 2^23 logits: 2^23 / 32000 = 262.1; 2^23 / 151936 = 55.2; or all there are
+    assert chunk_rows(num_tokens=2048, vocab_size=32_000, hidden_size=256) == 256
+    assert chunk_rows(num_tokens=1000, vocab_size=151_936, hidden_size=64) == 32
+    assert chunk_rows(num_tokens=10, vocab_size=151_936, hidden_size=64) == 10
+
+
+class Counted(TorchDispatchMode):
+    """Operators by name, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[op.name().partition(".")[0]] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_matmuls", "num_attentions"),
+    [  # slm-1m has 4 layers of 7 linear layers; of `down`, the last, nobody needs the result again
+        ("full", 4 * 6, 4),
+        ("selective_layer", 2 * 6, 2),
+        ("selective_op", 4 * 3, 0),  # key, output, up
+    ],
+)
+def test_backward_computes_again_what_was_not_saved(mode: str, num_matmuls: int, num_attentions: int) -> None:
+    def in_backward(mode: str) -> Counter[str]:
+        tokens = torch.arange(64).view(1, 64)
+        loss = made(gradient_checkpointing=mode)(input_ids=tokens, labels=tokens).loss
+        with Counted() as counted:
+            loss.backward()
+        return counted.seen
+
+    again = in_backward(mode) - in_backward("none")
+    assert again["aten::mm"] == num_matmuls
+    assert again["aten::_scaled_dot_product_flash_attention_for_cpu"] == num_attentions
+
+
+def test_a_compiled_layer_is_one_graph_under_ddp_too(tmp_path: Path) -> None:
+    """Its 55 MB of fp32 weights are more than one of DDP's buckets of 25 MB, where Dynamo cut it."""
+    wide = {**TIED, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    model = made(str(tmp_path), torch_compile=True)
+    graphs = []
+    model.model.layers[0].compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    tokens = torch.arange(64).view(1, 64)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        replicated = torch.nn.parallel.DistributedDataParallel(model)
+        replicated(input_ids=tokens, labels=tokens).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mode", ["full", "selective_op"])
+def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: str) -> None:
+    """As FSDP2's do, which gather; transformers 5.17 ran them again in backward."""
+    model, seen = made(gradient_checkpointing=mode), []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("layer"))
+    model.model.layers[0].mlp.act_fn.register_forward_pre_hook(lambda *_: seen.append("inside"))
+    tokens = torch.arange(64).view(1, 64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert seen == ["layer", "inside", "inside"]
+
+
+def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
+    model = made()
+    model.lm_head = torch.nn.Linear(128, 384, bias=True)
+    with pytest.raises(ValueError, match="--loss_kernel fused_logits works with every head"):
+        use_kernels(model, loss_kernel="fused_linear", norm_kernel="hf")
+
+
+class InPlace(torch.nn.Module):
+    """A layer that adds its bias to a saved product, and uses the product as it was, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = x.matmul(self.linear.weight.t())
+        with torch.no_grad():
+            before = product.clone()
+        product += self.linear.bias
+        return (product.exp() + before).sin()
+
+
+def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
+    """DeepSpeed's linear layer adds its bias so under ZeRO-3; backward then had it added twice."""
+    inputs, gradients = torch.randn(4, 8, generator=torch.manual_seed(1)), []
+    for mode in ("none", "selective_op"):
+        layer = InPlace()
+        enable_checkpointing(SimpleNamespace(model=SimpleNamespace(layers=[layer])), mode, compiled=False)
+        gradients.append(torch.autograd.grad(layer(inputs).square().sum(), list(layer.parameters())))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_sharded_engines_with_all_of_them_train_as_one_plain_process_does(tmp_path: Path, tied: str) -> None:
+    """ZeRO-3 keeps little and prefetches some: layers gather otherwise when they are computed again."""
+    shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    shipped["zero_optimization"].update(
+        stage3_param_persistence_threshold=0,
+        stage3_prefetch_bucket_size=110_000,
+        stage3_max_live_parameters=300_000,
+    )
+    (tmp_path / "zero3.json").write_text(json.dumps(shipped))
+    config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero3.yaml").read_text())
+    config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero3.json")
+    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config))
+    fsdp = ["fsdp_full_shard"] if torch.__version__ >= (2, 13) else []  # which shards tied embeddings
+    done = compare(
+        *("--strategy", *fsdp, str(tmp_path / "zero3.yaml"), "--model", tied, *FLAGS),
+        *("--numerics", "fp32", "--parity", "3", "--seq_len", "32"),
+        folder=tmp_path / "runs",
+    )
+    assert done.finished.code == 0, done.finished.err
+    assert len(done.rows) == 1 + len(fsdp)
+    for row in done.rows.values():
+        assert row["parity_reference"] == "single-process fp32"
+        assert row["parity_holds"]  # |Δloss| within 1e-5
+        assert row["numerics_probed"]["recomputed"]
+
+
+def test_a_model_trained_with_all_of_them_is_evaluated_and_saved(tmp_path: Path, texts: Path) -> None:
+    done = launch(
+        *(
+            "--model",
+            "slm-1m",
+            "--dataset",
+            str(texts / "licence.txt"),
+            "--seq_len",
+            "32",
+            "--max_steps",
+            "3",
+        ),
+        *("--eval_steps", "3", *FLAGS, "--output_dir", str(tmp_path)),
+        config="accel_configs/ds_zero3.yaml",
+    )
+    assert done.code == 0, done.err
+    record = record_under(tmp_path)
+    assert record["eval_losses"][0]["loss"] == pytest.approx(record["losses"][-1], rel=0.05)
+    _, loading = AutoModelForCausalLM.from_pretrained(record["model_dir"], output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]

@@ -1,0 +1,137 @@
+"""Live settings of models, optimizers and ranks, and whether they are the ones that were asked for."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import made_record
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.measurement_warnings import rank_differences
+from slm_toolkit.record.parity import settings_not_as_asked
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.observe.live_settings import gradient_norms, model_settings, named, optimizer_settings
+from slm_toolkit.run.observe.same_weights import weights_of_ranks
+
+CONFIG = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
+GROUP = "lr {:g}, betas 0.9 0.95, eps 1e-08, decay {}"
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return build_model(PRESETS["slm-1m"], CONFIG)
+
+
+def test_settings_of_a_model_are_read_off_its_modules(model: torch.nn.Module) -> None:
+    settings = model_settings(model)
+    # heads of 64, theta 10,000: 32 frequencies from 1 to 10,000^-(62/64) = 0.00013335
+    assert settings["rope"].startswith("float32 1 to 0.000133352, ")
+    alone = {name: settings[name] for name in ("dropout", "norm_eps", "tied", "frozen")}
+    assert alone == {"dropout": "none", "norm_eps": "1e-06", "tied": "untied", "frozen": "none"}
+    model.model.layers[0].mlp.append = torch.nn.Dropout(0.25)
+    model.model.layers[1].self_attn.attention_dropout = 0.5  # which no module drops
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.norm.variance_epsilon = 1e-5
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+    for param in model.model.layers[1].parameters():
+        param.requires_grad_(False)
+    changed = model_settings(model)
+    assert (changed["dropout"], changed["norm_eps"], changed["tied"]) == (
+        "0.25 and 0.5",
+        "1e-06 and 1e-05",
+        "tied",
+    )
+    assert changed["rope"].startswith("bfloat16")
+    assert changed["frozen"].startswith("9: model.layers.1.self_attn.q_proj.weight, ")
+
+
+def test_settings_of_an_optimizer_are_those_of_its_next_step(model: torch.nn.Module) -> None:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [model.model.norm.weight]}]
+    adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.9), weight_decay=0.0)
+    adam.param_groups[1]["lr"] = 5e-4
+    assert optimizer_settings(adam, None) == (
+        "950272 elements, lr 0.001, betas 0.8 0.9, eps 1e-08, decay 0.1; "
+        "128 elements, lr 0.0005, betas 0.8 0.9, eps 1e-08, decay 0"
+    )
+
+
+def test_gradient_norms_are_of_each_trained_parameter(model: torch.nn.Module) -> None:
+    model.model.norm.weight.grad = torch.full((128,), 0.5)  # sqrt(128 / 4) = 5.657
+    model.lm_head.weight.requires_grad_(False)
+    norms = gradient_norms(model, None)
+    assert norms.pop("model.norm.weight") == pytest.approx(5.657, rel=1e-3)
+    assert set(norms.values()) == {None}
+    assert "lm_head.weight" not in norms
+
+
+def test_names_are_shortened() -> None:
+    assert (named([]), named(["a"]), named(list("abcd"))) == ("none", "1: a", "4: a, b, c, ...")
+
+
+def test_one_process_has_nothing_to_compare(model: torch.nn.Module) -> None:
+    found = weights_of_ranks(model, step=3)
+    assert found == {"step": 3, "num_compared": 0, "num_different": 0, "different": []}
+    assert rank_differences(found) is None
+
+
+def record_with(**numerics: str | None) -> RunRecord:
+    """slm-1m, 33 steps of the default schedule; each keyword is a field of the probe's."""
+    config = RunConfig(model="slm-1m", seq_len=128).with_defaults(has_gpu=True)
+    asked = {"config": config.identity, "num_processes": 2, "files": {}}
+    model = dataclasses.asdict(PRESETS["slm-1m"])
+    return made_record(asked=asked, model=model, numerics=numerics)
+
+
+# at the last of 33 steps: 3e-4 (0.1 + 0.45 (1 + cos(32/33 pi))) = 3.06113e-5
+AS_ASKED = {
+    "optimizer_settings": f"{GROUP.format(3e-4, 0.1)}; {GROUP.format(3e-4, 0)}",
+    "optimizer_settings_at_end": f"{GROUP.format(3.06113e-5, 0.1)}; {GROUP.format(3.06113e-5, 0)}",
+    "dropout": "none",
+    "rope": "float32 1 to 0.000133352, sum 3.99791",
+    "attention_call": "causal, dropout 0, scale 0.125",
+    "tied": "untied",
+    "frozen": "none",
+    "master_weight_dtype": "float32",
+}
+
+
+def test_what_was_asked_for_is_no_fault_and_older_records_show_nothing() -> None:
+    assert settings_not_as_asked(record_with(**AS_ASKED)) == []
+    assert settings_not_as_asked(made_record()) == []
+    assert settings_not_as_asked(record_with(clipping=1.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("optimizer_settings", GROUP.format(4.5e-4, 0.1), "lr 0.00045 at the first step, not 0.0003"),
+        ("optimizer_settings", GROUP.format(3e-4, 0.2), "decay 0.2 at the first step, not 0.1"),
+        ("optimizer_settings", GROUP.format(3e-4, 0), "no weight decay at the first step, not 0.1"),
+        ("optimizer_settings", GROUP.format(3e-4, 0.1), "weight decay on norms, too, at the first step"),
+        ("optimizer_settings_at_end", GROUP.format(3e-4, 0), "lr 0.0003 at the last step, not 3.06113e-05"),
+        ("dropout", "0.1", "dropout 0.1, which nobody asked for"),
+        (
+            "rope",
+            "float32 1 to 0.0000029, sum 3",
+            "RoPE's frequencies float32 1 to 0.0000029, sum 3, the last",
+        ),
+        ("rope", "bfloat16 1 to 0.000133352, sum 4", "RoPE's frequencies in bfloat16"),
+        ("attention_call", "causal, dropout 0, scale 0.2", "attention's scale 0.2, not 0.125"),
+        ("attention_call", "causal, dropout 0.1, scale 0.125", "attention drops 0.1 of its weights"),
+        ("attention_call", "without a mask, dropout 0, scale 0.125", "attention without a mask"),
+        ("norm_eps", "1e-05", "norms' eps 1e-05, not 1e-06"),
+        ("tied", "tied", "embedding and head tied"),
+        ("frozen", "1: lm_head.weight", "not trained: 1: lm_head.weight"),
+        (
+            "master_weight_dtype",
+            "float32 rounded to bfloat16",
+            "master weights are float32 rounded to bfloat16",
+        ),
+    ],
+)
+def test_a_setting_that_nobody_asked_for_is_named(field: str, value: str, said: str) -> None:
+    found = settings_not_as_asked(record_with(**{**AS_ASKED, field: value}))
+    assert any(sentence.startswith(said) for sentence in found), found

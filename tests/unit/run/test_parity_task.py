@@ -1,0 +1,74 @@
+"""--parity_task: tokens in which phrases come again, and weights of which each matters for the loss."""
+
+import pytest
+import torch
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.run.data.synthetic import CopiedPhrases
+from slm_toolkit.run.model.model import build_model, check_attention
+
+TOKENS = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=10, seed=3)
+
+
+def documents(index: int) -> list[list[int]]:
+    """The tokens of each document of a sequence."""
+    row = TOKENS[index]
+    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    return [row["input_ids"][a:b].tolist() for a, b in zip(starts, [*starts[1:], 64], strict=True)]
+
+
+def test_sequences_hold_several_documents_whose_second_halves_copy_the_first() -> None:
+    for index in range(10):
+        found = documents(index)
+        assert len(found) >= 2  # at most 32 tokens each
+        for tokens in found:
+            half = -(-len(tokens) // 2)
+            assert set(tokens[half:]) <= set(tokens[:half])
+
+
+def test_all_but_the_first_token_of_a_document_has_a_label() -> None:
+    row = TOKENS[0]
+    assert row["labels"].dtype == row["position_ids"].dtype == torch.int64
+    is_first = row["position_ids"] == 0
+    assert (row["labels"][is_first] == -100).all()
+    assert torch.equal(row["labels"][~is_first], row["input_ids"][~is_first])
+
+
+def test_a_sequence_depends_on_seed_and_index_only() -> None:
+    again = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=99, seed=3)
+    assert torch.equal(again[4]["input_ids"], TOKENS[4]["input_ids"])
+    assert not torch.equal(TOKENS[5]["input_ids"], TOKENS[4]["input_ids"])
+    later = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=9, seed=3, first=4)
+    assert torch.equal(later[1]["input_ids"], TOKENS[5]["input_ids"])
+
+
+@pytest.mark.parametrize("in_task", [True, False])
+def test_each_part_of_the_model_moves_the_loss_where_small_random_weights_hardly_do(in_task: bool) -> None:
+    config = RunConfig(model="slm-1m", seq_len=64, numerics="fp32", parity_task=in_task)
+    model = build_model(PRESETS["slm-1m"], config)
+    tokens = torch.stack([TOKENS[index]["input_ids"] for index in range(10)])
+
+    def loss() -> float:
+        with torch.no_grad():
+            return model(input_ids=tokens, labels=tokens).loss.item()
+
+    before, layer, rope = loss(), model.model.layers[1], model.model.rotary_emb
+    norm = layer.input_layernorm.weight
+    for thing, field, value in (
+        (layer.self_attn, "scaling", 2 * layer.self_attn.scaling),
+        (norm, "data", 1.3 * norm.data.flip(0)),
+        (rope, "inv_freq", 2 * rope.inv_freq),
+    ):
+        kept = getattr(thing, field)
+        setattr(thing, field, value)
+        moved = abs(loss() - before)
+        setattr(thing, field, kept)
+        assert moved > 0.01 if in_task else moved < 0.002, field
+    assert loss() == before
+
+
+def test_flex_attention_is_refused_for_training_on_a_cpu() -> None:
+    config = RunConfig(model="slm-1m", seq_len=64, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="flex_attention trains on a GPU only.*\nhint: sdpa"):
+        check_attention(PRESETS["slm-1m"], config)

@@ -1,0 +1,41 @@
+"""A command that names no strategy leaves out those that can't take its flags, and says so."""
+
+import json
+
+from conftest import slm
+
+from slm_toolkit.strategy.shipped import strategies_asked
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
+
+QLORA = ("--model", "slm-1b", "--gpu", "rtx-4090", "--num_gpus", "2", "--peft", "qlora")
+
+
+def test_what_can_t_take_the_flags_is_left_out_and_named() -> None:
+    done = slm("estimate", *QLORA, "--json")
+    assert done.code == 0, done.err
+    kept = [name for name in STUDIED_STRATEGIES if name != "ds_zero3"]
+    assert [row["strategy"] for row in json.loads(done.out)] == kept
+    assert done.err == (
+        "left out: ds_zero3: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use"
+        " ZeRO-2, DDP or one GPU\n"
+    )
+
+
+def test_compare_plans_the_rest() -> None:
+    done = slm("compare", "--fsdp_prefetch", "2", "--dry_run")
+    assert done.code == 0, done.err
+    assert done.out.count("accelerate launch") == 2
+    left_out = [line.split(": ")[1] for line in done.err.splitlines() if line.startswith("left out")]
+    assert left_out == ["ddp", "ds_zero1", "ds_zero2", "ds_zero3"]
+
+
+def test_what_is_named_is_refused() -> None:
+    done = slm("estimate", *QLORA, "--strategy", "ddp", "ds_zero3")
+    assert done.code == 2
+    assert "--peft qlora with ZeRO-3" in done.err
+
+
+def test_where_all_are_wrong_all_are_taken_and_the_error_names_them() -> None:
+    of_none = {"fsdp_prefetch": [2], "torch_compile": True, "torch_compile_mode": "reduce-overhead"}
+    strategies, left_out = strategies_asked(None, of_none, has_gpu=True)
+    assert ([strategy.name for strategy in strategies], left_out) == ([*STUDIED_STRATEGIES], [])

@@ -1,0 +1,287 @@
+"""`slm report --paper`: the figures beside ours, the four questions, the best configurations."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from conftest import made_record, slm
+from rich.console import Console, RenderableType
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.run_record import RunRecord, model_facts
+from slm_toolkit.study.answers import Panel, answers, disagreements, paragraphs, places, thousands
+from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, NUM_NODES, Best, best_configurations
+from slm_toolkit.study.comparison import Comparison, Measured, comparisons, figure_errors, measured_cells
+from slm_toolkit.study.published import MODELS, Cell
+from slm_toolkit.study.tables import best_table, figure_table
+
+CELL = Cell("slm-100m", "h100-80gb", num_gpus=2, strategy="ddp", batch=4, attention="sdpa")
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Comparison]:
+    return comparisons({})
+
+
+@pytest.fixture(scope="module")
+def questions(compared: list[Comparison]) -> dict[str, tuple[Panel, ...]]:
+    return answers(compared).questions
+
+
+@pytest.fixture(scope="module")
+def best() -> list[Best]:
+    return best_configurations("h100-80gb")
+
+
+def panel(panels: tuple[Panel, ...], model: str, x: int) -> Panel:
+    return next(item for item in panels if (item.model, item.x) == (model, x))
+
+
+def record_of(*, attention: str = "sdpa", seconds: float = 0.5, **flags: object) -> RunRecord:
+    """Two H100s under DDP with the cell's batch of 4, in pure bf16 unless told otherwise."""
+    asked = {"model": "slm-100m", "seq_len": 1024, "numerics": "pure_bf16", "attn_implementation": attention}
+    config = RunConfig(**{**asked, **flags}).with_defaults(has_gpu=True)
+    return made_record(
+        identity=str(flags) + attention,
+        asked={"config": config.identity, "num_processes": 2, "files": {}},
+        tokens_per_step=2 * 1024 * config.per_device_train_batch_size,
+        step_seconds=[[seconds] * 33] * 2,
+    )
+
+
+def text_of(shown: RenderableType, *, width: int) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(shown, crop=False)
+    return capture.get()
+
+
+def test_every_plotted_value_has_ours_beside_it(compared: list[Comparison]) -> None:
+    # figure 1: 4 models x 2 x 7; 2: 4 x 3 x 7; 3: 4 x 3 x 4; 4: 4 x 3 x 8
+    assert [sum(item.figure == figure for item in compared) for figure in (1, 2, 3, 4)] == [56, 84, 48, 96]
+    assert len(compared) == 284
+    assert sum(item.published_token_per_dollar == 0 for item in compared) == 3
+    assert all(item.agrees_on_memory for item in compared)
+    assert sum(item.is_unexplained for item in compared) == 6
+    assert all(item.evidence == "predicted" for item in compared)
+
+
+@pytest.mark.parametrize("figure", [1, 2, 3, 4])
+def test_half_of_a_figures_values_are_met_within_a_few_percent(
+    compared: list[Comparison], figure: int
+) -> None:
+    errors = figure_errors(compared, figure)
+    assert errors.num_right_on_memory == errors.num_points
+    assert errors.median_error < 0.04
+
+
+def test_flash_attention_gave_the_smallest_model_four_times_the_tokens(
+    questions: dict[str, tuple[Panel, ...]],
+) -> None:
+    found = panel(questions["q1"], "slm-100m", 128)
+    assert found.published_ratio == pytest.approx(62116.2 / 15160.5)  # 4.10
+    assert found.our_ratio == pytest.approx(4.10, rel=0.25)
+
+
+def test_vanilla_attention_ran_out_of_memory_where_flash_attention_did_not(
+    questions: dict[str, tuple[Panel, ...]],
+) -> None:
+    found = panel(questions["q1"], "slm-1b", 1024)
+    assert found.published_out_of_memory == found.our_out_of_memory == ("eager",)
+    assert found.published_ratio is found.our_ratio is None
+    assert found.published_best == "sdpa"
+
+
+def test_an_h100_was_the_cheapest_nowhere(questions: dict[str, tuple[Panel, ...]]) -> None:
+    assert "h100-80gb" not in {item.published_best for item in questions["q2"]}
+    # 15917.5 on one H100, 17124.7 on one A100-40GB, 12317.8 on one A100-80GB
+    found = panel(questions["q2"], "slm-1b", 1)
+    assert found.published_best == "a100-40gb"
+    assert found.published_ratio == pytest.approx(15917.5 / 17124.7, rel=1e-4)
+
+
+def test_fsdp_was_best_for_the_largest_model_on_eight_nodes(questions: dict[str, tuple[Panel, ...]]) -> None:
+    found = panel(questions["q3"], "slm-2b", 8)
+    assert found.published_best == "fsdp_full_shard"  # 3866 against 3854 grad-op and 3499 DDP
+    assert found.published_ratio == pytest.approx(3866 / 3499, rel=1e-3)
+    assert not found.is_separated  # 3866 - 94 is below 3854 + 100
+
+
+def test_ddp_is_best_for_a_small_model_at_a_large_batch(questions: dict[str, tuple[Panel, ...]]) -> None:
+    found = panel(questions["q4"], "slm-500m", 256)
+    assert found.published_best == "ddp"  # 16156 +- 61 against 15342 +- 907: touching bars
+    assert found.our_best == ("ddp",)
+    assert not found.is_separated
+    assert panel(questions["q4"], "slm-2b", 1024).published_out_of_memory == ("ddp",)
+
+
+def test_the_papers_sentences_are_held_against_its_own_figures() -> None:
+    found = [item.figures_say for item in disagreements()]
+    assert "slm-1b 10.5k against 10.4k, slm-2b 4.4k against 3.8k" in found[0]
+    assert "slm-1b 15.9k against 12.3k" in found[1]
+    assert "slm-1b at 1, slm-2b at 1, 2, 4, 8 nodes" in found[2]
+
+
+def test_aligned_widths_help_an_h100_most(compared: list[Comparison]) -> None:
+    for item in answers(compared).aligned:
+        if item.change:
+            assert item.aligned_h100_ratio > item.h100_ratio
+
+
+def test_a_record_of_the_same_configuration_measures_its_cell() -> None:
+    # 2 x 4 x 1024 tokens in 0.5 s: 8192 a second and GPU, / 2.53
+    found = measured_cells([(Path("r"), record_of())])
+    assert found == {CELL: Measured(pytest.approx(8192 / 2.53), "pure_bf16", "r")}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"seq_len": 2048},
+        {"gradient_checkpointing": "full"},
+        {"torch_compile": True},
+        {"gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 5},
+    ],
+)
+def test_a_record_of_another_configuration_measures_nothing(flags: dict[str, object]) -> None:
+    assert measured_cells([(Path("r"), record_of(**flags))]) == {}
+
+
+def test_records_of_other_models_or_gpus_measure_nothing() -> None:
+    other = dataclasses.replace(record_of(), model=model_facts(PRESETS["slm-10m"]))
+    records = [other, dataclasses.replace(record_of(), gpu="NVIDIA H200")]
+    assert measured_cells([(Path("r"), record) for record in records]) == {}
+
+
+def test_of_several_records_the_one_with_the_papers_numerics_counts() -> None:
+    records = [(Path("fast"), record_of(numerics="aligned", seconds=0.1)), (Path("same"), record_of())]
+    assert measured_cells(records)[CELL].record == "same"
+    assert measured_cells(records[:1])[CELL].numerics == "aligned"
+
+
+def test_a_measured_cell_stands_for_its_prediction_and_is_marked(compared: list[Comparison]) -> None:
+    seconds = 0.01  # 8192 / 0.01 / 2 = 409,600 a second and GPU: faster than all others at 2 GPUs
+    measured = measured_cells([(Path("r"), record_of(seconds=seconds))])
+    changed = [item for item in comparisons(measured) if item not in compared]
+    # global batch 8 under DDP (figure 4), and 2 H100s (figure 2); figure 1 begins at 16
+    assert [(item.figure, item.series, item.x) for item in changed] == [(2, "h100-80gb", 2), (4, "ddp", 8)]
+    assert {item.evidence for item in changed} == {"measured"}
+    assert {item.record for item in changed} == {"r"}
+    assert changed[0].our_token_per_dollar == pytest.approx(409_600 / 2.53)
+    text = text_of(figure_table(comparisons(measured), 2, width=200), width=200)
+    assert "161.9k*" in text
+    assert "measured by given records, numerics pure_bf16" in text
+
+
+def test_a_cell_that_ran_out_of_memory_is_no_longer_predicted(compared: list[Comparison]) -> None:
+    best = next(item for item in compared if (item.figure, item.model, item.x) == (4, "slm-100m", 8))
+    assert best.cell is not None
+    record = dataclasses.replace(record_of(), status="oom", reason="CUDA out of memory")
+    cells = measured_cells([(Path("r"), record)])
+    assert cells[CELL].token_per_dollar == 0
+    with_it = {best.cell: cells[CELL]}
+    again = next(item for item in comparisons(with_it) if (item.figure, item.x) == (4, 8))
+    assert again.cell != best.cell
+    assert again.our_token_per_dollar < best.our_token_per_dollar
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("figure", [1, 2, 3, 4])
+def test_a_figure_is_whole_at_every_width(compared: list[Comparison], figure: int, width: int) -> None:
+    text = text_of(figure_table(compared, figure, width=width), width=width)
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    words = text.split()
+    for item in compared:
+        if item.figure == figure:
+            shown = thousands(item.published_token_per_dollar) + "?" * item.is_unexplained
+            assert shown in words
+            assert thousands(item.our_token_per_dollar) in words
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_best_configurations_are_whole(best: list[Best], width: int) -> None:
+    text = text_of(best_table(best, width=width), width=width)
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    for item in best:
+        assert f"{item.tokens_per_second_per_gpu:,.0f}" in text
+
+
+def test_the_best_configurations_keep_to_the_global_batch(best: list[Best]) -> None:
+    assert [(item.model, item.num_nodes) for item in best] == [(m, n) for m in MODELS for n in NUM_NODES]
+    for item in best:
+        sequences = item.per_device_train_batch_size * item.gradient_accumulation_steps
+        assert item.num_nodes * 8 * sequences * 1024 == MOST_TOKENS_PER_STEP
+        assert item.strategy not in item.as_fast
+        assert 0 < item.mfu < 1
+
+
+def test_many_nodes_are_limited_by_the_global_batch(best: list[Best]) -> None:
+    # 512 GPUs x 2 sequences x 1024 tokens is all of 1,048,576
+    last = next(item for item in best if (item.model, item.num_nodes) == ("slm-100m", 64))
+    assert last.per_device_train_batch_size == 2
+    assert "global batch" in last.limited_by
+
+
+def test_without_a_known_network_several_nodes_have_no_best_configuration() -> None:
+    found = [item for item in best_configurations("l40s") if item.num_nodes > 1]
+    assert {item.strategy for item in found} == {None}
+    assert "-" in text_of(best_table(found, width=80), width=80)
+
+
+def test_each_question_has_a_paragraph(compared: list[Comparison]) -> None:
+    found = dict(paragraphs(answers(compared)))
+    (attention,) = (text for heading, text in found.items() if heading.startswith("Q1"))
+    assert "slm-100m 2.23 to 4.10 times" in attention  # 52238.7 / 23387.8 = 2.23 at 16, 4.10 at 128
+    assert "vanilla for slm-1b at 1024, slm-2b at 1024 sequences" in attention
+    assert [heading[:2] for heading in found][:4] == ["Q1", "Q2", "Q3", "Q4"]
+
+
+def test_places_name_each_model_once() -> None:
+    assert places([("a", 1), ("a", 2), ("b", 1)], "nodes") == "a at 1, 2, b at 1 nodes"
+
+
+def test_the_command_prints_figures_answers_and_configurations(tmp_path: Path) -> None:
+    write_record(record_of(), tmp_path / "run")
+    finished = slm("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
+    assert finished.code == 0, finished.err
+    assert "cells of the paper measured by 1 records: 1" in finished.err
+    content = json.loads(finished.out)
+    assert len(content["points"]) == 284
+    assert {"q1", "q2", "q3", "q4", "disagreements", "aligned"} == set(content["answers"])
+    assert {row["gpu"] for row in content["best"]} == {"a100-80gb"}
+    shown = slm("report", "--paper", "--usd_per_gpu_hour", "2")
+    assert shown.code == 0, shown.err
+    assert "price: given by --usd_per_gpu_hour" in shown.out
+    assert "figure 4" in shown.out
+    assert "Q4 Which communication scheme" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpu", "h200"), "--gpu without --paper"),
+        (("--paper", "--strict"), "--strict with --paper"),
+        (("--paper", "--errors"), "--errors with --paper"),
+        (("--paper", "--gpu", "h1000"), "unknown GPU"),
+        (("--paper", "nowhere"), "no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> None:
+    finished = slm("report", *flags)
+    assert finished.code == 2
+    assert said in finished.err
+    assert "hint:" in finished.err
+
+
+def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
+    shown = slm("report", "--paper", "--gpu", "a40").out
+    assert "no price known of a40: --usd_per_gpu_hour gives one" in shown
+    assert "no usual network known between nodes of a40: --inter_node_gbps gives one" in shown
+    rows = json.loads(slm("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
+    assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")

@@ -1,0 +1,155 @@
+"""Each room of the package imports only rooms below it, and only what trains imports torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "slm_toolkit"
+HEAVY = {
+    *("torch", "accelerate", "deepspeed", "transformers", "datasets"),
+    *("pandas", "numpy", "pyarrow", "plotly"),
+}
+LAYERS = (
+    *("base", "hardware", "config", "model", "strategy", "record"),
+    *("predict/memory", "predict/speed", "predict", "launch"),
+    *("run/peers", "run/kernels", "run/model", "run/engine", "run/checkpoint", "run/data", "run/observe"),
+    *("run/rehearse", "run/faults", "run"),
+    *("report", "report/tables", "report/charts", "compare"),
+    *("recommend", "doctor", "convert", "study"),
+    *("train.py", "cli"),
+)
+"from the lowest to the highest: a folder's own files, or a file of the package's root"
+WITH_TORCH = ("slm_toolkit.run", "slm_toolkit.train", "slm_toolkit.launch.launcher")
+"what trains, and the process that starts it: the only modules that begin with torch, accelerate, ..."
+SATELLITES = ("recommend", "doctor", "convert", "study")
+ABOVE_SATELLITES = {
+    "recommend": {"recommend"},
+    "doctor": {"doctor", "before_launch"},
+    "convert": {"convert"},
+    "study": {"study"},
+}
+"by satellite, the files of cli that import it: nothing else of the package does"
+
+
+def modules() -> dict[str, Path]:
+    """All modules by dotted name, packages without their `__init__`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer(path: Path) -> str:
+    """The entry of LAYERS that a file belongs to, by its folder alone."""
+    inside = path.relative_to(PACKAGE)
+    return inside.parent.as_posix() if len(inside.parts) > 1 else inside.name
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Dotted names that a file imports, those in functions too, and whether they stand at its top."""
+    tree = ast.parse(path.read_text())
+    at_top = set(tree.body)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node in at_top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports whole"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES else node.module, node in at_top)
+
+
+def own_imports(path: Path) -> set[str]:
+    return {name for name, _ in imports(path) if name in MODULES and name != "slm_toolkit"}
+
+
+def test_every_folder_has_its_layer() -> None:
+    files = [path for name, path in MODULES.items() if name != "slm_toolkit"]
+    assert {layer(path) for path in files} == set(LAYERS)
+
+
+def test_a_module_imports_only_its_own_layer_and_those_below() -> None:
+    height = {name: LAYERS.index(layer(path)) for name, path in MODULES.items() if name != "slm_toolkit"}
+    upward = [
+        f"{name} imports {one}"
+        for name in height
+        for one in own_imports(MODULES[name])
+        if height[one] > height[name]
+    ]
+    assert upward == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    below = {name: own_imports(path) for name, path in MODULES.items()}
+    finished: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in finished:
+            for one in below[name]:
+                visit(one, (*trail, name))
+            finished.add(name)
+
+    for name in below:
+        visit(name, ())
+
+
+def test_satellites_are_imported_by_their_own_verbs_alone() -> None:
+    for satellite in SATELLITES:
+        importers = {
+            path.stem
+            for path in MODULES.values()
+            if layer(path) != satellite and any(layer(MODULES[one]) == satellite for one in own_imports(path))
+        }
+        assert importers <= ABOVE_SATELLITES[satellite]
+
+
+def test_training_and_comparing_meet_in_records_alone() -> None:
+    """What compare starts is a process: torch_checks alone looks into run, once its imports are paid for."""
+    for name, path in MODULES.items():
+        if name.startswith("slm_toolkit.compare.") and path.stem != "torch_checks":
+            assert not [one for one in own_imports(path) if one.startswith("slm_toolkit.run.")], name
+        if name.startswith("slm_toolkit.run.") or name == "slm_toolkit.train":
+            rooms = {one.split(".")[1] for one in own_imports(path)}
+            assert not rooms & {"compare", "report", *SATELLITES, "cli"}, name
+
+
+LIGHT = [name for name in MODULES if not name.startswith(WITH_TORCH)]
+
+
+def test_only_what_trains_begins_with_torch() -> None:
+    heavy = [
+        f"{name} imports {imported}"
+        for name in LIGHT
+        for imported, is_at_top in imports(MODULES[name])
+        if is_at_top and imported.split(".")[0] in HEAVY
+    ]
+    assert heavy == []
+
+
+def test_the_command_line_is_there_without_the_heavy_libraries() -> None:
+    """All that does not train, imported together: nothing pulls torch in by way of another package."""
+    program = f"import sys, {', '.join(LIGHT)}; print([n for n in {sorted(HEAVY)} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_only_while_the_script_is_imported(enabled: bool) -> None:
+    program = (
+        f"import gc; gc.{'enable' if enabled else 'disable'}(); "
+        "import slm_toolkit.train; print(gc.isenabled(), gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    is_enabled, num_frozen = done.stdout.split()
+    assert is_enabled == str(enabled)
+    assert int(num_frozen) > 100_000  # torch and transformers
