@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
-from slm_toolkit.run.board import open_board
+from slm_toolkit.run.peers.peer_store import open_board
 state = PartialState(cpu=True)
 board = open_board()
 if state.process_index == 0:

@@ -14,7 +14,7 @@ from slm_toolkit.run.observe.gpu import GpuWatch, allocator_retries, open_gpu
 
 ASK = """
 import json, sys
-from slm_toolkit.run.gpu import GpuWatch, gpu_state, open_gpu
+from slm_toolkit.run.observe.gpu import GpuWatch, gpu_state, open_gpu
 
 answers = {}
 for uuid in sys.argv[1:]:
@@ -118,7 +118,7 @@ while True:
 RANK = """
 import json, os, sys, time
 import psutil
-from slm_toolkit.run.host import HostWatch
+from slm_toolkit.run.observe.host import HostWatch
 
 def seconds():
     ticks = map(int, open("/proc/stat").readline().split()[1:9])

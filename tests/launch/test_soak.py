@@ -24,8 +24,8 @@ from slm_toolkit.run.observe.watch import GpuBefore
 COUNTING = """
 import gc, sys, torch
 from slm_toolkit import train
-from slm_toolkit.run import dataset_losses
-from slm_toolkit.run.guard import Guard
+from slm_toolkit.run.observe import dataset_losses
+from slm_toolkit.run.after_step import Guard
 
 dataset_losses._READ_AT_ONCE = 16
 after = Guard.after
