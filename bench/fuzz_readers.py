@@ -145,7 +145,7 @@ READERS = (
         slurm_input,
         lambda: [
             b"--partition=gpu --time 10\n",
-            b"-p x --gres=gpu:1\n" + (ROOT / "slm_toolkit/data/slurm.sh").read_bytes(),
+            b"-p x --gres=gpu:1\n" + (ROOT / "slm_toolkit/compare/slurm.sh").read_bytes(),
         ],
         3,
     ),

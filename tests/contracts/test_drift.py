@@ -45,7 +45,7 @@ def test_what_we_lean_on_in_engines_is_still_so(row: Leaning) -> None:
 def test_every_private_or_undocumented_use_is_in_the_table() -> None:
     listed = {name for row in ALL for name in row.names}
     new = [f"{use.place}: {use.how}" for use in own_uses() if use.name not in listed]
-    hint = "a row in tests/contracts/drift_*.py: what, why, what to change, and a check against what is installed"
+    hint = "a row in tests/contracts/drift_*.py: what, why, what to change, and a check of what is installed"
     assert not new, "\n".join([*new, f"not promised by anybody; it needs {hint}"])
 
 
