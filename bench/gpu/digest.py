@@ -6,7 +6,7 @@
 
 Takes archives or folders, in the order of their calls; the last line of an arm counts, but "not run" replaces
 nothing. Writes `--out` (default results/GPU): the page (README.md), about.json, arms.jsonl, micro.jsonl and
-records.tar.gz; and the GPU's rows of slm_toolkit/data/calibration.csv, which `slm estimate` reads. What an
+records.tar.gz; and the GPU's rows of slm_toolkit/hardware/calibration.csv, which `slm estimate` reads. What an
 archive lacks is named and never filled in.
 
 Terms come from the micro-benchmarks where there is one of their kind; the last three (TO_STEPS) are fitted to
@@ -748,7 +748,7 @@ def digest(args: argparse.Namespace) -> None:
     gpu = find_gpu(archive.about["gpu"])
     if gpu is None:
         raise BadArchive(
-            f"no GPU is known by {archive.about['gpu']!r}\nhint: add it to slm_toolkit/data/gpus.csv"
+            f"no GPU is known by {archive.about['gpu']!r}\nhint: add it to slm_toolkit/hardware/gpus.csv"
         )
     out, calibration = args.out or ROOT / "results" / gpu.name, FILE
     if args.try_folder is not None:

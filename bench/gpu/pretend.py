@@ -39,7 +39,7 @@ NAME, CAPABILITY, NUM_SMS = "NVIDIA H200", (9, 0), 132
 UUID = "aaaaaaaa-0000-0000-0000-000000000000"
 "of the device in nvml.c that answers every query"
 H200_GIB = 139.8
-"as PyTorch reports it (slm_toolkit/data/gpus.csv)"
+"as PyTorch reports it (slm_toolkit/hardware/gpus.csv)"
 
 
 def environment(*, num_gpus: int = 1, memory_gib: float = H200_GIB) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Calibration: constants measured on one GPU, which replace those fitted to published runs.
 
-`bench/gpu/digest.py` writes the rows of `data/calibration.csv`. A GPU without rows keeps the constants of
+`bench/gpu/digest.py` writes the rows of `hardware/calibration.csv`. A GPU without rows keeps the constants of
 `software.py` and `gpu_memory.py`.
 """
 

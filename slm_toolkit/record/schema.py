@@ -1,6 +1,6 @@
 """The JSON schema of record.json, made from RunRecord: its names, types and what its docstrings say.
 
-python -m slm_toolkit.record.schema > slm_toolkit/data/record.schema.json
+python -m slm_toolkit.record.schema > slm_toolkit/record/record.schema.json
 """
 
 import ast

@@ -2,7 +2,7 @@
 
 Ashkboos et al., "Computational Bottlenecks of Training Small-scale Large Language Models" (PMLR v262, arXiv
 2410.19456). Every plotted point is the best, in tokens per normalised dollar, of all configurations that its
-figure does not fix; a point drawn at zero stands for out of memory. `data/paper_figures.csv` holds what was
+figure does not fix; a point drawn at zero stands for out of memory. `paper_figures.csv` holds what was
 read off the figures' vectors.
 
 The paper does not print the number of heads. 64-wide heads (13, 24, 30, 39, as in our presets) leave its

@@ -118,7 +118,8 @@ def test_an_engine_that_is_not_the_one_asked_for_is_refused(tmp_path: Path) -> N
     script = tmp_path / "no_fsdp.py"  # what accelerate does by itself on a machine without a GPU
     script.write_text(
         "from accelerate import Accelerator\nfrom slm_toolkit import train\n"
-        "from slm_toolkit.run import setup\nsetup.start_accelerator = lambda launch, config, project_dir: Accelerator(cpu=True)\ntrain.main()\n"
+        "from slm_toolkit.run import setup\n"
+        "setup.start_accelerator = lambda launch, config, project_dir: Accelerator(cpu=True)\ntrain.main()\n"
     )
     config = "accel_configs/fsdp_full_shard.yaml"
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config, script=script)

@@ -1,6 +1,6 @@
 """What a GPU adds to a step's bytes (context, workspace, the allocator's slack), and whether that fits.
 
-Constants here are other people's but for GPUs with rows in `data/calibration.csv`. allocated is what
+Constants here are other people's but for GPUs with rows in `hardware/calibration.csv`. allocated is what
 PyTorch's allocator has given out, reserved what it holds; the context lies outside both.
 
 A run fits where its peak allocated is within what is usable: the GPU's memory less the context. It is tight

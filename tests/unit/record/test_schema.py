@@ -31,7 +31,7 @@ def written(folder: Path, **changes: object) -> Path:
 
 def test_the_shipped_schema_is_that_of_the_dataclass() -> None:
     assert SCHEMA_FILE.read_text() == schema_text(), (
-        "python -m slm_toolkit.record.schema > slm_toolkit/data/record.schema.json"
+        "python -m slm_toolkit.record.schema > slm_toolkit/record/record.schema.json"
     )
     pytest.importorskip("jsonschema").Draft202012Validator.check_schema(SCHEMA)
 
