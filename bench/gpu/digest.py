@@ -6,7 +6,7 @@
 
 Takes archives or folders, in the order of their calls; the last line of an arm counts, but "not run" replaces
 nothing. Writes `--out` (default results/GPU): the page (README.md), about.json, arms.jsonl, micro.jsonl and
-records.tar.gz; and the GPU's rows of slm_toolkit/hardware/calibration.csv, which `slm estimate` reads. What an
+records.tar.gz; and the rows of slm_toolkit/hardware/calibration.csv, which `slm estimate` reads. What an
 archive lacks is named and never filled in.
 
 Terms come from the micro-benchmarks where there is one of their kind; the last three (TO_STEPS) are fitted to
