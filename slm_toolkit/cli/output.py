@@ -16,7 +16,7 @@ from rich.text import Text
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.compare.largest_batch import Search
 from slm_toolkit.config.parser import positive_number, price_per_hour
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record.parity import Parity, judge
@@ -166,19 +166,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
     )
     add_export_flags(parser)
-
-
-_SHORT = {
-    "per_device_train_batch_size": "batch",
-    "gradient_accumulation_steps": "accum",
-    "gradient_checkpointing": "checkpointing",
-    "attn_implementation": "attention",
-    "loss_kernel": "loss",
-    "norm_kernel": "norm",
-    "mlp_kernel": "mlp",
-    "torch_compile": "compile",
-    "world_size": "ranks",
-}
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
@@ -413,16 +400,18 @@ def _parity_notes(rows: list["Row"]) -> list[Text]:
 
 def labels(rows: list["Row"]) -> list[str]:
     """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
-    names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"] and f.name != "rehearse"]
+    names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     of_rows = ("evidence", "world_size", "gpu", "allocator")  # the first two tell rehearsals apart
     machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
+
+    short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
 
     def words(row: "Row") -> list[str]:
         values = [(name, row.asked.get(name)) for name in varying]
         values += [(name, getattr(row, name)) for name in machine]
         return [
-            str(value) if name in ("model", "numerics", "evidence") else f"{_SHORT.get(name, name)}={value}"
+            str(value) if name in ("model", "numerics", "evidence") else f"{short.get(name, name)}={value}"
             for name, value in values
             if value is not None
         ]

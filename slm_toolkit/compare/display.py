@@ -1,6 +1,5 @@
 """What `slm compare` says while it works, on stderr: live bars on a terminal, a line per run elsewhere."""
 
-import dataclasses
 import re
 import threading
 import time
@@ -21,7 +20,7 @@ from rich.progress import (
 
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE, telling_lines
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.launch.torch_extensions import WAITING
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
@@ -161,7 +160,7 @@ class Display:
         "with the time when it began, and its bar"
         self.waits: dict[str, Waits] = {}
         self.lock = threading.RLock()
-        names = [f.name for f in dataclasses.fields(RunConfig) if f.metadata["grid"]]
+        names = [name for name, flag in FLAGS.items() if flag.grid]
         others = [run.config for run in runs if not run.run_name.startswith(PARITY_REFERENCE)]
         self.varying = [name for name in names if len({getattr(config, name) for config in others}) > 1]
         self.varying += ["per_device_train_batch_size"] if searching else []

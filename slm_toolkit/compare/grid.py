@@ -14,7 +14,7 @@ from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.hub import check_hub_datasets
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, find_model
-from slm_toolkit.record.numerics import FP32_STEPS
+from slm_toolkit.record.numerics import FP32_STEPS, PLAIN
 from slm_toolkit.record.run_record import (
     PARITY_REFERENCE,
     everything_asked,
@@ -180,18 +180,11 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         config,
         numerics=numerics,
         fp32_steps=0,
-        reduce_dtype=None,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
         attn_implementation=config.attn_implementation if plain else "sdpa",
-        loss_kernel="hf",
-        norm_kernel="hf",
-        mlp_kernel="hf",
-        use_liger_kernel=False,
-        torch_compile=False,
+        **PLAIN,
         torch_compile_mode="default",
         fsdp_prefetch=0,
-        fp8="none",
-        tf32=False,
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
         save_steps=None,

@@ -1,16 +1,63 @@
-"""The local files that `--dataset` names, found without importing datasets or torch."""
+"""What `--dataset` names: sources with their weights, and their local files; without importing datasets."""
 
 import glob
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.base.user_files import is_dir, is_file, typed_path
+from slm_toolkit.base.user_files import exists, is_dir, is_file, typed_path
 
 FILE_FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 "by suffix, as `datasets` names its loaders"
 MOST_ENTRIES = 200_000
 "of a folder, at any depth: a whole disk is no dataset"
 _LONGEST_PATH = 1000  # of a pattern's brackets glob.glob takes time by the square
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset of several."""
+
+    name: str
+    "what its losses are reported under"
+    path: str
+    "hub id, file, folder or glob"
+    weight: float | None
+    "share of the sequences, not normalised; None: as many as it has"
+
+
+def sources_of(text: str) -> tuple[Source, ...]:
+    """`A=3,B=1` taken apart; a path that exists as it stands is one dataset, commas or not."""
+    parts = [text] if exists(typed_path(text)) else [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"--dataset {text!r} names nothing between commas\nhint: --dataset A=3,B=1")
+    pairs = [_path_and_weight(part) for part in parts]
+    paths = [path for path, _ in pairs]
+    short = [_stem(path) for path in paths]
+    names = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--dataset {text} names a dataset twice\nhint: one weight says how much of it")
+    return tuple(Source(name, path, weight) for name, (path, weight) in zip(names, pairs, strict=True))
+
+
+def _path_and_weight(part: str) -> tuple[str, float | None]:
+    path, equals, number = part.rpartition("=")
+    if not equals or exists(typed_path(part)):
+        return part, None
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not path or not 0 < weight < math.inf:
+        raise ValueError(f"--dataset {part}: the weight {number!r} is not a number above 0")
+    return path, weight
+
+
+def _stem(path: str) -> str:
+    """train of data/train.jsonl, c4 of allenai/c4, texts of texts/."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return Path(name).stem if Path(name).suffix in FILE_FORMATS else name
 
 
 def is_saved_dataset(dataset: str) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from typing import Any, get_args, get_origin
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 _GROUPS = ("model", "adapters", "batch", "data", "length", "optimizer", "saving")
 
@@ -16,17 +16,16 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
     for f in dataclasses.fields(RunConfig):
         if f.name in leave_out:
             continue
-        meta = f.metadata
-        group = groups[meta["group"]]
-        several = grid and meta["grid"]
+        known = FLAGS[f.name]
+        several = grid and known.grid
         kind = _value_type(f.type)
-        bare = True if kind is bool else meta["bare"]
+        bare = True if kind is bool else known.bare
         options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
-        if meta["synonyms"]:
-            options["type"] = lambda text, of=meta["synonyms"]: of.get(text.lower(), text)
-        options["choices"] = meta["choices"]
+        if known.synonyms:
+            options["type"] = lambda text, of=known.synonyms: of.get(text.lower(), text)
+        options["choices"] = known.choices
         options["metavar"] = (
-            None if meta["choices"] else kind.__name__.upper() if kind is not bool else "true|false"
+            None if known.choices else kind.__name__.upper() if kind is not bool else "true|false"
         )
         if several:
             options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
@@ -37,10 +36,11 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
             if f.default is None
             else f" (default: {str(f.default).lower() if kind is bool else f.default})"
         )
-        options["help"] = (
-            meta["help"] + shown + ("; several values make a grid" if several else "")
-        ).replace("%", "%%")
-        group.add_argument(*(f"--{name}" for name in (f.name, *meta["aliases"])), **options)
+        options["help"] = (known.help + shown + ("; several values make a grid" if several else "")).replace(
+            "%", "%%"
+        )
+        names = (f"--{name}" for name in (f.name, *known.aliases))
+        groups[known.group].add_argument(*names, **options)
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:

@@ -14,61 +14,17 @@ from typing import Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.garbage import no_garbage_collection
+from slm_toolkit.config.run_config import FLAGS
 
-SAME_MEANING = {  # our flag: other names of it
-    "model": ("model_name", "model_id", "pretrained_model_name_or_path"),
-    "tokenizer_name": ("tokenizer", "tokenizer_name_or_path"),
-    "attn_implementation": ("attention_implementation", "attn_impl"),
-    "gradient_checkpointing": ("activation_checkpointing", "activation_checkpoint"),
-    "torch_compile": ("compile",),
-    "lora_r": ("lora_rank",),
-    "seq_len": (
-        *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len", "block_size"),
-        *("context_length", "cutoff_len", "model_max_length"),
-    ),
-    "per_device_train_batch_size": (
-        *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
-        *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
-    ),
-    "gradient_accumulation_steps": (
-        *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
-        *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
-    ),
-    "max_steps": (
-        *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
-        *("max_iters", "train_iters", "num_iterations"),
-    ),
-    "num_train_epochs": ("epochs", "num_epochs", "max_epochs"),
-    "optim": ("optimizer",),
-    "learning_rate": ("lr", "max_lr", "peak_lr"),
-    "warmup_steps": ("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
-    "weight_decay": ("wd",),
-    "adam_beta1": ("beta1",),
-    "adam_beta2": ("beta2",),
-    "max_grad_norm": (
-        *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
-        "max_norm",
-    ),
-    "dataset": (
-        *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
-        "dataset_path",
-    ),
-    "eval_dataset": ("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
-    "text_column": ("dataset_text_field", "text_field"),
-    "dataloader_num_workers": ("num_workers",),
-    "eval_steps": ("eval_interval", "eval_every", "eval_freq"),
-    "save_steps": (
-        *("save_interval", "save_every", "save_freq", "checkpointing_steps", "checkpoint_interval"),
-    ),
-    "save_total_limit": ("keep_latest_k",),
-    "resume_from_checkpoint": ("resume", "resume_from"),
-    "output_dir": ("out_dir", "save_dir"),
+_OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has: its other names
     "strategy": ("config_file",),
     "num_machines": ("nnodes", "num_nodes"),
     "machine_rank": ("node_rank",),
     "main_process_ip": ("master_addr",),
     "main_process_port": ("master_port",),
 }
+SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
+"our flag: its other names"
 
 _BATCH = (
     "--per_device_train_batch_size N: sequences of one process and micro-step; a step has that times "

@@ -1,281 +1,71 @@
-"""RunConfig: what must be equal for a fair comparison; every field carries its flag, help and limits."""
+"""RunConfig: the flags of a run, one field each, which declares all that the toolkit knows of its flag."""
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.extras import pip_install
-from slm_toolkit.base.user_files import exists, typed_path
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    choices: tuple[str, ...] | None = None,
-    aliases: tuple[str, ...] = (),
-    bare: str | None = None,
-    synonyms: dict[str, str] | None = None,
-    grid: bool = False,
-    identity: bool = True,
-) -> Any:
-    """A field and its flag; `grid`: several values in `compare`, `identity`: makes another run.
-
-    `bare`: the value of the flag without one, `synonyms`: other words for values.
-    """
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "group": group,
-            "choices": choices,
-            "aliases": aliases,
-            "bare": bare,
-            "synonyms": synonyms or {},
-            "grid": grid,
-            "id": identity,
-        },
-    )
-
-
-def learning_rate(peak: float, warmup_steps: int, step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    share_done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
-
-
-@dataclass(frozen=True)
-class SavingConfig:
-    """What is evaluated, saved, gone on from and reported."""
-
-    eval_steps: int | None = flag(None, "evaluate every so many steps and at the end", group="saving")
-    eval_batches: int = flag(20, "batches per process of one evaluation", group="saving")
-    save_steps: int | None = flag(None, "write a checkpoint every so many steps", group="saving")
-    save_total_limit: int = flag(2, "checkpoints kept", group="saving", identity=False)
-    save_final_model: bool | None = flag(
-        None,
-        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
-        " slm compare: no)",
-        group="saving",
-        identity=False,
-    )
-    async_save: bool = flag(
-        False,
-        "write checkpoints while training goes on, from a copy in the host's RAM",
-        group="saving",
-        identity=False,
-    )
-    resume_from_checkpoint: str | None = flag(
-        None,
-        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
-        "the start where there is none. The strategy and the number of processes may be others",
-        group="saving",
-        identity=False,
-    )
-    overwrite_output_dir: bool = flag(
-        False,
-        "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
-        "are deleted before the first step",
-        group="saving",
-        identity=False,
-    )
-    lm_eval_tasks: str | None = flag(
-        None,
-        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
-        f"`{pip_install('lm_eval')}`",
-        group="saving",
-        identity=False,
-    )
-    ddp_timeout: float = flag(
-        600.0,
-        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
-        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
-        "Building model, data and engine is not counted",
-        group="saving",
-        identity=False,
-    )
-    report_to: str = flag(
-        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
-    )
-    output_dir: str = flag("runs", "each run gets a folder here", group="saving", identity=False)
-    run_name: str | None = flag(
-        None,
-        "the run's folder (default: model, strategy and a hash of all asked)",
-        group="saving",
-        identity=False,
-    )
-
+from slm_toolkit.config.dataset_files import Source, sources_of
+from slm_toolkit.config.flag_metadata import Excludes, field_problems, flag, flags_of_fields, shortened
 
 SYNTHETIC = "synthetic"
-DATA_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-"of local files of data"
-DATASET_FORMATS = ("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens")
-PACKINGS = ("auto", "concat", "block_diagonal", "multipack", "none")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One dataset of several."""
-
-    name: str
-    "what its losses are reported under"
-    path: str
-    "hub id, file, folder or glob"
-    weight: float | None
-    "share of the sequences, not normalised; None: as many as it has"
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which documents, as which sequences of tokens, and which of their tokens have a loss."""
-
-    dataset: str = flag(
-        SYNTHETIC,
-        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; several by commas, A=3,B=1 "
-        "with weights (else all of each), and each one's loss is told; "
-        "synthetic: a Markov chain, generated, the same on every machine",
-        group="data",
-        aliases=("dataset_name",),
-    )
-    parity_task: bool = flag(
-        False,
-        "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
-        "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
-        group="data",
-    )
-    eval_dataset: str | None = flag(
-        None,
-        "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "
-        "--dataset)",
-        group="data",
-    )
-    dataset_config_name: str | None = flag(None, "configuration of a hub dataset", group="data")
-    dataset_format: str = flag(
-        "auto",
-        "what a row holds: text; messages (role, content); prompt_completion; alpaca (instruction, input, "
-        "output); sharegpt (conversations); tokens (input_ids, labels too if there are); auto: by columns",
-        group="data",
-        choices=DATASET_FORMATS,
-    )
-    loss_on: str = flag(
-        "answers",
-        "tokens of chat data that have a loss: the answers, or all",
-        group="data",
-        choices=("answers", "all"),
-        grid=True,
-    )
-    packing: str = flag(
-        "auto",
-        "how documents fill sequences. concat: joined and cut, tokens attend across documents; "
-        "block_diagonal: the same, each document sees itself only; multipack: whole documents put together "
-        "so that little is padding, each sees itself only; none: one each, padded; auto: concat for text, "
-        "multipack for chat",
-        group="data",
-        choices=PACKINGS,
-        grid=True,
-    )
-    text_column: str = flag("text", "column that holds the documents", group="data")
-    tokenizer_name: str | None = flag(
-        None, "hub id or folder; byte: needs no download (default: the model's own, else byte)", group="data"
-    )
-    streaming: bool | None = flag(
-        None, "read documents as they are needed (default: where they are over 1 GiB)", group="data"
-    )
-    dataloader_num_workers: int = flag(
-        0, "processes per rank that read batches ahead", group="data", grid=True
-    )
-    validation_split_percentage: int = flag(
-        5,
-        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
-        group="data",
-    )
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What `--dataset` names. Raises ValueError where some have weights and some have none."""
-        found = sources_of(self.dataset)
-        if len({source.weight is None for source in found}) > 1:
-            raise ValueError(
-                f"--dataset {self.dataset}: give every dataset a weight, or none\nhint: --dataset A=3,B=1"
-            )
-        return found
-
-    @property
-    def eval_sources(self) -> tuple[Source, ...]:
-        """What `--eval_dataset` names. Raises ValueError for weights, which mean nothing there."""
-        found = sources_of(self.eval_dataset) if self.eval_dataset else ()
-        if any(source.weight is not None for source in found):
-            raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
-        return found
-
-
-def sources_of(text: str) -> tuple[Source, ...]:
-    """`A=3,B=1` taken apart; a path that exists as it stands is one dataset, commas or not."""
-    parts = [text] if exists(typed_path(text)) else [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ValueError(f"--dataset {text!r} names nothing between commas\nhint: --dataset A=3,B=1")
-    pairs = [_path_and_weight(part) for part in parts]
-    paths = [path for path, _ in pairs]
-    short = [_stem(path) for path in paths]
-    names = [name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"--dataset {text} names a dataset twice\nhint: one weight says how much of it")
-    return tuple(Source(name, path, weight) for name, (path, weight) in zip(names, pairs, strict=True))
-
-
-def _path_and_weight(part: str) -> tuple[str, float | None]:
-    path, equals, number = part.rpartition("=")
-    if not equals or exists(typed_path(part)):
-        return part, None
-    try:
-        weight = float(number)
-    except ValueError:
-        weight = math.nan
-    if not path or not 0 < weight < math.inf:
-        raise ValueError(f"--dataset {part}: the weight {number!r} is not a number above 0")
-    return path, weight
-
-
-def _stem(path: str) -> str:
-    """train of data/train.jsonl, c4 of allenai/c4, texts of texts/."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return Path(name).stem if Path(name).suffix in DATA_SUFFIXES else name
-
-
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
 "cuBLAS multiplies float8 matrices of widths that are multiples of it"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
-ADAPTER_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter")
-"that mean nothing without --peft; the first three are LoRA's alone"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
 "--gradient_checkpointing was a switch once: scripts and records still say so"
+ESTIMATED_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
+)
+_LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
+
+_LEARNS_NOTHING = (Excludes("rehearse", "a rehearsal learns nothing"),)
+_LOSSES_MEAN_NOTHING = Excludes("rehearse", "the losses of a rehearsal mean nothing")
+_NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
+_NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
+_NO_MATRICES = (Excludes("peft", "it has no matrices", values=("ia3",)),)
+_OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
 
 @dataclass(frozen=True)
-class RunConfig(DataConfig, SavingConfig):
-    """What one run is asked to do. None means: decided by the machine, see `with_defaults`."""
+class RunConfig:
+    """What one run is asked to do, in the order of --help. None: decided by the machine, see `with_defaults`.
+
+    `flag_metadata.Flag` explains what a field may declare.
+    """
 
     model: str | None = flag(
         None,
         "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
         group="model",
         aliases=("model_name_or_path",),
+        other_names=("model_name", "model_id", "pretrained_model_name_or_path"),
         grid=True,
+        is_printable=True,
+        may_change_on_resume=False,
+        estimate="counts",
+        heading="{}",
     )
     attn_implementation: str = flag(
         "sdpa",
         "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
         "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
+        other_names=("attention_implementation", "attn_impl"),
         grid=True,
+        losses="rounded",
+        estimate="counts",
+        no_closed_form=f"there are {', '.join(ESTIMATED_ATTENTION)}",
+        closed_form_for=ESTIMATED_ATTENTION,
+        column="attention",
+        label="attention",
+        heading="attention {}",
     )
     loss_kernel: str = flag(
         "hf",
@@ -284,6 +74,10 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("hf", "fused_logits", "fused_linear"),
         grid=True,
+        losses="rounded",
+        estimate="counts",
+        label="loss",
+        heading="loss {}",
     )
     norm_kernel: str = flag(
         "hf",
@@ -291,6 +85,11 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("hf", "fused"),
         grid=True,
+        excludes=_OWN_KERNELS,
+        losses="rounded",
+        estimate="counts",
+        label="norm",
+        heading="norm {}",
     )
     mlp_kernel: str = flag(
         "hf",
@@ -298,6 +97,12 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("hf", "fused"),
         grid=True,
+        excludes=_OWN_KERNELS,
+        losses="rounded",
+        estimate="counts",
+        column="MLP kernel",
+        label="mlp",
+        heading="MLP {}",
     )
     use_liger_kernel: bool = flag(
         False,
@@ -305,6 +110,12 @@ class RunConfig(DataConfig, SavingConfig):
         f"`{pip_install('liger')}`",
         group="model",
         grid=True,
+        extra="liger",
+        losses="rounded",
+        estimate="counts",
+        no_closed_form="--norm_kernel fused --mlp_kernel fused keep as much",
+        column="Liger",
+        heading="Liger",
     )
     gradient_checkpointing: str = flag(
         "none",
@@ -313,12 +124,27 @@ class RunConfig(DataConfig, SavingConfig):
         "second matrix product",
         group="model",
         choices=("none", "full", "selective_op", "selective_layer"),
+        other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
         synonyms=CHECKPOINTING_SYNONYMS,
         grid=True,
+        losses="same",
+        estimate="counts",
+        column="checkpointing",
+        label="checkpointing",
+        heading="checkpointing {}",
     )
     torch_compile: bool = flag(
-        False, "compile the decoder layers with torch.compile", group="model", grid=True
+        False,
+        "compile the decoder layers with torch.compile",
+        group="model",
+        other_names=("compile",),
+        grid=True,
+        losses="rounded",
+        estimate="counts",
+        column="compile",
+        label="compile",
+        heading="compiled",
     )
     torch_compile_mode: str = flag(
         "default",
@@ -327,6 +153,19 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         grid=True,
+        needs=("torch_compile",),
+        excludes=(
+            Excludes(
+                "gradient_accumulation_steps",
+                "CUDA graphs overwrite the gradients of the pass before",
+                own=("reduce-overhead", "max-autotune"),
+            ),
+        ),
+        losses="same",
+        estimate="counts",
+        no_closed_form="without the flag it is for the default mode",
+        column="compile mode",
+        heading="{}",
     )
     fsdp_prefetch: int = flag(
         0,
@@ -334,6 +173,12 @@ class RunConfig(DataConfig, SavingConfig):
         "memory; 0: PyTorch's own way, about one",
         group="model",
         grid=True,
+        least=0,
+        losses="same",
+        estimate="counts",
+        no_closed_form="--rehearse N tells",
+        column="prefetch",
+        heading="{} layers prefetched",
     )
     numerics: str = flag(
         "aligned",
@@ -343,6 +188,10 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,
+        may_change_on_resume=False,
+        losses="rounded",
+        estimate="counts",
+        heading="numerics {}",
     )
     reduce_dtype: str | None = flag(
         None,
@@ -351,6 +200,14 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("bf16", "fp32"),
         grid=True,
+        excludes=(
+            Excludes("numerics", "each engine has its own", values=("stock",)),
+            dataclasses.replace(_NO_LOW_PRECISION, own=("bf16",)),
+        ),
+        losses="rounded",
+        estimate="counts",
+        column="reduced in",
+        heading="gradients reduced in {}",
     )
     fp8: str = flag(
         "none",
@@ -359,9 +216,26 @@ class RunConfig(DataConfig, SavingConfig):
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
+        excludes=(_NO_LOW_PRECISION, Excludes("peft", "it trains none of the weights that fp8 is for")),
+        extra="fp8",
+        losses="rounded",
+        estimate="counts",
+        no_closed_form="a GPU measures it",
+        heading="fp8 {}",
     )
     tf32: bool = flag(
-        False, "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)", group="model", grid=True
+        False,
+        "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)",
+        group="model",
+        grid=True,
+        excludes=(
+            Excludes("numerics", "it has no fp32 matrix products", values=("aligned", "stock", "pure_bf16")),
+        ),
+        losses="rounded",
+        estimate="counts",
+        no_closed_form="its memory is that without the flag",
+        column="TF32",
+        heading="TF32",
     )
     peft: str = flag(
         "none",
@@ -370,20 +244,66 @@ class RunConfig(DataConfig, SavingConfig):
         group="adapters",
         choices=("none", "lora", "qlora", "ia3"),
         grid=True,
+        excludes=(
+            Excludes("numerics", "its weights compute in bf16", values=("fp32", "stock"), own=("qlora",)),
+        ),
+        extra="peft",
+        may_change_on_resume=False,
+        estimate="counts",
+        column="adapter",
+        heading="{}",
     )
-    lora_r: int = flag(16, "rank of LoRA's matrices", group="adapters", grid=True)
-    lora_alpha: float = flag(32.0, "LoRA's scale, over its rank", group="adapters", grid=True)
-    lora_dropout: float = flag(0.0, "dropout before LoRA's matrices", group="adapters")
+    lora_r: int = flag(
+        16,
+        "rank of LoRA's matrices",
+        group="adapters",
+        other_names=("lora_rank",),
+        grid=True,
+        least=1,
+        needs=("peft",),
+        excludes=_NO_MATRICES,
+        may_change_on_resume=False,
+        estimate="counts",
+        column="LoRA rank",
+        heading="rank {}",
+    )
+    lora_alpha: float = flag(
+        32.0,
+        "LoRA's scale, over its rank",
+        group="adapters",
+        grid=True,
+        above=0,
+        needs=("peft",),
+        excludes=_NO_MATRICES,
+        may_change_on_resume=False,
+        estimate="ignores",
+    )
+    lora_dropout: float = flag(
+        0.0,
+        "dropout before LoRA's matrices",
+        group="adapters",
+        least=0,
+        below=1,
+        needs=("peft",),
+        excludes=_NO_MATRICES,
+        may_change_on_resume=False,
+        estimate="counts",
+    )
     lora_target_modules: str = flag(
         "all-linear",
         "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers "
         "(ia3: keys, values and down projections)",
         group="adapters",
+        needs=("peft",),
+        may_change_on_resume=False,
+        estimate="counts",
     )
     merge_adapter: bool = flag(
         False,
         "write the base model with the adapter merged in beside the adapter",
         group="adapters",
+        needs=("peft",),
+        excludes=(*_LEARNS_NOTHING, Excludes("save_final_model", "nothing is written", values=(False,))),
         identity=False,
     )
     seq_len: int | None = flag(
@@ -391,42 +311,221 @@ class RunConfig(DataConfig, SavingConfig):
         "tokens per sequence (1024 on a GPU, 128 on CPU)",
         group="batch",
         aliases=("max_length",),
+        other_names=(
+            *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len"),
+            *("block_size", "context_length", "cutoff_len", "model_max_length"),
+        ),
         grid=True,
+        least=2,
+        range_note="(a token needs a next one)",
+        may_change_on_resume=False,
+        estimate="counts",
+        column="seq",
+        heading="sequence {}",
     )
     per_device_train_batch_size: int = flag(
-        4, "sequences per process and micro-step", group="batch", grid=True
+        4,
+        "sequences per process and micro-step",
+        group="batch",
+        other_names=(
+            *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
+            *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
+        ),
+        grid=True,
+        least=1,
+        losses="same",
+        estimate="counts",
+        column="batch",
+        label="batch",
+        heading="batch {} per process",
     )
-    gradient_accumulation_steps: int = flag(1, "micro-steps per optimizer step", group="batch", grid=True)
+    gradient_accumulation_steps: int = flag(
+        1,
+        "micro-steps per optimizer step",
+        group="batch",
+        other_names=(
+            *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
+            *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
+        ),
+        grid=True,
+        least=1,
+        losses="same",
+        estimate="counts",
+        column="accum.",
+        label="accum",
+        heading="{} micro-steps",
+    )
     find_batch_size: bool = flag(
         False,
         "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
         "--gradient_accumulation_steps: the same sequences per step",
         group="batch",
+        excludes=_LEARNS_NOTHING,
         identity=False,
+    )
+    dataset: str = flag(
+        SYNTHETIC,
+        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; several by commas, A=3,B=1 "
+        "with weights (else all of each), and each one's loss is told; "
+        "synthetic: a Markov chain, generated, the same on every machine",
+        group="data",
+        aliases=("dataset_name",),
+        other_names=(
+            *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
+            "dataset_path",
+        ),
+        is_printable=True,
+        may_change_on_resume=False,
+        estimate="ignores",
+    )
+    parity_task: bool = flag(
+        False,
+        "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
+        "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
+        group="data",
+        excludes=(_LOSSES_MEAN_NOTHING,),
+        estimate="ignores",
+    )
+    eval_dataset: str | None = flag(
+        None,
+        "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "
+        "--dataset)",
+        group="data",
+        other_names=(
+            *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
+        ),
+        is_printable=True,
+        needs=("eval_steps",),
+        excludes=(_NO_DOCUMENTS,),
+        may_change_on_resume=False,
+        column="",
+    )
+    dataset_config_name: str | None = flag(
+        None, "configuration of a hub dataset", group="data", may_change_on_resume=False
+    )
+    dataset_format: str = flag(
+        "auto",
+        "what a row holds: text; messages (role, content); prompt_completion; alpaca (instruction, input, "
+        "output); sharegpt (conversations); tokens (input_ids, labels too if there are); auto: by columns",
+        group="data",
+        choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
+        excludes=(_NO_DOCUMENTS,),
+        may_change_on_resume=False,
+    )
+    loss_on: str = flag(
+        "answers",
+        "tokens of chat data that have a loss: the answers, or all",
+        group="data",
+        choices=("answers", "all"),
+        grid=True,
+        may_change_on_resume=False,
+    )
+    packing: str = flag(
+        "auto",
+        "how documents fill sequences. concat: joined and cut, tokens attend across documents; "
+        "block_diagonal: the same, each document sees itself only; multipack: whole documents put together "
+        "so that little is padding, each sees itself only; none: one each, padded; auto: concat for text, "
+        "multipack for chat",
+        group="data",
+        choices=("auto", "concat", "block_diagonal", "multipack", "none"),
+        grid=True,
+        excludes=(_NO_DOCUMENTS,),
+        may_change_on_resume=False,
+        estimate="counts",
+        no_closed_form="the mask that keeps documents apart, and the share of padding, are not known before "
+        "the documents are; --trace_memory tells",
+        closed_form_for=("auto", "concat"),
+        heading="packing {}",
+    )
+    text_column: str = flag(
+        "text",
+        "column that holds the documents",
+        group="data",
+        other_names=("dataset_text_field", "text_field"),
+        may_change_on_resume=False,
+    )
+    tokenizer_name: str | None = flag(
+        None,
+        "hub id or folder; byte: needs no download (default: the model's own, else byte)",
+        group="data",
+        other_names=("tokenizer", "tokenizer_name_or_path"),
+        is_printable=True,
+        may_change_on_resume=False,
+    )
+    streaming: bool | None = flag(
+        None,
+        "read documents as they are needed (default: where they are over 1 GiB)",
+        group="data",
+        may_change_on_resume=False,
+    )
+    dataloader_num_workers: int = flag(
+        0,
+        "processes per rank that read batches ahead",
+        group="data",
+        other_names=("num_workers",),
+        grid=True,
+        least=0,
+        losses="same",
+        column="workers",
+    )
+    validation_split_percentage: int = flag(
+        5,
+        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
+        group="data",
+        least=1,
+        most=50,
+        excludes=(Excludes("eval_dataset", "that is held out instead"),),
+        may_change_on_resume=False,
     )
     fp32_steps: int = flag(
         0,
         "first do so many steps in fp32, in processes of their own, and keep their losses in the record: "
         "`slm compare --parity` compares them to five digits",
         group="length",
+        least=0,
+        excludes=(
+            _LOSSES_MEAN_NOTHING,
+            Excludes("peft", "its weights compute in bf16", values=("qlora",)),
+        ),
+        losses="same",
+        estimate="ignores",
     )
     max_steps: int | None = flag(
         None,
         "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
         group="length",
+        other_names=(
+            *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
+            *("max_iters", "train_iters", "num_iterations"),
+        ),
+        least=1,
+        estimate="ignores",
+        column="steps asked",
     )
     num_train_epochs: float | None = flag(
-        None, "passes over the dataset, instead of --max_steps", group="length"
+        None,
+        "passes over the dataset, instead of --max_steps",
+        group="length",
+        other_names=("epochs", "num_epochs", "max_epochs"),
+        above=0,
+        excludes=(
+            Excludes("max_steps", "both say how long, give one"),
+            Excludes("dataset", "synthetic tokens never end, give --max_steps", values=(SYNTHETIC,)),
+        ),
     )
     timing_warmup_steps: int | None = flag(
         None,
         "first steps of which the time is not counted (default: those seen to be slow or to compile)",
         group="length",
+        least=1,
+        column="",
     )
     profile: bool = flag(
         False,
         "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
         group="length",
+        losses="same",
+        column="",
     )
     rehearse: int | None = flag(
         None,
@@ -434,22 +533,37 @@ class RunConfig(DataConfig, SavingConfig):
         "nothing; without a GPU tensors take no memory, and every allocation is traced",
         group="length",
         grid=True,
+        least=1,
+        column="",
     )
     trace_memory: bool = flag(
         False,
         "after the last timed step, follow every allocation of two more: a memory timeline by part and "
         "module (a rehearsal without a GPU always does)",
         group="length",
+        column="",
     )
     optim: str = flag(
         "adamw_torch_fused",
         "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused"),
+        other_names=("optimizer",),
         grid=True,
+        may_change_on_resume=False,
+        losses="same",
+        estimate="counts",
+        column="optimizer",
+        heading="{}",
     )
     learning_rate: float = flag(
-        3e-4, "peak learning rate; it falls to a tenth on a cosine", group="optimizer"
+        3e-4,
+        "peak learning rate; it falls to a tenth on a cosine",
+        group="optimizer",
+        other_names=("lr", "max_lr", "peak_lr"),
+        above=0,
+        most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
+        estimate="ignores",
     )
     scale_lr: str = flag(
         "none",
@@ -464,15 +578,53 @@ class RunConfig(DataConfig, SavingConfig):
         "sequences per step that --learning_rate is meant for, with --scale_lr (default: one process's "
         "micro-step)",
         group="optimizer",
+        least=1,
+        needs=("scale_lr",),
     )
-    warmup_steps: int = flag(0, "steps over which the learning rate rises", group="optimizer")
-    weight_decay: float = flag(0.1, "AdamW's decoupled weight decay", group="optimizer")
-    adam_beta1: float = flag(0.9, "AdamW's first moment decay", group="optimizer")
-    adam_beta2: float = flag(0.95, "AdamW's second moment decay", group="optimizer")
+    warmup_steps: int = flag(
+        0,
+        "steps over which the learning rate rises",
+        group="optimizer",
+        other_names=("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
+        least=0,
+        estimate="ignores",
+    )
+    weight_decay: float = flag(
+        0.1,
+        "AdamW's decoupled weight decay",
+        group="optimizer",
+        other_names=("wd",),
+        least=0,
+        estimate="ignores",
+    )
+    adam_beta1: float = flag(
+        0.9,
+        "AdamW's first moment decay",
+        group="optimizer",
+        other_names=("beta1",),
+        least=0,
+        below=1,
+        estimate="ignores",
+    )
+    adam_beta2: float = flag(
+        0.95,
+        "AdamW's second moment decay",
+        group="optimizer",
+        other_names=("beta2",),
+        least=0,
+        below=1,
+        estimate="ignores",
+    )
     max_grad_norm: float | None = flag(
         None,
         "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
         group="optimizer",
+        other_names=(
+            *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
+            "max_norm",
+        ),
+        least=0,
+        estimate="counts",
     )
     on_bad_step: str = flag(
         "stop",
@@ -480,14 +632,137 @@ class RunConfig(DataConfig, SavingConfig):
         "sequences; skip: leave the step out, at most 10 in a row (what is no number changes no weight)",
         group="optimizer",
         choices=("stop", "skip"),
+        losses="same",
+        column="",
     )
     max_loss: float | None = flag(
         None,
         "a step's loss above it has exploded, with --on_bad_step skip that of any micro-step on any rank "
         "(default: twice that of guessing each token, ln of the vocabulary)",
         group="optimizer",
+        above=0,
+        losses="same",
+        column="",
     )
-    seed: int = flag(0, "of weights and data", group="optimizer", grid=True)
+    seed: int = flag(
+        0,
+        "of weights and data",
+        group="optimizer",
+        grid=True,
+        least=0,
+        most=2**32 - 1,  # numpy takes no larger one
+        may_change_on_resume=False,
+        estimate="ignores",
+    )
+    eval_steps: int | None = flag(
+        None,
+        "evaluate every so many steps and at the end",
+        group="saving",
+        other_names=("eval_interval", "eval_every", "eval_freq"),
+        least=1,
+        excludes=_LEARNS_NOTHING,
+        column="",
+    )
+    eval_batches: int = flag(20, "batches per process of one evaluation", group="saving", least=1, column="")
+    save_steps: int | None = flag(
+        None,
+        "write a checkpoint every so many steps",
+        group="saving",
+        other_names=(
+            "save_interval",
+            "save_every",
+            "save_freq",
+            "checkpointing_steps",
+            "checkpoint_interval",
+        ),
+        least=1,
+        excludes=_LEARNS_NOTHING,
+        losses="same",
+        column="",
+    )
+    save_total_limit: int = flag(
+        2, "checkpoints kept", group="saving", other_names=("keep_latest_k",), least=1, identity=False
+    )
+    save_final_model: bool | None = flag(
+        None,
+        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
+        " slm compare: no)",
+        group="saving",
+        excludes=_LEARNS_NOTHING,
+        identity=False,
+    )
+    async_save: bool = flag(
+        False,
+        "write checkpoints while training goes on, from a copy in the host's RAM",
+        group="saving",
+        needs=("save_steps",),
+        identity=False,
+    )
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
+        "the start where there is none. The strategy and the number of processes may be others",
+        group="saving",
+        other_names=("resume", "resume_from"),
+        excludes=_LEARNS_NOTHING,
+        identity=False,
+    )
+    overwrite_output_dir: bool = flag(
+        False,
+        "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
+        "are deleted before the first step",
+        group="saving",
+        excludes=(
+            *_LEARNS_NOTHING,
+            Excludes(
+                "resume_from_checkpoint",
+                "the first starts from the beginning, the second goes on; give one",
+            ),
+        ),
+        identity=False,
+    )
+    lm_eval_tasks: str | None = flag(
+        None,
+        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
+        f"`{pip_install('lm_eval')}`",
+        group="saving",
+        excludes=(
+            _NO_DOCUMENTS,
+            *_LEARNS_NOTHING,
+            Excludes("save_final_model", "it needs a saved model", values=(False,)),
+        ),
+        identity=False,
+    )
+    ddp_timeout: float = flag(
+        600.0,
+        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
+        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
+        "Building model, data and engine is not counted",
+        group="saving",
+        least=1,
+        most=MOST_DDP_TIMEOUT,
+        range_note="seconds, after which collectives give up by themselves",
+        identity=False,
+        estimate="ignores",
+    )
+    report_to: str = flag(
+        "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
+    )
+    output_dir: str = flag(
+        "runs",
+        "each run gets a folder here",
+        group="saving",
+        other_names=("out_dir", "save_dir"),
+        is_printable=True,
+        identity=False,
+    )
+    run_name: str | None = flag(
+        None,
+        "the run's folder (default: model, strategy and a hash of all asked)",
+        group="saving",
+        is_printable=True,
+        identity=False,
+    )
 
     def with_defaults(self, *, has_gpu: bool) -> "RunConfig":
         """Fill in what depends on the machine: a 100M model and 1024 tokens on a GPU, 10M and 128 on CPU."""
@@ -523,200 +798,82 @@ class RunConfig(DataConfig, SavingConfig):
         return self.torch_compile_mode in ("reduce-overhead", "max-autotune")
 
     @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `--dataset` names. Raises ValueError where some have weights and some have none."""
+        found = sources_of(self.dataset)
+        if len({source.weight is None for source in found}) > 1:
+            raise ValueError(
+                f"--dataset {self.dataset}: give every dataset a weight, or none\nhint: --dataset A=3,B=1"
+            )
+        return found
+
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """What `--eval_dataset` names. Raises ValueError for weights, which mean nothing there."""
+        found = sources_of(self.eval_dataset) if self.eval_dataset else ()
+        if any(source.weight is not None for source in found):
+            raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
+        return found
+
+    @property
     def identity(self) -> dict[str, Any]:
         """The fields that make this another run than one with other values."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["id"]}
+        return {name: getattr(self, name) for name, of_flag in FLAGS.items() if of_flag.identity}
 
     def problems(self) -> list[str]:
-        """Every field whose value makes no sense, as a sentence."""
-
-        return problems_of(self)
+        """A sentence for each value that makes no sense, alone or beside another flag's."""
+        return [*field_problems(self), *_size_problems(self), *_source_problems(self), *_name_problems(self)]
 
     def check(self) -> None:
         """Raises one ValueError with all `problems`."""
-        if found := self.problems():
-            raise ValueError("\n".join(found) + "\nhint: `--help` explains each flag")
+        if problems := self.problems():
+            raise ValueError("\n".join(problems) + "\nhint: `--help` explains each flag")
 
 
-_LARGEST_LEARNING_RATE = 1.0
-"AdamW moves every weight by about the rate in each step, and weights are drawn with a deviation of 0.02"
-_LARGEST_NUMBER = 10**12
-_LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
-_LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
+FLAGS = flags_of_fields(RunConfig)
+"by the name of its field, in the order of --help"
 
 
-def shortened(text: str) -> str:
-    """A word of a command line as it can be quoted back."""
-    return text if len(text) <= 40 else f"{text[:20]}...{text[-10:]}"
+def learning_rate(peak: float, warmup_steps: int, step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    share_done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
 
 
-def problems_of(config: RunConfig) -> list[str]:
-    """Every field whose value makes no sense, as a sentence."""
-    at_least_one = (
-        *(
-            "seq_len",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "max_steps",
-            "eval_steps",
-        ),
-        *("eval_batches", "save_steps", "save_total_limit", "timing_warmup_steps"),
-        "rehearse",
-        *("lora_r", "base_batch_size"),
-    )
-    at_least_zero = (
-        *("warmup_steps", "weight_decay", "max_grad_norm", "seed", "dataloader_num_workers"),
-        *("fsdp_prefetch", "fp32_steps"),
-    )
-    values = dataclasses.asdict(config)
-    found = [
-        f"--{n} is {values[n]}: at least 1" for n in at_least_one if values[n] is not None and values[n] < 1
-    ]
-    found += [
-        f"--{n} is {values[n]}: not below 0"
-        for n in at_least_zero
-        if values[n] is not None and not values[n] >= 0
-    ]
-    for name, value in values.items():
-        most = _LARGEST_SEED if name == "seed" else _LARGEST_NUMBER
-        if isinstance(value, int | float) and not -most <= value <= most:  # NaN is in no range
-            found.append(f"--{name} is {shortened(str(value))}: at most {most:,}")
-    for f in dataclasses.fields(config):
-        choices = f.metadata["choices"]
-        if choices and values[f.name] is not None and values[f.name] not in choices:
-            found.append(f"--{f.name} is {values[f.name]!r}: one of {', '.join(choices)}")
-    if config.torch_compile_mode != "default" and not config.torch_compile:
-        found.append(f"--torch_compile_mode {config.torch_compile_mode} without --torch_compile")
-    if config.records_graphs and config.gradient_accumulation_steps > 1:
-        found.append(
-            f"--torch_compile_mode {config.torch_compile_mode} with --gradient_accumulation_steps "
-            f"{config.gradient_accumulation_steps}: CUDA graphs overwrite the gradients of the pass before"
-        )
-    if config.tf32 and config.numerics != "fp32":
-        found.append(f"--tf32 with --numerics {config.numerics}, which has no fp32 matrix products")
-    if config.use_liger_kernel:
-        found += [
-            f"--{n} {values[n]} with --use_liger_kernel, which has its own"
-            for n in ("norm_kernel", "mlp_kernel")
-            if values[n] != "hf"
-        ]
-    if config.fp8 != "none" and config.numerics == "fp32":
-        found.append(f"--fp8 {config.fp8} with --numerics fp32, which has no low precision")
+def _size_problems(config: RunConfig) -> list[str]:
     num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE)
-    if config.fp8 != "none" and num_tokens % FP8_MULTIPLE:
-        found.append(
-            f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
-            f"multiple of {FP8_MULTIPLE}"
-        )
-    found += _of_adapters(config) + _of_data(config)
-    if config.reduce_dtype is not None and config.numerics == "stock":
-        found.append(f"--reduce_dtype {config.reduce_dtype} with --numerics stock: each engine has its own")
-    if config.reduce_dtype == "bf16" and config.numerics == "fp32":
-        found.append("--reduce_dtype bf16 with --numerics fp32, which has no low precision")
-    if config.seq_len is not None and config.seq_len < 2:
-        found.append(f"--seq_len is {config.seq_len}: a token needs a next one, at least 2")
-    rate = config.learning_rate
-    if not 0 < rate <= _LARGEST_LEARNING_RATE:
-        mantissa, _, power = f"{rate:e}".partition("e+")
-        meant = f"; did you mean {float(mantissa):g}e-{int(power)}?" if rate >= 10 and power else ""
-        found.append(f"--learning_rate is {rate:g}: above 0, at most {_LARGEST_LEARNING_RATE:g}{meant}")
-    if config.num_train_epochs is not None and not 0 < config.num_train_epochs < float("inf"):
-        found.append(f"--num_train_epochs is {config.num_train_epochs}: above 0")
-    if config.rehearse is not None:
-        learning = (
-            "eval_steps",
-            "save_steps",
-            "save_final_model",
-            "resume_from_checkpoint",
-            "overwrite_output_dir",
-            "find_batch_size",
-        )
-        found += [f"--{n} with --rehearse, which learns nothing" for n in learning if values[n]]
-    if config.rehearse is not None and (config.fp32_steps or config.parity_task):
-        found.append("--fp32_steps and --parity_task with --rehearse, whose losses mean nothing")
-    if config.fp32_steps and config.peft == "qlora":
-        found.append("--fp32_steps with --peft qlora: its weights compute in bf16")
-    if not 1 <= config.validation_split_percentage <= 50:
-        found.append(f"--validation_split_percentage is {config.validation_split_percentage}: 1 to 50")
-    if config.max_loss is not None and not config.max_loss > 0:
-        found.append(f"--max_loss is {config.max_loss}: above 0")
-    if config.resume_from_checkpoint == "":
-        found.append("--resume_from_checkpoint is empty: an unset variable? auto starts where there is none")
-    if config.overwrite_output_dir and config.resume_from_checkpoint:
-        found.append(
-            "--overwrite_output_dir with --resume_from_checkpoint: the first starts from the beginning, "
-            "the second goes on; give one"
-        )
-    if config.async_save and config.save_steps is None:
-        found.append("--async_save without --save_steps")
-    if config.max_steps is not None and config.num_train_epochs is not None:
-        found.append("--max_steps and --num_train_epochs both say how long: give one")
-    if config.num_train_epochs is not None and config.dataset == SYNTHETIC:
-        found.append("--num_train_epochs with synthetic tokens, which never end: give --max_steps")
-    if not 1 <= config.ddp_timeout <= MOST_DDP_TIMEOUT:
-        found.append(
-            f"--ddp_timeout is {config.ddp_timeout:g}: 1 to {MOST_DDP_TIMEOUT} seconds, after which "
-            "collectives give up by themselves"
-        )
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= values[name] < 1:
-            found.append(f"--{name} is {values[name]}: 0 to below 1")
-    if (name := config.run_name) is not None and (Path(name).name != name or name in ("", "..")):
-        found.append(f"--run_name is {name!r}: a name, no path; --output_dir says where")
-    elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
-        found.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
-    found += [
-        f"--{n} is {values[n]!r}: it has characters that can't be shown"
-        for n in ("run_name", "output_dir", "model", "dataset", "eval_dataset", "tokenizer_name")
-        if values[n] is not None and not values[n].isprintable()
+    if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
+        return []
+    return [
+        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
+        f"multiple of {FP8_MULTIPLE}"
     ]
-    return found
 
 
-def _of_adapters(config: RunConfig) -> list[str]:
-    found = []
-    if not config.lora_alpha > 0:
-        found.append(f"--lora_alpha is {config.lora_alpha}: above 0")
-    if not 0 <= config.lora_dropout < 1:
-        found.append(f"--lora_dropout is {config.lora_dropout}: 0 to below 1")
-    if config.peft == "none":
-        changed = [name for name in ADAPTER_FLAGS if getattr(config, name) != getattr(RunConfig, name)]
-        return found + [f"--{name} without --peft" for name in changed]
-    if config.peft == "ia3":
-        changed = [name for name in ADAPTER_FLAGS[:3] if getattr(config, name) != getattr(RunConfig, name)]
-        found += [f"--{name} with --peft ia3, which has no matrices" for name in changed]
-    if config.fp8 != "none":
-        found.append(f"--fp8 {config.fp8} with --peft {config.peft}, which trains none of those weights")
-    if config.merge_adapter and config.rehearse is not None:
-        found.append("--merge_adapter with --rehearse, which learns nothing")
-    elif config.merge_adapter and config.save_final_model is False:
-        found.append("--merge_adapter with --save_final_model false")
-    if config.peft == "qlora" and config.numerics in ("fp32", "stock"):
-        found.append(f"--peft qlora with --numerics {config.numerics}: its weights compute in bf16")
-    return found
-
-
-def _of_data(config: RunConfig) -> list[str]:
-    found = []
+def _source_problems(config: RunConfig) -> list[str]:
+    problems = []
     for sources in ("sources", "eval_sources"):
         try:
-            names = [source.path for source in getattr(config, sources)]
+            paths = [source.path for source in getattr(config, sources)]
         except ValueError as error:
-            found.append(str(error).splitlines()[0])
+            problems.append(str(error).splitlines()[0])
             continue
-        if SYNTHETIC in names and (len(names) > 1 or sources == "eval_sources"):
-            found.append("synthetic tokens can't be mixed with, or held out of, documents")
-    if config.dataset == SYNTHETIC:
-        given = ("packing", "dataset_format", "eval_dataset", "lm_eval_tasks")
-        changed = [name for name in given if getattr(config, name) != getattr(RunConfig, name)]
-        found += [f"--{name} with synthetic tokens, which are no documents" for name in changed]
-    share = config.validation_split_percentage
-    if config.eval_dataset is not None and share != RunConfig.validation_split_percentage:
-        found.append(f"--validation_split_percentage {share} with --eval_dataset, which is held out instead")
-    if config.eval_dataset is not None and config.eval_steps is None:
-        found.append("--eval_dataset without --eval_steps")
-    if config.base_batch_size is not None and config.scale_lr == "none":
-        found.append(f"--base_batch_size {config.base_batch_size} without --scale_lr")
-    if config.lm_eval_tasks and (config.save_final_model is False or config.rehearse is not None):
-        found.append("--lm_eval_tasks needs a saved model, and there is none")
-    return found
+        if SYNTHETIC in paths and (len(paths) > 1 or sources == "eval_sources"):
+            problems.append("synthetic tokens can't be mixed with, or held out of, documents")
+    return problems
+
+
+def _name_problems(config: RunConfig) -> list[str]:
+    problems = []
+    if config.resume_from_checkpoint == "":
+        problems.append(
+            "--resume_from_checkpoint is empty: an unset variable? auto starts where there is none"
+        )
+    name = config.run_name
+    if name is not None and (Path(name).name != name or name in ("", "..")):
+        problems.append(f"--run_name is {name!r}: a name, no path; --output_dir says where")
+    elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
+        problems.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
+    return problems

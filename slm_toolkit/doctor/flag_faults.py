@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from slm_toolkit.base.extras import pip_install
+from slm_toolkit.base.extras import PACKAGES, pip_install
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.doctor.case import Case, fault, is_count, shown
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding
 from slm_toolkit.model.names import has_weights
@@ -16,12 +17,6 @@ _FLASH = {  # package, and the least architecture: transformers 5.23, modeling_f
 }
 _IN_16_BITS = (*_FLASH, "sdpa_flash", "sdpa_cudnn")
 _BEFORE_HOPPER = ("ampere", "ada")
-_PACKAGES = {  # and its extra, by the flag's value that needs it
-    ("use_liger_kernel", True): ("liger-kernel", "liger"),
-    ("fp8", "tensorwise"): ("torchao", "fp8"),
-    ("fp8", "rowwise"): ("torchao", "fp8"),
-    **{("peft", kind): ("peft", "peft") for kind in ("lora", "qlora", "ia3")},
-}
 _flags = partial(fault, topic="flags")
 
 
@@ -83,11 +78,15 @@ def _of_architecture(case: Case, architectures: tuple[str, ...], *names: str) ->
 
 def _packages(case: Case) -> Iterator[Finding]:
     versions = case.host.versions
-    asked = vars(case.flags)
-    needed = [(flag, value, *found) for (flag, value), found in _PACKAGES.items() if asked[flag] == value]
-    if case.flags.peft == "qlora":
-        needed.append(("peft", "qlora", "bitsandbytes", "peft"))
+    needed = [
+        (name, value, package, flag.extra)
+        for name, flag in FLAGS.items()
+        if flag.extra is not None and (value := getattr(case.flags, name)) != getattr(RunConfig, name)
+        for package in PACKAGES[flag.extra].split()
+    ]
     for flag, value, package, extra in needed:
+        if package == "bitsandbytes" and value != "qlora":
+            continue
         if package in versions and versions[package] is None:
             yield _flags(
                 *(

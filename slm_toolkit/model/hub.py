@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from slm_toolkit.base.user_files import exists, typed_path
-from slm_toolkit.config.run_config import DATA_SUFFIXES, RunConfig
+from slm_toolkit.config.dataset_files import FILE_FORMATS
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 
 _SECONDS = 2.0
@@ -38,7 +39,7 @@ def check_hub(hub_id: str, kind: str) -> None:
 def check_hub_datasets(config: RunConfig) -> None:
     """`check_hub` of every dataset that is no path, before anything is launched for it."""
     for source in (*config.sources, *config.eval_sources):
-        is_file = Path(source.path).suffix.lower() in DATA_SUFFIXES
+        is_file = Path(source.path).suffix.lower() in FILE_FORMATS
         if is_hub_id(source.path) and not is_file and not exists(typed_path(source.path)):
             check_hub(source.path, "dataset")
 

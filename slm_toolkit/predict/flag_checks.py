@@ -4,31 +4,16 @@ import argparse
 import itertools
 from typing import Any
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.flag_metadata import LARGEST_NUMBER
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory.coverage import unknown_to_estimates
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
 
-NOT_OF_AN_ESTIMATE = (
-    *("dataset_config_name", "text_column", "tokenizer_name", "streaming", "validation_split_percentage"),
-    *("num_train_epochs", "timing_warmup_steps", "profile", "rehearse", "trace_memory"),
-    *(
-        "dataloader_num_workers",
-        "eval_steps",
-        "eval_batches",
-        "save_steps",
-        "save_total_limit",
-        "save_final_model",
-    ),
-    *("resume_from_checkpoint", "report_to", "output_dir", "run_name", "merge_adapter", "lm_eval_tasks"),
-    *("eval_dataset", "dataset_format", "loss_on", "scale_lr", "base_batch_size"),
-    *("overwrite_output_dir", "async_save", "on_bad_step", "max_loss", "find_batch_size"),
-)
-CHANGES_NOTHING = ("seed", "lora_alpha")
-"grid flags of which an estimate takes one value: all give the same row"
-_LARGEST_NUMBER = 10**12
+NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
+"flags that `slm estimate` does not have"
 _LARGEST_MODEL = 10**15
 
 
@@ -75,8 +60,8 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
     for count in num_gpus:
         if count < 1:
             found.append(f"--num_gpus is {count}: at least 1")
-        elif count > _LARGEST_NUMBER:
-            found.append(f"--num_gpus is {count}: at most {_LARGEST_NUMBER:,}")
+        elif count > LARGEST_NUMBER:
+            found.append(f"--num_gpus is {count}: at most {LARGEST_NUMBER:,}")
         elif count > gpus_per_node and count % gpus_per_node:
             found.append(
                 f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"

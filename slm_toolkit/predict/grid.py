@@ -8,10 +8,9 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.flag_checks import (
-    CHANGES_NOTHING,
     all_of,
     flag_problems,
     largest_batch_problems,
@@ -53,7 +52,7 @@ def estimates(
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
         for name, value in given.items()
     }
-    several |= {name: several[name][:1] for name in CHANGES_NOTHING if name in several}
+    several |= {name: values[:1] for name, values in several.items() if FLAGS[name].estimate == "ignores"}
     if find_largest_batch:
         several["per_device_train_batch_size"] = [1]
     found_gpus = [None if name is None else gpu_of_name(name) for name in dict.fromkeys(gpus)]

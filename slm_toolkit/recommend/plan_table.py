@@ -1,10 +1,14 @@
 """Ranked plans as text: the table, why the first, what would move it, and the commands."""
 
+import dataclasses
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.model.from_config import GPT_TYPES
+from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
 from slm_toolkit.recommend.plans import Plan
 from slm_toolkit.recommend.ranking import (
@@ -16,6 +20,7 @@ from slm_toolkit.recommend.ranking import (
     score_of,
 )
 from slm_toolkit.report.tables.cells import DASH, gib, rate, setting
+from slm_toolkit.report.tables.columns import TITLES
 from slm_toolkit.report.tables.fitted import fix_width
 
 _COLUMNS = (  # title, cell, order in which they are dropped (0: never)
@@ -169,18 +174,19 @@ def _size(number: float) -> str:
     return f"{number / 1e3:,.0f}k" if number >= 1e4 else f"{number:,.0f}"
 
 
-_SETTINGS = (
-    "seq_len",
-    "numerics",
-    "reduce_dtype",
-    "attn_implementation",
-    "norm_kernel",
-    "mlp_kernel",
-    "torch_compile",
-    "optim",
-    "peft",
-    "lora_r",
+_IN_COLUMNS = (
+    "model",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "loss_kernel",
 )
+_SETTINGS = tuple(
+    f.name
+    for f in dataclasses.fields(Estimate)
+    if f.name in FLAGS and FLAGS[f.name].heading and f.name not in _IN_COLUMNS
+)
+"columns of their own where plans differ in them"
 
 
 def _table(shown: list[Plan], width: int) -> Table:
@@ -188,10 +194,7 @@ def _table(shown: list[Plan], width: int) -> Table:
     if len({plan.estimate.model for plan in shown}) == 1:
         columns = columns[1:]
     differing = [name for name in _SETTINGS if len({getattr(plan.estimate, name) for plan in shown}) > 1]
-    own = [
-        (name.replace("_", " "), lambda plan, n=name: setting(getattr(plan.estimate, n)), 0)
-        for name in differing
-    ]
+    own = [(TITLES[name], lambda plan, n=name: setting(getattr(plan.estimate, n)), 0) for name in differing]
     columns[2:2] = own
     while (table := _build(shown, columns)).width > width and any(priority for *_, priority in columns):
         columns.remove(min((column for column in columns if column[2]), key=lambda column: column[2]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import budget
@@ -98,12 +98,7 @@ def observation_key(
 ) -> tuple:
     """What must be equal for a record to stand for a configuration: shape, hardware, all that costs time."""
     shape = dataclasses.replace(spec, name="", source="", path=None)
-    names = (
-        *("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "attn_implementation"),
-        *("gradient_checkpointing", "loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel"),
-        *("torch_compile", "torch_compile_mode", "numerics", "reduce_dtype", "optim", "fp8", "tf32"),
-        *("fsdp_prefetch", "peft", "lora_r", "lora_dropout", "lora_target_modules", "packing"),
-    )
+    names = (name for name, flag in FLAGS.items() if flag.estimate == "counts" and name != "model")
     sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
     return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import orjson
 
 from slm_toolkit.base.user_files import MOST_LEVELS
-from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, RunConfig
+from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConfig
 from slm_toolkit.model.from_config import MOST_LAYERS, is_size
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.record.memory_timeline import PARTS
@@ -208,8 +208,8 @@ def _of_model() -> dict[str, Fits]:
 def _of_config() -> dict[str, Fits]:
     found = {name: fits_of(hint) for name, hint in _of(RunConfig).items()}
     for field in dataclasses.fields(RunConfig):
-        if (choices := field.metadata["choices"]) is not None:  # of a newer version there are others
-            known = (*choices, *field.metadata["synonyms"], field.default)
+        if (choices := FLAGS[field.name].choices) is not None:  # of a newer version there are others
+            known = (*choices, *FLAGS[field.name].synonyms, field.default)
             found[field.name] = lambda value, known=known: value in known
     checkpointing = ("none", "full", "selective_op", "selective_layer", *CHECKPOINTING_SYNONYMS)
     found["gradient_checkpointing"] = lambda value: str(value).lower() in checkpointing

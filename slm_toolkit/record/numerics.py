@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slm_toolkit.config.run_config import FLAGS, RunConfig
+
 FP32_STEPS = 5
 "of each strategy, that `slm compare --parity` does in fp32 first"
 ROUNDED = " rounded to bfloat16"
@@ -92,11 +94,17 @@ _OF_OPTIMIZER = (
 
 def is_computed_plainly(config: Mapping[str, Any]) -> bool:
     """Whether nothing was asked for that rounds otherwise than one plain process of the same numerics."""
-    plain = {"reduce_dtype": None, "loss_kernel": "hf", "norm_kernel": "hf", "mlp_kernel": "hf"}
-    plain |= {"use_liger_kernel": False, "torch_compile": False, "fp8": "none", "tf32": False}
-    return all(config.get(name, value) == value for name, value in plain.items()) and config[
-        "attn_implementation"
-    ] in ("eager", "sdpa")
+    return config["attn_implementation"] in ("eager", "sdpa") and all(
+        config.get(name, plain) == plain for name, plain in PLAIN.items()
+    )
+
+
+PLAIN = {
+    name: getattr(RunConfig, name)
+    for name, flag in FLAGS.items()
+    if flag.losses == "rounded" and name not in ("numerics", "attn_implementation")
+}
+"flags of which another value rounds otherwise, under any numerics, and the plain value"
 
 
 def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:

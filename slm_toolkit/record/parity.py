@@ -8,7 +8,7 @@ from math import isfinite
 
 import orjson
 
-from slm_toolkit.config.run_config import learning_rate
+from slm_toolkit.config.run_config import FLAGS, learning_rate
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
     ALIKE,
@@ -155,13 +155,8 @@ def _asked_alike(record: RunRecord, reference: RunRecord) -> bool:
     return one == other and record.world_size == reference.world_size
 
 
-_ANY_VALUE_COMPUTES_THE_SAME = (  # other values of these flags are other ways to the same losses
-    *("attn_implementation", "gradient_checkpointing", "torch_compile", "numerics", "reduce_dtype", "optim"),
-    *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8", "tf32"),
-    *("fsdp_prefetch", "dataloader_num_workers"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("profile", "save_steps", "on_bad_step", "max_loss", "fp32_steps"),
-)
+_SAME_TASK = frozenset(name for name, flag in FLAGS.items() if flag.losses != "others")
+"other values of these flags are other ways to the same losses"
 _SMALL_SHARE = 1e-3
 "of the largest parameter's gradient norm: a smaller one may be nothing but rounding"
 
@@ -523,7 +518,7 @@ def _task_of(record: RunRecord) -> bytes:
     Epochs, too, end after whole steps.
     """
     config = record.asked["config"]
-    settings = {name: value for name, value in config.items() if name not in _ANY_VALUE_COMPUTES_THE_SAME}
+    settings = {name: value for name, value in config.items() if name not in _SAME_TASK}
     settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock: the script asks for none
     sequences = (
         config["per_device_train_batch_size"]

@@ -114,7 +114,7 @@ def test_what_cannot_be_tuned_is_refused(base: Path, tmp_path: Path) -> None:
     assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
     assert (base / "model.safetensors").is_file()
     done = run(*words, "--lora_r", "8")
-    assert "error: --lora_r without --peft" in done.err
+    assert "error: --lora_r 8 without --peft" in done.err
 
 
 def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"tf32": True}, "--tf32 with --numerics aligned, which has no fp32 matrix products"),
+        ({"tf32": True}, "--tf32 with --numerics aligned: it has no fp32 matrix products"),
         (
             {"torch_compile_mode": "max-autotune"},
             "--torch_compile_mode max-autotune without --torch_compile",
@@ -128,11 +128,11 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
         ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),
         (
             {"fp8": "rowwise", "numerics": "fp32"},
-            "--fp8 rowwise with --numerics fp32, which has no low precision",
+            "--fp8 rowwise with --numerics fp32: it has no low precision",
         ),
         (
             {"use_liger_kernel": True, "mlp_kernel": "fused"},
-            "--mlp_kernel fused with --use_liger_kernel, which has its own",
+            "--mlp_kernel fused with --use_liger_kernel: it has its own",
         ),
     ],
     ids=str,

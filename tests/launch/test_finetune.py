@@ -7,7 +7,8 @@ import torch
 from chats import ROWS, SPEC, config_of, write_rows
 from conftest import ROOT, launch, record_under, run
 
-from slm_toolkit.config.run_config import RunConfig, Source, sources_of
+from slm_toolkit.config.dataset_files import Source, sources_of
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
 from slm_toolkit.run.data.batches import make_loader, num_labels
 from slm_toolkit.run.data.data import load_data

@@ -68,7 +68,10 @@ def test_the_fp32_process_ends_with_its_rank(tmp_path: Path) -> None:
 def test_flags_that_make_no_sense_beside_it_are_refused(tmp_path: Path) -> None:
     for words, said in (
         (("--fp32_steps", "-1"), "--fp32_steps is -1: not below 0"),
-        (("--fp32_steps", "2", "--rehearse", "8"), "with --rehearse, whose losses mean nothing"),
+        (
+            ("--fp32_steps", "2", "--rehearse", "8"),
+            "--fp32_steps 2 with --rehearse 8: the losses of a rehearsal mean nothing",
+        ),
     ):
         done = slm("train", *FLAGS, *words, "--output_dir", str(tmp_path))
         assert (done.code, said in done.err) == (2, True), done.err

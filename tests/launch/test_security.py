@@ -130,7 +130,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
-    from slm_toolkit.config.run_config import Source
+    from slm_toolkit.config.dataset_files import Source
     from slm_toolkit.run.data.sources import read_rows
 
     marker = tmp_path / "marker"

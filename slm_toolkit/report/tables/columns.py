@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.cells import (
@@ -23,42 +23,21 @@ from slm_toolkit.report.tables.cells import (
     setting,
 )
 
-_SETTINGS = (  # shown as a column where rows differ in them, else once above the table
-    ("model", "model"),
-    ("evidence", "evidence"),
-    ("gpu", "GPU"),
-    ("allocator", "allocator"),
-    ("world_size", "ranks"),
-    ("num_machines", "machines"),
-    ("numerics", "numerics"),
-    ("seq_len", "seq"),
-    ("per_device_train_batch_size", "batch"),
-    ("gradient_accumulation_steps", "accum."),
-    ("loss_kernel", "loss kernel"),
-    ("norm_kernel", "norm kernel"),
-    ("mlp_kernel", "MLP kernel"),
-    ("use_liger_kernel", "Liger"),
-    ("gradient_checkpointing", "checkpointing"),
-    ("attn_implementation", "attention"),
-    ("torch_compile", "compile"),
-    ("torch_compile_mode", "compile mode"),
-    ("fsdp_prefetch", "prefetch"),
-    ("fp8", "fp8"),
-    ("tf32", "TF32"),
-    ("dataloader_num_workers", "workers"),
-    ("optim", "optimizer"),
-    ("seed", "seed"),
-    ("learning_rate", "learning rate"),
-    ("peft", "adapter"),
-    ("lora_r", "LoRA rank"),
-    ("packing", "packing"),
-    ("dataset", "dataset"),
-    ("max_steps", "steps asked"),
-)
-_NO_SETTINGS = {  # change nothing of what a row shows, or are told elsewhere
-    *("profile", "timing_warmup_steps", "save_steps", "eval_steps", "eval_batches"),
-    *("rehearse", "trace_memory", "eval_dataset", "on_bad_step", "max_loss"),
+BEFORE_OTHERS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
+"flags of which the columns come first"
+_FACTS = {
+    "evidence": "evidence",
+    "gpu": "GPU",
+    "allocator": "allocator",
+    "world_size": "ranks",
+    "num_machines": "machines",
 }
+TITLES = {
+    name: flag.column or name.replace("_", " ")
+    for name, flag in FLAGS.items()
+    if flag.identity and flag.column != ""
+} | _FACTS
+"by what a column shows: a flag, or a fact of the run"
 
 
 @dataclass(frozen=True)
@@ -136,10 +115,10 @@ def _differs(rows: list[Row], name: str) -> bool:
 
 
 def _settings(rows: list[Row]) -> list[tuple[str, str]]:
-    """_SETTINGS, then every other flag that was asked."""
-    known = {*(name for name, _ in _SETTINGS), *_NO_SETTINGS}
-    asked = dict.fromkeys(chain.from_iterable(row.asked for row in rows))
-    return [*_SETTINGS, *((name, name.replace("_", " ")) for name in asked if name not in known)]
+    """Name and title of what may be a column: each fact and flag, those of newer records too."""
+    newer = (name for row in rows for name in row.asked if name not in FLAGS)
+    titles = TITLES | {name: name.replace("_", " ") for name in newer}
+    return [(name, titles[name]) for name in dict.fromkeys(("model", *_FACTS, *BEFORE_OTHERS, *titles))]
 
 
 def value_of(row: Row, name: str) -> object:

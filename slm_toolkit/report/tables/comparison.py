@@ -8,27 +8,19 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import Column, columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.tables.fitted import fix_width
 
 MANY_ROWS = 200
 """above which rich, half a millisecond a row, does not lay the table out; a terminal is shown no more"""
+_ALWAYS_ABOVE = (
+    *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "attn_implementation",
+)
+"what the heading shows in words of its own"
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
-_SAID_ABOVE = {  # of flags that are the same in all rows; {}: their value
-    "loss_kernel": ("hf", "loss {}"),
-    "norm_kernel": ("hf", "norm {}"),
-    "mlp_kernel": ("hf", "MLP {}"),
-    "use_liger_kernel": (False, "Liger"),
-    "gradient_checkpointing": ("none", "checkpointing {}"),
-    "torch_compile": (False, "compiled"),
-    "torch_compile_mode": ("default", "{}"),
-    "fsdp_prefetch": (0, "{} layers prefetched"),
-    "fp8": ("none", "fp8 {}"),
-    "tf32": (False, "TF32"),
-    "peft": ("none", "{}"),
-    "packing": ("auto", "packing {}"),
-}
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
@@ -121,9 +113,14 @@ def heading(rows: list[Row]) -> Text:
         same.append(f"attention {kernel}")
     if "gradient_accumulation_steps" not in columns and row.gradient_accumulation_steps > 1:
         same.append(f"{row.gradient_accumulation_steps} micro-steps")
-    for name, (default, words) in _SAID_ABOVE.items():
-        if name not in columns and value_of(row, name) not in (None, default):
-            same.append(words.format(value_of(row, name)))
+    for name, flag in FLAGS.items():
+        value = value_of(row, name)
+        if (
+            flag.heading
+            and name not in (*_ALWAYS_ABOVE, *columns)
+            and value not in (None, getattr(RunConfig, name))
+        ):
+            same.append(flag.heading.format(value))
     evidence = " and ".join(dict.fromkeys(row.evidence for row in rows))
     return Text(f"{evidence}: " + ", ".join(same), style="bold")
 

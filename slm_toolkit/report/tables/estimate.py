@@ -1,37 +1,37 @@
 """Estimates as a rich table; of a single one the parts of its peak and of its step too, with bars."""
 
+import dataclasses
 from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
 from slm_toolkit.predict.memory.gpu import STATE
 from slm_toolkit.report.tables.cells import DASH, dollars, rate
+from slm_toolkit.report.tables.columns import BEFORE_OTHERS, TITLES
 from slm_toolkit.report.tables.fitted import fix_width
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-_SETTINGS = (  # a column where rows differ, else once above: in these words, but not these plain values
-    ("model", "model", "{}", ()),
-    ("gpu", "GPU", "{}", (None,)),
-    ("num_gpus", "GPUs", "GPUs: {}", ()),
-    ("numerics", "numerics", "numerics {}", ()),
-    ("reduce_dtype", "reduced in", "gradients reduced in {}", (None,)),
-    ("seq_len", "seq", "sequence {}", ()),
-    ("per_device_train_batch_size", "batch", "batch {} per GPU", ()),
-    ("gradient_accumulation_steps", "accum.", "{} micro-steps", (1,)),
-    ("attn_implementation", "attention", "attention {}", ()),
-    ("gradient_checkpointing", "checkpointing", "checkpointing {}", ("none",)),
-    ("loss_kernel", "loss kernel", "loss {}", ("hf",)),
-    ("norm_kernel", "norm kernel", "norm {}", ("hf",)),
-    ("mlp_kernel", "MLP kernel", "MLP {}", ("hf",)),
-    ("torch_compile", "compile", "compiled", (False,)),
-    ("optim", "optimizer", "{}", ()),
-    ("peft", "peft", "{}", ("none",)),
-    ("lora_r", "rank", "rank {}", (None,)),
+_FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
+_TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
+_TITLES |= {name: TITLES[name] for name in dict.fromkeys((*BEFORE_OTHERS, *_FLAGS))}
+"of a column where rows differ in a setting; else it stands once above"
+_HEADINGS = {
+    **{name: FLAGS[name].heading for name in _FLAGS},
+    **{"gpu": "{}", "num_gpus": "GPUs: {}", "per_device_train_batch_size": "batch {} per GPU"},
+}
+_ABOVE_IF_DEFAULT = (
+    "numerics",
+    "seq_len",
+    "per_device_train_batch_size",
+    "attn_implementation",
+    "optim",
+    "lora_r",
 )
 _OTHERS = ("communication", "temporary", "workspace")
 
@@ -95,7 +95,7 @@ def _columns(
     """Title, cell, and the order in which columns are dropped (0: never)."""
     found = [
         (title, lambda row, name=name: _setting(getattr(row, name)), 0)
-        for name, title, _, _ in _SETTINGS
+        for name, title in _TITLES.items()
         if _differs(rows, name) or (largest_batch and title == "batch")
     ]
     if largest_batch:
@@ -142,10 +142,11 @@ def _build(rows: list[Estimate], columns: list[tuple[str, Callable[[Estimate], s
 
 def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
     same = [
-        words.format(getattr(rows[0], name))
-        for name, title, words, plain in _SETTINGS
+        _HEADINGS[name].format(value)
+        for name, title in _TITLES.items()
         if not _differs(rows, name)
-        and getattr(rows[0], name) not in plain
+        and (value := getattr(rows[0], name)) is not None
+        and (name in _ABOVE_IF_DEFAULT or value != getattr(RunConfig, name, None))
         and not (largest_batch and title == "batch")
     ]
     return Text("estimated: " + ", ".join(same), style="bold")

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from slm_toolkit.base.errors import DISK_FULL, RunEnded
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, delete, finished, sweep_checkpoints
 from slm_toolkit.run.checkpoint.files import (
     DATA,
@@ -37,13 +37,6 @@ from slm_toolkit.strategy.strategy import Strategy
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
 "what dropout draws from, on each rank"
 _FINGERPRINT_ELEMENTS = 1024
-_LIKE_BEFORE = (
-    *("model", "numerics", "optim", "seq_len"),
-    *("peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-    *("packing", "loss_on", "dataset_format", "eval_dataset", "validation_split_percentage"),
-    *("dataset", "dataset_config_name", "text_column", "tokenizer_name", "streaming", "seed"),
-)
-"flags that decide which tensors a checkpoint has and which sequences were already seen"
 
 
 def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
@@ -52,7 +45,7 @@ def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any
     Not the strategy, the number of processes and how a step's sequences fall on them. A checkpoint says
     beside it what the data was, see `Data.contents`.
     """
-    flags = {flag: getattr(config, flag) for flag in _LIKE_BEFORE}
+    flags = {name: getattr(config, name) for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     evaluates = config.eval_steps is not None  # then some is held out
     return {**flags, "evaluates": evaluates, "sequences_per_step": sequences_per_step}
 

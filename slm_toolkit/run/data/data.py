@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from slm_toolkit.config.run_config import SYNTHETIC, RunConfig, Source
+from slm_toolkit.config.dataset_files import Source
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.run.checkpoint.files import NUM_HELD_OUT
 from slm_toolkit.run.data.formats import CHATS

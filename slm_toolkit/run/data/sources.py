@@ -8,8 +8,8 @@ from typing import Any
 
 from slm_toolkit.base.errors import DISK_FULL
 from slm_toolkit.base.user_files import typed_path
-from slm_toolkit.config.dataset_files import FILE_FORMATS, is_saved_dataset, local_files
-from slm_toolkit.config.run_config import RunConfig, Source
+from slm_toolkit.config.dataset_files import FILE_FORMATS, Source, is_saved_dataset, local_files
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.hub import check_hub
 from slm_toolkit.run.data.bad_data import BadData, StreamedRows, fault_in, first_line
 from slm_toolkit.run.data.formats import format_of, unreadable_text

@@ -1,0 +1,92 @@
+"""What RunConfig's fields declare: every rule is about flags that exist, and gives its sentence."""
+
+import dataclasses
+
+import pytest
+
+from slm_toolkit.base.extras import PACKAGES
+from slm_toolkit.config.flag_metadata import Excludes
+from slm_toolkit.config.run_config import FLAGS, RunConfig
+
+RULES = [(name, rule) for name, flag in FLAGS.items() for rule in flag.excludes]
+
+
+def a_value(name: str) -> object:
+    """Some value of a flag that is within its range and not its default."""
+    flag, default = FLAGS[name], getattr(RunConfig, name)
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice != default)
+    kind = RunConfig.__annotations__[name]
+    if kind in (bool, bool | None):
+        return True
+    return "text" if kind in (str, str | None) else {"lora_dropout": 0.5}.get(name, 7)
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES, ids=str)
+def test_each_pair_that_a_field_excludes_is_one_sentence(name: str, rule: Excludes) -> None:
+    given = {
+        name: rule.own[0] if rule.own else a_value(name),
+        rule.other: rule.values[0] if rule.values else a_value(rule.other),
+    }
+    (problem,) = [
+        problem
+        for problem in RunConfig(**given).problems()
+        if problem.startswith(f"--{name}") and f" with --{rule.other}" in problem
+    ]
+    assert problem.endswith(f": {rule.why}")
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.needs])
+def test_a_flag_that_needs_another_is_refused_without_it(name: str) -> None:
+    (other,) = FLAGS[name].needs
+    alone = RunConfig(**{name: a_value(name)}).problems()
+    assert [problem for problem in alone if problem.endswith(f" without --{other}")] != []
+    both = RunConfig(**{name: a_value(name), other: a_value(other)}).problems()
+    assert not any("without" in problem for problem in both)
+
+
+def test_rules_name_flags_choices_and_packages_that_exist() -> None:
+    for name, rule in RULES:
+        for field, values in ((name, rule.own), (rule.other, rule.values)):
+            assert field in FLAGS
+            assert set(values) <= set(FLAGS[field].choices or values)
+    assert all(set(flag.needs) <= FLAGS.keys() for flag in FLAGS.values())
+    assert {flag.extra for flag in FLAGS.values()} - {None} <= PACKAGES.keys()
+
+
+def test_the_defaults_break_no_rule() -> None:
+    assert RunConfig().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"save_steps": 0}, "--save_steps is 0: at least 1"),
+        ({"weight_decay": -0.5}, "--weight_decay is -0.5: not below 0"),
+        ({"adam_beta1": 1.0}, "--adam_beta1 is 1: 0 to below 1"),
+        ({"max_loss": 0.0}, "--max_loss is 0: above 0"),
+        ({"seq_len": 1}, "--seq_len is 1: at least 2 (a token needs a next one)"),
+        ({"seed": 2**32}, "--seed is 4294967296: 0 to 4294967295"),
+        ({"max_steps": 10**13}, "--max_steps is 10000000000000: at most 1,000,000,000,000"),
+        ({"weight_decay": float("nan")}, "--weight_decay is nan: not below 0"),
+        ({"max_loss": float("inf")}, "--max_loss is inf: above 0"),
+        ({"numerics": "int8"}, "--numerics is 'int8': one of aligned, stock, pure_bf16, fp32"),
+        ({"run_name": "a\nb"}, "--run_name is 'a\\nb': it has characters that can't be shown"),
+    ],
+)
+def test_a_value_out_of_its_range_is_a_sentence(flags: dict, says: str) -> None:
+    assert RunConfig(**flags).problems() == [says]
+
+
+def test_fields_stand_in_the_order_of_help() -> None:
+    groups = ("model", "adapters", "batch", "data", "length", "optimizer", "saving")
+    assert tuple(dict.fromkeys(flag.group for flag in FLAGS.values())) == groups
+    of_fields = [FLAGS[f.name].group for f in dataclasses.fields(RunConfig)]
+    assert of_fields == sorted(of_fields, key=groups.index)
+
+
+def test_a_flag_that_estimates_cover_only_in_part_names_what_to_do() -> None:
+    for name, flag in FLAGS.items():
+        assert not flag.closed_form_for or flag.no_closed_form
+        assert getattr(RunConfig, name) in (flag.closed_form_for or (getattr(RunConfig, name),))
+        assert flag.no_closed_form is None or flag.estimate == "counts"
