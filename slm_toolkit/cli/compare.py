@@ -1,7 +1,6 @@
 """`slm compare`: launches of a grid, one after another, side by side or as Slurm jobs, and their table."""
 
 import argparse
-import dataclasses
 import json
 import shlex
 import signal
@@ -28,9 +27,8 @@ from slm_toolkit.cli.output import (
 )
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
-from slm_toolkit.config.flags import add_flags, every_config
+from slm_toolkit.config.flags import add_flags, every_config, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, this_machine
 from slm_toolkit.hardware.machine import advise
 from slm_toolkit.hardware.prices import find_price
@@ -250,7 +248,9 @@ def _compare(args: argparse.Namespace) -> int:
             if args.dry_run and (files := exports_asked(args)):
                 raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
             baseline = read_baseline(args.baseline)
-            check_training(every_config(_given(args)), [find_strategy(name) for name in args.strategy or ()])
+            check_training(
+                every_config(given_flags(args)), [find_strategy(name) for name in args.strategy or ()]
+            )
             if nodes is None:
                 with console.status("looking at this machine"):
                     machine = this_machine()
@@ -291,7 +291,7 @@ def _plan(
     from slm_toolkit.compare.predicted import check_skippable
     from slm_toolkit.compare.slurm_script import strategy_on_nodes
 
-    given = _given(args)
+    given = given_flags(args)
     if given.get("save_final_model") is None:
         given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
@@ -343,12 +343,6 @@ def _plan(
     }
     print("".join(f"note: {path}: {note}\n" for path, note in notes if note), end="", file=sys.stderr)
     return runs, slots
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """RunConfig's fields that were given as flags, each a value or a list of values."""
-    names = {f.name for f in dataclasses.fields(RunConfig)}
-    return {name: value for name, value in vars(args).items() if name in names and value is not None}
 
 
 def _run(

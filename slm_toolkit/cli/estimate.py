@@ -1,7 +1,6 @@
 """`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
 
 import argparse
-import dataclasses
 import itertools
 import json
 import sys
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.garbage import no_garbage_collection
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
-from slm_toolkit.config.flags import add_flags
+from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
@@ -79,8 +78,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     with user_errors():
-        names = {f.name for f in dataclasses.fields(RunConfig)}
-        given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+        given = given_flags(args)
         strategies, left_out = strategies_asked(args.strategy, given, has_gpu=True)
         gpus, num_gpus = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)
         rows = estimates(

@@ -1,7 +1,6 @@
 """`slm recommend`: which GPUs, how many, which strategy and batch for a job, and the commands to start it."""
 
 import argparse
-import dataclasses
 import itertools
 import json
 import re
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
-from slm_toolkit.config.flags import add_flags
+from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.from_config import position_problem
@@ -200,11 +199,9 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
 
 def configs_of(args: argparse.Namespace) -> list[RunConfig]:
     """The grid of flags given and GRID's for the rest, batches ascending."""
-    names = {f.name for f in dataclasses.fields(RunConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in {**GRID, **given}.items()
+        for name, value in {**GRID, **given_flags(args)}.items()
     }
     check_grid(several, num_gpus=[1], gpus_per_node=args.gpus_per_node)
     several["per_device_train_batch_size"].sort()

@@ -5,50 +5,53 @@ import dataclasses
 import itertools
 from typing import Any, get_args, get_origin
 
+from slm_toolkit.config.flag_metadata import Flag
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-
-_GROUPS = ("model", "adapters", "batch", "data", "length", "optimizer", "saving")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
     """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
-    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
+    groups = {
+        name: parser.add_argument_group(name) for name in dict.fromkeys(f.group for f in FLAGS.values())
+    }
     for f in dataclasses.fields(RunConfig):
-        if f.name in leave_out:
-            continue
-        known = FLAGS[f.name]
-        several = grid and known.grid
-        kind = _value_type(f.type)
-        bare = True if kind is bool else known.bare
-        options: dict[str, Any] = {"dest": f.name, "type": _bool if kind is bool else kind, "default": None}
-        if known.synonyms:
-            options["type"] = lambda text, of=known.synonyms: of.get(text.lower(), text)
-        options["choices"] = known.choices
-        options["metavar"] = (
-            None if known.choices else kind.__name__.upper() if kind is not bool else "true|false"
-        )
-        if several:
-            options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
-        elif bare is not None:
-            options.update(nargs="?", const=bare)
-        shown = (
-            ""
-            if f.default is None
-            else f" (default: {str(f.default).lower() if kind is bool else f.default})"
-        )
-        options["help"] = (known.help + shown + ("; several values make a grid" if several else "")).replace(
-            "%", "%%"
-        )
-        names = (f"--{name}" for name in (f.name, *known.aliases))
-        groups[known.group].add_argument(*names, **options)
+        if f.name not in leave_out:
+            flag = FLAGS[f.name]
+            names = (f"--{name}" for name in (f.name, *flag.aliases))
+            groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
+
+
+def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, Any]:
+    """argparse's options for a field."""
+    kind = _value_type(f.type)
+    default = str(f.default).lower() if kind is bool else f.default
+    text = flag.help + ("" if f.default is None else f" (default: {default})")
+    options: dict[str, Any] = {
+        "dest": f.name,
+        "type": _bool if kind is bool else kind,
+        "default": None,
+        "choices": flag.choices,
+        "metavar": None if flag.choices else "true|false" if kind is bool else kind.__name__.upper(),
+        "help": (text + "; several values make a grid" * several).replace("%", "%%"),
+    }
+    if flag.synonyms:
+        options["type"] = lambda word: flag.synonyms.get(word.lower(), word)
+    bare = True if kind is bool else flag.bare
+    if several:
+        options.update(nargs="+" if bare is None else "*", const=bare, action=_Several)
+    elif bare is not None:
+        options.update(nargs="?", const=bare)
+    return options
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:
     """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
-    names = {f.name for f in dataclasses.fields(RunConfig)}
-    return RunConfig(
-        **{name: value for name, value in vars(args).items() if name in names and value is not None}
-    )
+    return RunConfig(**given_flags(args))
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """RunConfig's fields that were given as flags, each a value or a list of values."""
+    return {name: value for name, value in vars(args).items() if name in FLAGS and value is not None}
 
 
 def every_config(given: dict[str, Any]) -> list[RunConfig]:

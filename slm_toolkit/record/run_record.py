@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from slm_toolkit.base.user_files import exists, typed_path
-from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, RunConfig
+from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConfig
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.strategy import Strategy
@@ -302,7 +302,7 @@ def flags_asked(record: RunRecord) -> dict[str, Any]:
 
 def config_of(record: RunRecord) -> RunConfig:
     """The RunConfig that was asked; flags that came later have their defaults."""
-    flags = {name: value for name, value in flags_asked(record).items() if name in _OF_CONFIG}
+    flags = {name: value for name, value in flags_asked(record).items() if name in FLAGS}
     return RunConfig(**flags).with_defaults(has_gpu=record.gpu is not None)
 
 
@@ -321,4 +321,3 @@ def finite(value: float) -> float | None:
 
 _OF_MODEL = frozenset(f.name for f in dataclasses.fields(ModelSpec))
 _DEFAULTS = RunConfig().identity
-_OF_CONFIG = frozenset(f.name for f in dataclasses.fields(RunConfig))
