@@ -45,7 +45,6 @@ import torch
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
 from slm_toolkit.config.run_config import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
-from slm_toolkit.launch.lost_ranks import answer_signals
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
@@ -84,7 +83,6 @@ def main(argv: list[str] | None = None, *, end_after: int | None = None) -> None
     arguments = sys.argv[1:] if argv is None else argv
     with user_errors():
         fp32_pass = in_fp32_first(training_config(arguments), _train_and_leave)
-    answer_signals()
     with user_errors():
         watchdog = Watchdog()
     with watchdog:

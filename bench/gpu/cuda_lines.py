@@ -52,7 +52,7 @@ RUNS = (  # words of Python, GPUs, GiB of each
         )
     ),
     (f"{SLM} compare --strategy ddp fsdp_full_shard --num_processes 2 {TINY}", 2, 1.0),
-    ("-c 'from slm_toolkit.run.faults import stalled; stalled._gpu_is_busy()'", 1, 1.0),
+    ("-c 'from slm_toolkit.run.faults import lost_ranks; lost_ranks._gpu_is_busy()'", 1, 1.0),
     (f"{SLM} compare --probe_network --num_processes 2 --probe_seconds 2", 2, 1.0),
 )  # fmt: skip
 

@@ -10,6 +10,12 @@ from contextlib import contextmanager
 
 EXIT_CODE_VARIABLE = "SLM_EXIT_CODE_FILE"
 "in the environment of ranks that `slm launch` started: where they write with which code they end, if not 0"
+TIME_LIMIT_VARIABLE = "SLM_TIME_LIMIT"
+"in the environment of ranks that `slm compare` started: seconds, and the monotonic time when they are over"
+KILLED_OR_CRASHED = "was killed or crashed"
+"in the message about a process that ended without one; the process that started it knows the signal"
+STOPPED_AFTER = "stopped after"
+"begins the message of a run that ended at its time limit"
 
 
 class RunEnded(RuntimeError):

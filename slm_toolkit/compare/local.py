@@ -15,11 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from slm_toolkit.base.errors import DISK_FULL
+from slm_toolkit.base.errors import DISK_FULL, TIME_LIMIT_VARIABLE
 from slm_toolkit.base.safe_files import open_new
 from slm_toolkit.compare.gpu_slots import Slot
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.compare.hangs import explain, look_at_ranks
 from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken, record_of
 from slm_toolkit.compare.supervisor import end_kept, start_kept
 from slm_toolkit.config.flags import flags_of
@@ -27,13 +26,15 @@ from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
 from slm_toolkit.launch.python_environment import safe_environment
 from slm_toolkit.record.files import read_record, write_record
-from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, STACK_FILES, RunRecord
+from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
 Progress = Callable[[dict[str, float] | None], None]
 "called several times a second with what the run last wrote about itself, None before the first step"
 _PORT_TRIES = 3
+_GRACE_SECONDS = 20.0
+"for a run to end itself at its time limit, once its ranks have found out which of them hangs"
 _PORTS = range(20_000, 32_768)
 "below those that Linux gives to outgoing connections, which could take a port before it is listened to"
 
@@ -141,7 +142,7 @@ def forget(run: PlannedRun) -> None:
 
 def clear(folder: Path, *names: str) -> None:
     """Remove `names`, and what runs write only for the while, half-written files too."""
-    for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*", STACK_FILES):
+    for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*"):
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -166,7 +167,7 @@ def _execute_once(
         full = "no room on the disk: " if error.errno in DISK_FULL else ""
         record = record_of(
             run,
-            Ended([], started_at, time.monotonic() - started, 1, None, None, None, ""),
+            Ended([], started_at, time.monotonic() - started, 1, None, None, ""),
             reason=f"{full}{error.strerror}: {error.filename or run.folder}",
         )
     with suppress(OSError):  # then this comparison's table alone has it
@@ -185,18 +186,18 @@ def _launch(
 ) -> Ended:
     """Start `command` and see it to its end, or end it."""
     folder, before = run.folder, look_at_host_ram()
-    least_available_bytes, timed_out, hung = before.available_bytes, False, None
+    least_available_bytes = before.available_bytes
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with open_new(folder / LOG_FILE, "xb") as log:
-        keeper = start_kept(command, folder, log, _environment(run, slot))
+        keeper = start_kept(command, folder, log, _environment(run, slot, timeout_seconds))
         try:
             while keeper.poll() is None and not stop.is_set():
                 on_progress(progress_of(folder))
                 least_available_bytes = min(least_available_bytes, psutil.virtual_memory().available)
-                if time.monotonic() - started > timeout_seconds:
-                    timed_out, hung = True, explain(look_at_ranks(folder))
+                if time.monotonic() - started > timeout_seconds + _GRACE_SECONDS:
                     break
                 time.sleep(0.2)
+            timed_out = time.monotonic() - started > timeout_seconds and keeper.poll() != 0
         finally:
             end_kept(keeper, folder)
     if stop.is_set():
@@ -208,7 +209,6 @@ def _launch(
         exit_code=keeper.returncode,
         progress=progress_of(folder),
         stopped_after_seconds=timeout_seconds if timed_out else None,
-        hung=hung,
         killed_by=_killed_by(before, least_available_bytes),
     )
 
@@ -217,10 +217,11 @@ def _killed_by(before: HostRam, least_available_bytes: int) -> str:
     return who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes)
 
 
-def _environment(run: PlannedRun, slot: Slot) -> dict[str, str]:
+def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[str, str]:
     """As a user's shell, with CPU threads shared out among CPU processes, on the slot's GPUs alone."""
     env = safe_environment()
     env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env[TIME_LIMIT_VARIABLE] = f"{timeout_seconds} {time.monotonic() + timeout_seconds}"
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // (run.num_processes * slot.num_slots))))
     if slot.visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.visible_devices)

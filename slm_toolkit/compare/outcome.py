@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import SAYS_DISK_FULL
+from slm_toolkit.base.errors import KILLED_OR_CRASHED, SAYS_DISK_FULL, STOPPED_AFTER
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.compare.grid import PlannedRun
-from slm_toolkit.launch.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, model_facts
 
@@ -102,8 +101,6 @@ class Ended:
     progress: dict[str, float] | None
     stopped_after_seconds: float | None
     "its time limit, where it took longer"
-    hung: str | None
-    "which rank hung, where that could be seen"
     killed_by: str
     "who sends a SIGKILL at such a time, if one was sent"
 
@@ -155,9 +152,10 @@ def _reason(folder: Path, ended: Ended) -> str:
     log = folder / LOG_FILE
     log_text, last = read_log(log), ended.progress
     if ended.stopped_after_seconds is not None:
+        if own := re.search(rf"^error: ({STOPPED_AFTER} .*)$", log_text, re.MULTILINE):
+            return own[1]  # names the rank that hangs
         where = f"at step {last['step']} of {last['num_steps']}" if last else "before its first step"
-        hung = f": {ended.hung}" if ended.hung else ""
-        return f"stopped after {ended.stopped_after_seconds:g} s, {where}{hung}"
+        return f"{STOPPED_AFTER} {ended.stopped_after_seconds:g} s, {where}"
     if (full := disk_full(folder, log_text)) is not None:
         return full
     if (killed := killed_process(log_text, ended.exit_code)) is not None:

@@ -29,8 +29,6 @@ STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
-STACK_FILES = "stack-rank*-*.txt"
-"where a run's ranks write, by rank and process, what they are doing when `slm compare` asks"
 RUN_DIR_VARIABLE = "SLM_TOOLKIT_RUN_DIR"
 "in the environment of all processes that `slm compare` starts for a run"
 SLOW = 1.1

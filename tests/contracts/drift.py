@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "bitsandbytes", "torchao")
 DOCUMENTED = {
-    *("_exit", "_asdict", "__func__", "SIGUSR1", "malloc_trim"),  # Python's and the C library's
+    *("_exit", "_asdict", "__func__", "malloc_trim"),  # Python's and the C library's
     *("tolist", "to_local"),  # numpy's and DTensor's
 }
 "begin with an underscore, or are asked for by name, and are promised all the same"

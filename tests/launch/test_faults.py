@@ -62,8 +62,8 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_the_next_run_goes_on(tmp_p
     assert (ddp["status"], fsdp["status"], comparison.finished.code) == ("timeout", "ok", 1)
     line = SITE.splitlines().index("            time.sleep(1e6)") + 1
     assert ddp["reason"].startswith("stopped after 45 s, ")
-    assert f"rank 1 hung in site/sitecustomize.py:{line} in strike, while rank 0 in " in ddp["reason"]
-    assert ddp["reason"].endswith(" waited")
+    assert f") hung in site/sitecustomize.py:{line} in strike, called from " in ddp["reason"]
+    assert ddp["reason"].endswith(", while rank 0 waited")
     assert left_over(tmp_path) == []
 
 

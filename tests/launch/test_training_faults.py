@@ -22,7 +22,6 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import config_from_args
 from slm_toolkit.config.parser import with_underscores
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.run.faults.stalled import Stall, explain
 
 SAVING = ("--max_steps", "8", "--save_steps", "2")
 LIMIT = ("--ddp_timeout", "8")
@@ -284,20 +283,6 @@ def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     assert 10 < sum(record["step_seconds"][0]) < seconds
     checkpoints = sorted(path.name for path in (tmp_path / "runs/run/checkpoints").iterdir())
     assert checkpoints == ["step_12", "step_8"]
-
-
-def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:
-    waits = Stall(0, 10, is_waiting=True, has_moved=False, place="torch/x.py:1 in wait")
-    hangs = Stall(1, 11, is_waiting=False, has_moved=False, place="a/b.py:2 in read")
-    works = Stall(2, 12, is_waiting=False, has_moved=True, place="a/b.py:3 in pack")
-    assert explain([waits, hangs], []) == "rank 1 (pid 11) hung in a/b.py:2 in read, while rank 0 waited"
-    assert explain([waits, works], []) == (
-        "rank 2 (pid 12) is still at work in a/b.py:3 in pack, while rank 0 waited"
-    )
-    assert explain([waits], ["rank 1 (pid 11) is stopped"]) == (
-        "rank 1 (pid 11) is stopped, while rank 0 waited"
-    )
-    assert explain([waits], []) == "rank 0 (pid 10) waits in torch/x.py:1 in wait"
 
 
 def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:

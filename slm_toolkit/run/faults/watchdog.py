@@ -15,17 +15,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from slm_toolkit.base.errors import KILLED_OR_CRASHED, STOPPED_AFTER, TIME_LIMIT_VARIABLE
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.launcher_gone import end_with_launcher, launcher_pid
-from slm_toolkit.launch.lost_ranks import KILLED_OR_CRASHED
 from slm_toolkit.launch.torch_extensions import CompilerNews
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.checkpoint import by_order
 from slm_toolkit.run.faults.known_errors import one_line
-from slm_toolkit.run.faults.stalled import Stall, explain, stall_of
+from slm_toolkit.run.faults.lost_ranks import LocalRanks, Stall, explain, stall_of
 from slm_toolkit.run.peers.failure import write_failure
-from slm_toolkit.run.peers.local_ranks import Siblings
 from slm_toolkit.run.peers.machines import UNREACHED
 from slm_toolkit.run.peers.peer_store import open_board
 
@@ -61,8 +60,10 @@ class Watchdog:
         self.rank = int(os.environ.get("RANK", "0"))
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._board = open_board()
-        self._siblings = Siblings(self._board)
+        self._local_ranks = LocalRanks(self._board)
         self._launcher = launcher_pid()
+        limit = os.environ.get(TIME_LIMIT_VARIABLE, "inf inf").split()
+        self._limit_seconds, self._ends_at = float(limit[0]), float(limit[1])
         by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         self._compilers = CompilerNews() if by_deepspeed and is_first_here else None
@@ -146,14 +147,19 @@ class Watchdog:
                 self._give_up(lost)
             if self._run is None and self._compilers is not None:
                 self._compilers.look()
-            limit = self._seconds_over(fraction=1.0)
+            if time.monotonic() > self._ends_at:
+                self._confer(f"{STOPPED_AFTER} {self._limit_seconds:g} s, {self._where}")
+            late = self._seconds_over(fraction=1.0)
             alarmed = self._seconds_over(fraction=0.5) and self._board and self._board.read("alarm")
-            if limit or alarmed:
-                self._confer()
+            if late or alarmed:
+                self._confer(
+                    f"no progress for {self._step_limit_seconds:g} s (--ddp_timeout) {self._where}",
+                    hint="where a step does take that long, raise --ddp_timeout",
+                )
 
     def _lost(self) -> str | None:
         """Which rank, or the launcher, is gone and should not be."""
-        for rank, pid in self._siblings.ended().items():
+        for rank, pid in self._local_ranks.ended().items():
             left = self._board.read(f"left {rank}")
             if left is None:
                 return f"rank {rank} (pid {pid}) {KILLED_OR_CRASHED} {self._where}"
@@ -172,11 +178,14 @@ class Watchdog:
         self._looked_at = now
         if self._run is None or self._num_beats == 0:
             return 0.0
-        limit = self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
-        return max(0.0, now - self._beat_at - self._frozen_seconds - fraction * limit)
+        return max(0.0, now - self._beat_at - self._frozen_seconds - fraction * self._step_limit_seconds)
 
-    def _confer(self) -> NoReturn:
-        """Say where this rank is, hear where the others are, and end with what is found."""
+    @property
+    def _step_limit_seconds(self) -> float:
+        return self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
+
+    def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
+        """Write this rank's place on the board, read the others', and end with `problem` and its cause."""
         mine = stall_of(self.rank, os.getpid())
         stalls = {self.rank: mine}
         if self._board is not None:
@@ -185,17 +194,13 @@ class Watchdog:
             deadline = time.monotonic() + _ANSWER_SECONDS
             while len(stalls) < self._num_ranks and time.monotonic() < deadline:
                 for rank in set(range(self._num_ranks)) - stalls.keys():
-                    if (said := self._board.read(f"stall {rank}")) is not None:
-                        stalls[rank] = Stall(**said)
+                    if (stall := self._board.read(f"stall {rank}")) is not None:
+                        stalls[rank] = Stall(**stall)
                 time.sleep(_LOOK_SECONDS / 4)
         silent = sorted(set(range(self._num_ranks)) - stalls.keys())
-        found = explain([stalls[rank] for rank in sorted(stalls)], [*map(self._siblings.how_is, silent)])
-        limit = self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
-        self._give_up(
-            f"no progress for {limit:g} s (--ddp_timeout) {self._where}: {found}",
-            hint="where a step does take that long, raise --ddp_timeout",
-            silent=silent,
-        )
+        states = [self._local_ranks.state_of(rank) for rank in silent]
+        cause = explain([stalls[rank] for rank in sorted(stalls)], states)
+        self._give_up(f"{problem}: {cause}", hint=hint, silent=silent)
 
     def _leave(self, failed: str | None) -> None:
         """Tell the others that the end of this process is no riddle."""
@@ -221,11 +226,11 @@ class Watchdog:
         first = self._board.is_first(f"speaks {machine}", self.rank) if self._board is not None else True
         alone = first is None  # the launcher is gone, and with it what is written
         if alone:
-            first = self.rank < min(self._siblings.living(), default=self.rank + 1)
+            first = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
         if first:
             self._say(found, hint, alone=alone)
             time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
-            self._siblings.kill(silent or [])
+            self._local_ranks.kill(silent or [])
             if self._board is not None:
                 self._board.write(f"spoken {machine}", True)
         else:

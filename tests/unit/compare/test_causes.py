@@ -16,7 +16,6 @@ from conftest import H100, run, slm
 from slm_toolkit.cli import compare as compare_verb
 from slm_toolkit.cli.main import main
 from slm_toolkit.compare import local
-from slm_toolkit.compare.hangs import RankStack, explain
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
@@ -256,20 +255,3 @@ def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp
     assert telling_lines(log, 2, reason="x y") == ['  raise Bad("x y")', "Bad: x y"]
     assert telling_lines(log, 2, reason="stopped") == ["Bad: x y", "closed by peer"]
     assert telling_lines(tmp_path / "none.txt", 2, reason=None) == []
-
-
-def test_who_hung_is_who_does_not_wait_and_does_not_move() -> None:
-    waits = ("/x/torch/distributed/distributed_c10d.py:12 in all_reduce", "/x/train.py:9 in train_step")
-    sleeps = ("/home/me/loss.py:7 in forward", "/x/train.py:9 in train_step")
-    hung, waiting = RankStack(1, sleeps, has_moved=False), RankStack(0, waits, has_moved=False)
-    place = "distributed/distributed_c10d.py:12 in all_reduce"
-    assert (
-        explain([waiting, hung]) == f"rank 1 hung in me/loss.py:7 in forward, while rank 0 in {place} waited"
-    )
-    slow = RankStack(1, sleeps, has_moved=True)
-    assert explain([waiting, slow]) == f"last seen rank 0 in {place}, rank 1 in me/loss.py:7 in forward"
-    both = [waiting, RankStack(1, waits, has_moved=False)]  # or a step that takes long on the GPU
-    assert explain(both) == f"last seen ranks 0, 1 in {place}"
-    stopped = RankStack(1, (), has_moved=False)
-    assert explain([waiting, stopped]).startswith("rank 1 hung in a call that does not answer signals")
-    assert explain([]) is None
