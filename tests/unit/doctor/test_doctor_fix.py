@@ -4,13 +4,14 @@ import argparse
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import DEEPSPEED, own_strategy, slm
 
 from slm_toolkit.cli.doctor import _gpus_of
 from slm_toolkit.doctor.case import read_files
-from slm_toolkit.doctor.finding import REMOVE, Edit
+from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit
 from slm_toolkit.doctor.fix import with_edits
 from slm_toolkit.doctor.host import Host, parsed_version
 from slm_toolkit.hardware.gpus import visible
@@ -200,12 +201,62 @@ def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
 def test_a_flow_yaml_and_a_json_with_tabs_are_edited_too() -> None:
     edits = [Edit("yaml", ("b", "c"), 3), Edit("yaml", ("a",), REMOVE), Edit("yaml", ("b", "e"), True)]
     assert with_edits("{a: 1, b: {c: 2, d: x}}\n", edits, is_json=False) == "{b: {c: 3, d: x, e: true}}\n"
-    tabbed = '{\n\t"a": 1,\n\t"b": 5e8\n}\n'  # no YAML, which knows no tabs: it is written anew
-    assert json.loads(with_edits(tabbed, [Edit("json", ("a",), 2)], is_json=True)) == {"a": 2, "b": 5e8}
+    tabbed = '{\n\t"a": 1,\n\t"b": 5e8\n}\n'
+    edited = with_edits(tabbed, [Edit("json", ("a",), 2)], is_json=True)
+    assert edited == '{\n\t"a": 2,\n\t"b": 5e8\n}\n'
     text = (config_dir("ds_configs") / "zero3_nvme.json").read_text()
     edit = Edit("json", ("zero_optimization", "stage3_max_reuse_distance"), 7)
     edited = with_edits(text, [edit], is_json=True)
     assert edited == text.replace('"stage3_max_reuse_distance": 0', '"stage3_max_reuse_distance": 7')
+
+
+COMMENTED = """\
+# head
+fsdp_config: # how it shards
+    # about the strategy
+    fsdp_sharding_strategy: FULL_SHARD # old
+    # about offload
+    fsdp_offload_params: False # off
+    # end of the section
+# about the compiler
+dynamo_config: # compiles
+    dynamo_backend: INDUCTOR
+# about ranks
+num_processes: 8 # all of the node
+num_processes: 4 # half of it
+# end
+"""
+
+
+@pytest.mark.parametrize(
+    ("edits", "changed"),
+    [
+        ([("fsdp_config.fsdp_sharding_strategy", REMOVE)], [(3, [])]),
+        ([("dynamo_config", REMOVE)], [(8, []), (9, [])]),
+        ([("num_processes", KEEP_LAST)], [(11, [])]),
+        ([("num_processes", 16)], [(12, ["num_processes: 16 # half of it"])]),
+        ([("dynamo_config.dynamo_backend", REMOVE)], [(8, ["dynamo_config: {} # compiles"]), (9, [])]),
+        (
+            [("fsdp_config.fsdp_version", 2), ("distributed_type", "NO")],
+            [
+                (5, ["    fsdp_offload_params: False # off", "    fsdp_version: 2"]),
+                (12, ["num_processes: 4 # half of it", "distributed_type: 'NO'"]),  # unquoted it is false
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_comments_and_all_other_lines_stay(
+    edits: list[tuple[str, Any]], changed: list[tuple[int, list[str]]]
+) -> None:
+    """`changed`: numbers of lines, from 0, and what stands in their place."""
+    lines = [[line] for line in COMMENTED.splitlines()]
+    for number, instead in changed:
+        lines[number] = instead
+    done = with_edits(
+        COMMENTED, [Edit("yaml", tuple(key.split(".")), value) for key, value in edits], is_json=False
+    )
+    assert done.splitlines() == [line for some in lines for line in some]
 
 
 def test_settings_in_the_yaml_move_to_a_json_that_is_silent(tmp_path: Path) -> None:
