@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text, yaml_node
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.finding import Edit, Finding
+from slm_toolkit.doctor.finding import Edit, Finding, in_json, in_yaml
 from slm_toolkit.doctor.host import Host
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
+from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
 
@@ -114,6 +114,13 @@ class Case:
         device = section.get("device", "none") if isinstance(section, dict) else "none"
         return "none" if device in (None, "auto") else str(device)
 
+    def deepspeed_edit(self, key: str, value: Any) -> Edit:
+        """An edit of the JSON's `key`, which has dots; without a JSON, of the YAML's name for it."""
+        if self.has_json:
+            return in_json(key, value)
+        names = {".".join(keys): name for name, keys in KEYS_OF_THE_JSON.items()}
+        return in_yaml(f"deepspeed_config.{names.get(key) or names[f'{key}.device']}", value)
+
     @property
     def num_machines(self) -> int:
         count = self.config.get("num_machines", 1)
@@ -143,33 +150,14 @@ def shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def fault(
-    case: Case,
-    severity: str,
-    name: str,
-    sentence: str,
-    *,
-    topic: str,
-    why: str,
-    change: str,
-    file: str | None = None,
-    key: str | None = None,
-    edits: tuple[Edit, ...] = (),
-) -> Finding:
-    """A finding about `case`; `file`: yaml or json, where it lies in one, else of no one strategy."""
+def located(finding: Finding, case: Case, topic: str) -> Finding:
+    """The finding of a check with the path of its file, the name of the strategy, and the check's topic."""
     paths = {"yaml": case.files.yaml_path, "json": case.files.json_path or case.files.yaml_path}
-    of_case = file is not None or bool(edits)
-    return Finding(
-        name=name,
-        topic=topic,
-        severity=severity,
-        sentence=sentence,
-        why=why,
-        change=change,
-        file=str(paths[file]) if file else None,
-        key=key,
-        strategy=case.name if of_case else None,
-        edits=edits,
+    return replace(
+        finding,
+        topic=finding.topic or topic,
+        file=str(paths[finding.file]) if finding.file else None,
+        strategy=case.name if finding.file or finding.edits else None,
     )
 
 

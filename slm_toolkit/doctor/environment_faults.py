@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
-from slm_toolkit.doctor.case import Case, fault
-from slm_toolkit.doctor.finding import Finding
+from slm_toolkit.doctor.case import Case, is_true
+from slm_toolkit.doctor.finding import Finding, fault, slow, unwise, wrong
 
 _ON = ("1", "true", "yes", "on")
-_environment = partial(fault, topic="environment")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class _Variable:
     applies: Callable[[Case], bool] = lambda case: True
 
 
-_SEVERAL = "of GPUs that could reach each other"
 _VARIABLES = (
     _Variable(
         *("NCCL_P2P_DISABLE", _ON, "nccl-p2p-disabled", "wrong"),
@@ -72,8 +69,10 @@ def environment_faults(case: Case) -> Iterator[Finding]:
     for variable in _VARIABLES:
         value = case.host.variables.get(variable.name, "")
         if value.lower() in variable.values and variable.applies(case):
-            yield _environment(
-                *(case, variable.severity, variable.slug, f"{variable.name}={value} in the environment"),
+            yield fault(
+                variable.severity,
+                variable.slug,
+                f"{variable.name}={value} in the environment",
                 why=variable.why,
                 change=f"unset {variable.name}",
                 key=variable.name,
@@ -87,20 +86,17 @@ def _interfaces(case: Case) -> Iterator[Finding]:
     if here is None or not case.host.is_meant:
         return
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        asked = case.host.variables.get(name, "")
-        if not asked or asked.startswith("^"):  # NCCL: all but these
+        value = case.host.variables.get(name, "")
+        if not value or value.startswith("^"):  # NCCL: all but these
             continue
-        words = [word for word in asked.removeprefix("=").split(",") if word]
-        is_exact = asked.startswith("=") or name.startswith("GLOO")
-        found = [
-            there
-            for word in words
-            for there in here
-            if there == word or (not is_exact and there.startswith(word))
-        ]
-        if not found:
-            yield _environment(
-                *(case, "wrong", "interface-absent", f"{name}={asked}, and here are {', '.join(here)}"),
+        is_exact = value.startswith("=") or name.startswith("GLOO")
+        words = [word for word in value.removeprefix("=").split(",") if word]
+        if not any(
+            there == word or (not is_exact and there.startswith(word)) for word in words for there in here
+        ):
+            yield wrong(
+                "interface-absent",
+                f"{name}={value}, and here are {', '.join(here)}",
                 why="the ranks find no interface to talk by, and end or hang at the first collective",
                 change=f"unset {name}, or name one that is here",
                 key=name,
@@ -110,8 +106,9 @@ def _interfaces(case: Case) -> Iterator[Finding]:
 def _left_over(case: Case) -> Iterator[Finding]:
     names = sorted(name for name in case.host.variables if name.startswith(_LEFT_OVER))
     if names:
-        yield _environment(
-            *(case, "wrong", "launcher-variables", f"{', '.join(names)} in the environment"),
+        yield wrong(
+            "launcher-variables",
+            f"{', '.join(names)} in the environment",
             why="accelerate's launcher sets these for its ranks; those that it does not set anew for this "
             "file reach them and overrule it",
             change=f"unset {' '.join(names)}",
@@ -121,18 +118,20 @@ def _left_over(case: Case) -> Iterator[Finding]:
 
 def _allocator(case: Case) -> Iterator[Finding]:
     new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    said = {name: case.host.variables[name] for name in (new, old) if case.host.variables.get(name)}
-    if len(said) == 2 and said[new] != said[old]:
-        yield _environment(
-            *(case, "unwise", "allocator-set-twice", f"{new}={said[new]} and {old}={said[old]}"),
+    values = {name: case.host.variables[name] for name in (new, old) if case.host.variables.get(name)}
+    if len(values) == 2 and values[new] != values[old]:
+        yield unwise(
+            "allocator-set-twice",
+            f"{new}={values[new]} and {old}={values[old]}",
             why="one setting, two values: parts of PyTorch read the one name first, parts the other",
             change=f"unset {old}, the older name",
             key=old,
         )
-    for name, value in said.items():
+    for name, value in values.items():
         if "expandable_segments:false" in value.lower().replace(" ", ""):
-            yield _environment(
-                *(case, "could be faster", "segments-not-expandable", f"{name}={value}"),
+            yield slow(
+                "segments-not-expandable",
+                f"{name}={value}",
                 why="segments that can't grow leave gaps between batches of different sizes",
                 change=f"{name}=expandable_segments:True",
                 key=name,
@@ -144,30 +143,25 @@ def _threads(case: Case) -> Iterator[Finding]:
     cores, name = case.host.num_cores, "OMP_NUM_THREADS"
     if not case.host.is_meant or cores is None:
         return
-    said = case.host.variables.get(name, "")
+    threads = case.host.variables.get(name, "")
     ranks = -(-(case.num_processes or 1) // case.num_machines)
     if case.host.gpu_names and case.gpus_given:
         ranks = min(case.num_ranks, case.gpus_per_node)
-    works_on_cpu = (
-        not case.host.gpu_names or case.offload("offload_optimizer") != "none" or _offloads_fsdp(case)
-    )
-    if said.isdigit() and int(said) * ranks > cores and int(said) > 1:
-        yield _environment(
-            *(case, "unwise", "too-many-threads", f"{name}={said} for {ranks} ranks on {cores} cores"),
+    offloads = case.offload("offload_optimizer") != "none" or is_true(case.fsdp.get("fsdp_offload_params"))
+    if threads.isdigit() and int(threads) * ranks > cores and int(threads) > 1:
+        yield unwise(
+            "too-many-threads",
+            f"{name}={threads} for {ranks} ranks on {cores} cores",
             why="threads that wait for a core slow those that have one",
             change=f"{name}={max(1, cores // ranks)}",
             key=name,
         )
-    elif works_on_cpu and cores >= 2 * ranks and said in ("", "1"):
-        what = "AdamW" if case.host.gpu_names else "every rank"
-        yield _environment(
-            *(case, "could be faster", "one-thread-per-rank"),
-            f"{name} is {said or 'unset, which the launcher makes 1'}: {ranks} ranks on {cores} cores",
-            why=f"{what} runs on one core of those that each rank could have; `slm compare` shares them out",
+    elif (offloads or not case.host.gpu_names) and cores >= 2 * ranks and threads in ("", "1"):
+        works = "AdamW" if case.host.gpu_names else "every rank"
+        yield slow(
+            "one-thread-per-rank",
+            f"{name} is {threads or 'unset, which the launcher makes 1'}: {ranks} ranks on {cores} cores",
+            why=f"{works} runs on one core of those that each rank could have; `slm compare` shares them out",
             change=f"{name}={cores // ranks}",
             key=name,
         )
-
-
-def _offloads_fsdp(case: Case) -> bool:
-    return str(case.fsdp.get("fsdp_offload_params")).lower() == "true"

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slm_toolkit.doctor.advice import findings
-from slm_toolkit.doctor.case import Case, fault
+from slm_toolkit.doctor.case import Case, located
 from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
 from slm_toolkit.doctor.environment_faults import environment_faults
-from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
 from slm_toolkit.doctor.fsdp_faults import fsdp_faults
@@ -23,10 +23,18 @@ from slm_toolkit.predict.memory.coverage import known_to_estimates, unlike_the_m
 from slm_toolkit.predict.setup import Setting
 from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
 
-_CHECKS = (
-    *(key_faults, launch_faults, machine_count_faults, fsdp_faults, group_faults, deepspeed_faults),
-    *(zero_size_faults, flag_faults, machine_faults, environment_faults),
-)
+_CHECKS = {  # with the topic of findings that have none
+    key_faults: "launch",
+    launch_faults: "launch",
+    machine_count_faults: "launch",
+    fsdp_faults: "fsdp",
+    group_faults: "fsdp",
+    deepspeed_faults: "deepspeed",
+    zero_size_faults: "deepspeed",
+    flag_faults: "flags",
+    machine_faults: "machine",
+    environment_faults: "environment",
+}
 _MOST_ROUNDS = 6
 "of corrections, each of which may bring up what the one before hid"
 
@@ -52,7 +60,9 @@ def examine(case: Case) -> Examined:
     now = case
     for _ in range(_MOST_ROUNDS):
         seen = {(f.name, f.key, f.file) for f in found}
-        current = gravest_first([f for check in _CHECKS for f in check(now)])
+        current = gravest_first(
+            [located(f, now, topic) for check, topic in _CHECKS.items() for f in check(now)]
+        )
         found += [f for f in current if (f.name, f.key, f.file) not in seen]
         edits = edits_of(current)
         if not edits:
@@ -72,7 +82,11 @@ def examine_all(
     for case in cases:
         one = examine(case)
         of_case = _settings(one, site_of=site_of, software=software, notes=notes)
-        short = [f for setting in of_case for f in host_ram_faults(one.corrected, setting)]
+        short = [
+            located(finding, one.corrected, "machine")
+            for setting in of_case
+            for finding in host_ram_faults(one.corrected, setting)
+        ]
         corrected = mended(one.corrected, edits_of(short))
         examined.append(dataclasses.replace(one, corrected=corrected, found=[*one.found, *short]))
         settings += of_case
@@ -90,36 +104,38 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
             return None, []
         sentences, _, hint = str(error).partition("\nhint: ")
         return None, [
-            fault(
-                *(case, "wrong", "refused", sentence.removeprefix(f"{case.files.yaml_path}: ")),
-                topic="launch",
+            _refusal(
+                *(case, "refused", sentence, "launch"),
                 why="a launch with these files ends with this",
                 change=hint or "compare with the files that `slm configs --copy DIR` writes",
-                file="yaml",
             )
             for sentence in sentences.splitlines()
         ]
     strategy = dataclasses.replace(strategy, name=case.name)
-    problems = [(sentence, "flag-contradiction") for sentence in contradictions(strategy, case.flags)]
+    why = "the trainer refuses to start"
+    refused = [
+        _refusal(
+            *(case, "flag-contradiction", sentence, "flags"),
+            why=why,
+            change="leave out the flag, or the strategy",
+        )
+        for sentence in contradictions(strategy, case.flags)
+    ]
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
         grouped = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
-    except ValueError:  # no estimate of it: said by `_settings`
+    except ValueError:  # no estimate of it: `_settings` has a note on it
         grouped = []
-    problems += [(sentence, "groups-do-not-divide") for sentence in grouped]
-    found = [
-        fault(
-            *(case, "wrong", name, sentence.removeprefix(f"{strategy.path}: ")),
-            topic="flags" if name == "flag-contradiction" else "fsdp",
-            why="the trainer refuses to start",
-            change="leave out the flag, or the strategy"
-            if name == "flag-contradiction"
-            else "another --num_gpus",
-            file="yaml",
-        )
-        for sentence, name in problems
+    refused += [
+        _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
+        for sentence in grouped
     ]
-    return (None if grouped else strategy), found
+    return (None if grouped else strategy), refused
+
+
+def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, change: str) -> Finding:
+    sentence = sentence.removeprefix(f"{case.files.yaml_path}: ")
+    return located(wrong(name, sentence, why=why, change=change, file="yaml"), case, topic)
 
 
 def _settings(

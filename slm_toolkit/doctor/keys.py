@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from slm_toolkit.doctor.case import Case, fault
-from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding
+from slm_toolkit.doctor.case import Case
+from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding, fault, in_json, wrong
 from slm_toolkit.strategy.passed_on import OF_DEEPSPEED, refused_of_json, refused_of_yaml
 
 REMOVED_FROM_DEEPSPEED = (  # runtime/config.py: it refuses them
@@ -52,16 +52,13 @@ def _duplicates(case: Case) -> Iterator[Finding]:
         value = case.config if file == "yaml" else case.files.deepspeed
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        yield fault(
-            *(case, "wrong", "duplicate-key"),
+        yield wrong(
+            "duplicate-key",
             f"{'.'.join(keys)} stands more than once: the last one, {value!r}, counts",
-            topic="launch" if file == "yaml" else "deepspeed",
+            Edit(file, keys, KEEP_LAST),
             why="YAML and JSON readers keep the last value of a key and say nothing, so the first one is "
             "what a reader sees and not what runs",
-            change=f"keep one {keys[-1]}",
-            file=file,
-            key=".".join(keys),
-            edits=(Edit(file, keys, KEEP_LAST),),
+            topic="launch" if file == "yaml" else "deepspeed",
         )
 
 
@@ -85,50 +82,41 @@ def _refused(case: Case) -> Iterator[Finding]:
                 edits.append(Edit(file, (*above, meant), one.value))
             program = "accelerate" if file == "yaml" else "DeepSpeed"
             topic = "deepspeed" if file == "json" or above == ["deepspeed_config"] else "launch"
-            yield fault(
-                *(case, "wrong", "unknown-key" if one.known else "not-passed-on"),
+            yield wrong(
+                "unknown-key" if one.known else "not-passed-on",
                 f"{one.sentence}: did you mean {meant}?" if meant else one.sentence,
-                topic=topic if meant else "security",
+                *edits,
                 why=f"{program} refuses it, or passes over it and says nothing"
                 if meant
                 else f"{one.why}, so no launch passes it on to {program}",
                 change=f"write {meant}" if len(edits) > 1 else one.change,
-                file=file,
-                key=".".join(one.keys),
-                edits=tuple(edits),
+                topic=topic if meant else "security",
             )
 
 
 def _of_json(case: Case) -> Iterator[Finding]:
-    content = case.files.deepspeed
     for keys in _REMOVED:
-        if keys[-1] in (case.zero if len(keys) > 1 else content):
-            yield fault(
-                *(
-                    case,
-                    "wrong",
-                    "removed-key",
-                    f"{'.'.join(keys)} is of a feature that DeepSpeed has removed",
-                ),
-                topic="deepspeed",
+        if keys[-1] in (case.zero if len(keys) > 1 else case.files.deepspeed):
+            yield wrong(
+                "removed-key",
+                f"{'.'.join(keys)} is of a feature that DeepSpeed has removed",
+                Edit("json", keys, REMOVE),
                 why=f"DeepSpeed {OF_DEEPSPEED} refuses to start with it",
-                change=f"remove {keys[-1]}",
-                file="json",
-                key=".".join(keys),
-                edits=(Edit("json", keys, REMOVE),),
+                topic="deepspeed",
             )
     for key, (new, value) in RENAMED_IN_ZERO.items():
         if key in case.zero:
             is_double = new in case.zero
-            put = [] if is_double or not case.zero[key] else [Edit("json", ("zero_optimization", new), value)]
+            edits = [in_json(f"zero_optimization.{key}", REMOVE)]
+            if case.zero[key] and not is_double:
+                edits.append(in_json(f"zero_optimization.{new}", value))
             yield fault(
-                *(case, "wrong" if is_double else "unwise", "renamed-key", f"{key} is called {new} now"),
-                topic="deepspeed",
+                "wrong" if is_double else "unwise",
+                "renamed-key",
+                f"{key} is called {new} now",
+                *edits,
                 why="DeepSpeed refuses both names together"
                 if is_double
                 else "DeepSpeed warns of the old name, and will stop reading it",
-                change=f"{new}: {value}" if put else f"remove {key}",
-                file="json",
-                key=f"zero_optimization.{key}",
-                edits=(Edit("json", ("zero_optimization", key), REMOVE), *put),
+                topic="deepspeed",
             )

@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from slm_toolkit.doctor.case import Case, fault, is_count, is_true
-from slm_toolkit.doctor.finding import REMOVE, Edit, Finding
+from slm_toolkit.doctor.case import Case, is_count, is_true
+from slm_toolkit.doctor.finding import REMOVE, Finding, fault, in_yaml, unwise, wrong
 from slm_toolkit.doctor.keys import meant_by
 from slm_toolkit.strategy.groups import PREFIX, parallel_sizes, product_problem
 from slm_toolkit.strategy.strategy import is_shipped, precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_ON_SEVERAL_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED")
 _ENGINE_SYNONYMS = {
     **dict.fromkeys(("DDP", "DATA_PARALLEL", "DISTRIBUTED", "MULTIGPU", "GPU"), "MULTI_GPU"),
     **dict.fromkeys(("FSDP2", "FSDP1", "FULL_SHARD"), "FSDP"),
@@ -24,41 +24,36 @@ _WITHOUT_A_SECTION = {  # what stands in for a section that is no mapping
     "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "deepspeed_config": {"zero_stage": 2},
 }
-_launch = partial(fault, topic="launch", file="yaml")
 
 
 def launch_faults(case: Case) -> Iterator[Finding]:
     if not case.files.yaml_text:  # a DeepSpeed JSON by itself
         return
-    checks = (_engine, _sections, _processes, _gpu_ids, _precision, _compiler, _odds_and_ends)
-    for check in checks:
+    for check in (_engine, _sections, _processes, _gpu_ids, _precision, _compiler, _odds_and_ends):
         yield from check(case)
 
 
 def _engine(case: Case) -> Iterator[Finding]:
-    said = case.config.get("distributed_type")
-    if said in _SUPPORTED:
+    key, engine = "distributed_type", case.config.get("distributed_type")
+    if engine in _SUPPORTED:
         return
-    if said is False:
-        yield _launch(
-            *(case, "unwise", "unquoted-no", "distributed_type: NO without quotes is false"),
+    if engine is False:
+        yield unwise(
+            "unquoted-no",
+            f"{key}: NO without quotes is false",
+            in_yaml(key, "NO"),
             why="YAML 1.1 reads a bare NO as false; accelerate then takes it for no engine by accident",
-            change='distributed_type: "NO"',
-            key="distributed_type",
-            edits=(Edit("yaml", ("distributed_type",), "NO"),),
         )
         return
-    upper = str(said or "").upper().replace("-", "_").replace(" ", "_")
+    upper = str(engine or "").upper().replace("-", "_").replace(" ", "_")
     likely = upper if upper in _SUPPORTED else _ENGINE_SYNONYMS.get(upper)
     likely = likely or meant_by(upper, _SUPPORTED) or _engine_of_sections(case)
-    sentence = "there is no distributed_type" if said is None else f"distributed_type is {said}"
-    yield _launch(
-        *(case, "wrong", "distributed-type", sentence),
+    yield wrong(
+        "distributed-type",
+        f"there is no {key}" if engine is None else f"{key} is {engine}",
+        in_yaml(key, likely),
         why="accelerate takes its own words only, in capitals, and refuses others; of them "
         f"{', '.join(_SUPPORTED)} are trained here",
-        change=f"distributed_type: {likely}",
-        key="distributed_type",
-        edits=(Edit("yaml", ("distributed_type",), likely),),
     )
 
 
@@ -71,140 +66,103 @@ def _engine_of_sections(case: Case) -> str:
 
 
 def _sections(case: Case) -> Iterator[Finding]:
-    """Sections that are none, and those of another engine."""
+    """Sections that are no mappings, and sections of another engine."""
     for name, engine in _SECTION_OF.items():
         value = case.config.get(name)
         if value is not None and not isinstance(value, dict):
-            instead = _WITHOUT_A_SECTION.get(name, REMOVE) if case.engine == engine else REMOVE
-            yield _launch(
-                *(case, "wrong", "not-a-section", f"{name} is {value!r}"),
+            yield wrong(
+                "not-a-section",
+                f"{name} is {value!r}",
+                in_yaml(name, _WITHOUT_A_SECTION.get(name, REMOVE) if case.engine == engine else REMOVE),
                 why="it holds settings, one per indented line; of anything else accelerate takes none",
-                change=f"remove {name}" if instead is REMOVE else f"{name}: {instead}",
-                key=name,
-                edits=(Edit("yaml", (name,), instead),),
             )
         elif value and case.config.get("distributed_type") in _SUPPORTED and case.engine != engine:
-            yield _launch(
-                *(case, "wrong", "ignored-section"),
+            yield wrong(
+                "ignored-section",
                 f"{name} beside distributed_type {case.engine}, which does not read it",
+                in_yaml(name, REMOVE),
                 why=f"{case.engine} does nothing of what {', '.join(map(str, value))} ask for"
                 + ("" if case.engine in ("FSDP", "DEEPSPEED") else ", and shards nothing"),
-                change=f"remove {name}, or write distributed_type: {engine}",
-                key=name,
-                edits=(Edit("yaml", (name,), REMOVE),),
+                then=f", or write distributed_type: {engine}",
             )
 
 
 def _processes(case: Case) -> Iterator[Finding]:
     key, count = "num_processes", case.config.get("num_processes")
     if case.num_processes is None:
-        said = "there is no num_processes" if count is None else f"num_processes is {count!r}"
-        yield _launch(
-            *(case, "unwise" if count is None else "wrong", "num-processes", said),
+        yield fault(
+            "unwise" if count is None else "wrong",
+            "num-processes",
+            f"there is no {key}" if count is None else f"{key} is {count!r}",
+            in_yaml(key, case.num_gpus),
             why="accelerate refuses the file unless the command gives --num_processes"
             if count is None
             else "it is a whole number of at least 1: no rank would start",
-            change=f"num_processes: {case.num_gpus}",
-            key=key,
-            edits=(Edit("yaml", (key,), case.num_gpus),),
         )
         return
-    if case.gpus_given and case.engine in ("MULTI_GPU", "FSDP", "DEEPSPEED") and count > case.num_gpus:
-        yield _launch(
-            *(case, "wrong", "more-processes-than-gpus"),
-            f"num_processes is {count} for {case.num_gpus} GPU{'s' * (case.num_gpus > 1)}",
+    if case.gpus_given and case.engine in _ON_SEVERAL_GPUS and count > case.num_gpus:
+        yield wrong(
+            "more-processes-than-gpus",
+            f"{key} is {count} for {case.num_gpus} GPU{'s' * (case.num_gpus > 1)}",
+            in_yaml(key, case.num_gpus),
             why="each rank needs a GPU of its own; two on one are refused by NCCL",
-            change=f"num_processes: {case.num_gpus}, or --num_processes {case.num_gpus} at the launch",
-            key=key,
-            edits=(Edit("yaml", (key,), case.num_gpus),),
+            then=f", or --num_processes {case.num_gpus} at the launch",
         )
     if case.engine == "NO" and count != 1:
-        yield _launch(
-            *(
-                case,
-                "wrong",
-                "processes-without-engine",
-                f"num_processes is {count} with distributed_type NO",
-            ),
+        yield wrong(
+            "processes-without-engine",
+            f"{key} is {count} with distributed_type NO",
+            in_yaml(key, 1),
             why="accelerate starts one process and never the others",
-            change="num_processes: 1, or distributed_type: MULTI_GPU",
-            key=key,
-            edits=(Edit("yaml", (key,), 1),),
+            then=", or distributed_type: MULTI_GPU",
         )
 
 
 def _gpu_ids(case: Case) -> Iterator[Finding]:
-    ids = case.config.get("gpu_ids")
+    key, ids = "gpu_ids", case.config.get("gpu_ids")
     if ids is None or ids == "all":
         return
-    here = -(-(case.num_processes or 1) // case.num_machines)
+    num_ranks = -(-(case.num_processes or 1) // case.num_machines)
+    text = "all"
     if not isinstance(ids, str):
         listed = ids if isinstance(ids, list) else [ids]
-        text = ",".join(map(str, listed)) if len(listed) >= max(2, here) else "all"
+        if len(listed) >= max(2, num_ranks):
+            text = ",".join(map(str, listed))
         why = "accelerate splits a text at commas and fails on a number or a list (AttributeError)"
-    elif len(ids.split(",")) < here and case.engine in ("MULTI_GPU", "FSDP", "DEEPSPEED"):
-        text, why = (
-            "all",
-            f"each of a machine's {here} ranks needs a GPU of its own; accelerate refuses a single id",
-        )
+    elif len(ids.split(",")) < num_ranks and case.engine in _ON_SEVERAL_GPUS:
+        why = f"each of a machine's {num_ranks} ranks needs a GPU of its own; accelerate refuses a single id"
     else:
         return
-    yield _launch(
-        *(case, "wrong", "gpu-ids", f"gpu_ids is {ids!r}"),
-        why=why,
-        change="gpu_ids: all" if text == "all" else f'gpu_ids: "{text}"',
-        key="gpu_ids",
-        edits=(Edit("yaml", ("gpu_ids",), text),),
-    )
+    yield wrong("gpu-ids", f"{key} is {ids!r}", in_yaml(key, text), why=why)
 
 
 def _precision(case: Case) -> Iterator[Finding]:
+    """What the YAML says of the dtype, which is --numerics' to decide: the key is removed."""
     key = "mixed_precision" if "mixed_precision" in case.config else "fp16"
-    said: Any = case.config.get(key)
-    if said is None or (key == "fp16" and not said):
+    precision: Any = case.config.get(key)
+    if precision is None or (key == "fp16" and not precision):
         return
-    said = "fp16" if key == "fp16" else said
-    if said is False:
-        yield _launch(
-            *(case, "wrong", "unquoted-no", "mixed_precision: no without quotes is false"),
-            why="YAML 1.1 reads a bare no as false, and accelerate fails on it (AttributeError)",
-            change="remove mixed_precision: --numerics says it",
-            key=key,
-            edits=(Edit("yaml", (key,), REMOVE),),
-        )
-    elif str(said).lower() not in _PRECISIONS:
-        yield _launch(
-            *(case, "wrong", "mixed-precision-unknown", f"mixed_precision is {said!r}"),
-            why=f"accelerate knows {', '.join(_PRECISIONS)} and refuses others",
-            change="remove mixed_precision: --numerics says it",
-            key=key,
-            edits=(Edit("yaml", (key,), REMOVE),),
-        )
+    precision = "fp16" if key == "fp16" else precision
+    numerics = case.flags.numerics
+    severity, sentence = "wrong", f"mixed_precision is {precision}, --numerics is {numerics}"
+    if precision is False:
+        name, sentence = "unquoted-no", "mixed_precision: no without quotes is false"
+        why = "YAML 1.1 reads a bare no as false, and accelerate fails on it (AttributeError)"
+    elif str(precision).lower() not in _PRECISIONS:
+        name, sentence = "mixed-precision-unknown", f"mixed_precision is {precision!r}"
+        why = f"accelerate knows {', '.join(_PRECISIONS)} and refuses others"
     elif case.has_json:  # beside a JSON it is refused: see set-twice
         return
-    elif (problem := precision_problem(str(said).lower(), case.flags)) is not None:
-        yield _launch(
-            *(case, "wrong", "mixed-precision-differs"),
-            f"mixed_precision is {said}, --numerics is {case.flags.numerics}",
-            why=f"the trainer refuses to start: {problem}",
-            change="remove mixed_precision: --numerics says it",
-            key=key,
-            edits=(Edit("yaml", (key,), REMOVE),),
+    elif (problem := precision_problem(str(precision).lower(), case.flags)) is not None:
+        name, why = "mixed-precision-differs", f"the trainer refuses to start: {problem}"
+    elif precision != ("no" if numerics == "fp32" else "bf16"):
+        severity, name = "unwise", "mixed-precision-overridden"
+        why = "under another script than slm_toolkit.train this file trains in other numbers; " + (
+            "stock takes what the file says" if numerics == "stock" else "here the flag wins"
         )
-    elif said != _numerics_of(case):
-        yield _launch(
-            *(case, "unwise", "mixed-precision-overridden"),
-            f"mixed_precision is {said}, --numerics is {case.flags.numerics}",
-            why="under another script than slm_toolkit.train this file trains in other numbers; "
-            + ("stock takes what the file says" if case.flags.numerics == "stock" else "here the flag wins"),
-            change="remove mixed_precision: --numerics says it",
-            key=key,
-            edits=(Edit("yaml", (key,), REMOVE),),
-        )
-
-
-def _numerics_of(case: Case) -> str:
-    return "no" if case.flags.numerics == "fp32" else "bf16"
+    else:
+        return
+    yield fault(severity, name, sentence, in_yaml(key, REMOVE), why=why, then=": --numerics says it")
 
 
 def _compiler(case: Case) -> Iterator[Finding]:
@@ -214,69 +172,64 @@ def _compiler(case: Case) -> Iterator[Finding]:
     backend = section[in_section] if in_section else case.config.get(key)
     if backend is None or str(backend).upper() in ("NO", "FALSE"):
         return
-    asked = "--torch_compile is on as well" if case.flags.torch_compile else "--torch_compile is off"
-    yield _launch(
-        *(case, "wrong", "compiled-by-yaml", f"{key} asks for {backend}, and {asked}"),
+    flag = "--torch_compile is on as well" if case.flags.torch_compile else "--torch_compile is off"
+    yield wrong(
+        "compiled-by-yaml",
+        f"{key} asks for {backend}, and {flag}",
+        in_yaml(key, REMOVE),
         why="accelerate compiles the whole prepared model for this file alone, whatever the flag says: other "
         "strategies run without it",
-        change=f"remove {key}, and say --torch_compile",
-        key=key,
-        edits=(Edit("yaml", (key,), REMOVE),),
+        then=", and say --torch_compile",
     )
 
 
 def _odds_and_ends(case: Case) -> Iterator[Finding]:
     if is_true(case.config.get("use_cpu")) and (case.gpu_names or case.host.gpu_names):
         is_obeyed = case.engine in ("NO", "MULTI_CPU")
-        yield _launch(
-            *(case, "wrong" if is_obeyed else "unwise", "use-cpu", "use_cpu is true for a machine with GPUs"),
+        yield fault(
+            "wrong" if is_obeyed else "unwise",
+            "use-cpu",
+            "use_cpu is true for a machine with GPUs",
+            in_yaml("use_cpu", False),
             why="the GPUs stay idle"
             if is_obeyed
             else f"accelerate does not hand it to the ranks of {case.engine}, which take GPUs all the same",
-            change="use_cpu: false",
-            key="use_cpu",
-            edits=(Edit("yaml", ("use_cpu",), False),),
         )
-    if is_true(case.config.get("downcast_bf16")) or case.config.get("downcast_bf16") == "yes":
-        yield _launch(
-            *(case, "unwise", "tpu-key", f"downcast_bf16 is {case.config['downcast_bf16']}"),
+    downcast = case.config.get("downcast_bf16")
+    if is_true(downcast) or downcast == "yes":
+        yield unwise(
+            "tpu-key",
+            f"downcast_bf16 is {downcast}",
+            in_yaml("downcast_bf16", REMOVE),
             why="only TPUs read it; on a GPU nothing is cast down",
-            change="remove downcast_bf16",
-            key="downcast_bf16",
-            edits=(Edit("yaml", ("downcast_bf16",), REMOVE),),
         )
     if is_true(case.config.get("debug")):
-        yield _launch(
-            *(case, "unwise", "debug-mode", "debug is true"),
+        yield unwise(
+            "debug-mode",
+            "debug is true",
+            in_yaml("debug", False),
             why="accelerate then compares shapes on all ranks before each of its gathers and reductions",
-            change="debug: false",
-            key="debug",
-            edits=(Edit("yaml", ("debug",), False),),
         )
-
-
-_launch_on_several = partial(fault, topic="launch", file="yaml")
 
 
 def machine_count_faults(case: Case) -> Iterator[Finding]:
     machines, rank = case.config.get("num_machines", 1), case.config.get("machine_rank", 0)
     if not is_count(machines):
-        yield _launch_on_several(
-            *(case, "wrong", "num-machines", f"num_machines is {machines!r}"),
+        yield wrong(
+            "num-machines",
+            f"num_machines is {machines!r}",
+            in_yaml("num_machines", 1),
             why="it is a whole number of at least 1",
-            change="num_machines: 1",
-            key="num_machines",
-            edits=(Edit("yaml", ("num_machines",), 1),),
         )
         return
     if rank is not None and (not isinstance(rank, int) or not 0 <= rank < machines):
-        yield _launch_on_several(
-            *(case, "wrong", "machine-rank", f"machine_rank is {rank!r} of {machines} machines"),
+        yield wrong(
+            "machine-rank",
+            f"machine_rank is {rank!r} of {machines} machines",
+            in_yaml("machine_rank", 0),
             why=f"machines are numbered from 0 to {machines - 1}; the rendezvous waits for a number that "
             "never comes",
-            change="machine_rank: 0 on the first, 1 on the next, or --machine_rank at each launch",
-            key="machine_rank",
-            edits=(Edit("yaml", ("machine_rank",), 0),),
+            then=" on the first, 1 on the next, or --machine_rank at each launch",
         )
     if machines == 1:
         return
@@ -284,103 +237,82 @@ def machine_count_faults(case: Case) -> Iterator[Finding]:
     if processes is not None and processes % machines:
         started = max(1, processes // machines) * machines
         has_gpus = not case.gpus_given or started <= case.num_gpus
-        yield _launch_on_several(
-            *(case, "wrong", "processes-per-machine"),
+        yield wrong(
+            "processes-per-machine",
             f"num_processes is {processes} on {machines} machines, which does not divide",
+            *([in_yaml("num_processes", started)] if has_gpus else []),
             why=f"accelerate starts {processes} // {machines} on each: {processes // machines * machines}",
-            change=f"num_processes: {started}"
-            if has_gpus
-            else f"a GPU at least on each of {machines} machines",
+            change=None if has_gpus else f"a GPU at least on each of {machines} machines",
+            file="yaml",
             key="num_processes",
-            edits=(Edit("yaml", ("num_processes",), started),) if has_gpus else (),
         )
     yield from _address(case, machines)
     launcher = case.section("deepspeed_config").get("deepspeed_multinode_launcher")
     if case.engine == "DEEPSPEED" and launcher is None:  # another is not passed on: see keys.py
-        yield _launch_on_several(
-            *(case, "wrong", "deepspeed-launcher"),
+        yield wrong(
+            "deepspeed-launcher",
             f"deepspeed_multinode_launcher is absent with {machines} machines",
+            in_yaml("deepspeed_config.deepspeed_multinode_launcher", "standard"),
             why="accelerate then calls DeepSpeed's own launcher, which wants pdsh, password-free ssh and a "
             "hostfile; standard starts each machine by its own `accelerate launch`",
-            change="deepspeed_multinode_launcher: standard",
-            key="deepspeed_config.deepspeed_multinode_launcher",
-            edits=(Edit("yaml", ("deepspeed_config", "deepspeed_multinode_launcher"), "standard"),),
         )
 
 
 def _address(case: Case, machines: int) -> Iterator[Finding]:
-    """Missing beside a machine_rank; without both, as `slm configs` writes them, the command says both."""
+    """A missing address beside a machine_rank; `slm configs` writes neither, and the command gives both."""
     address = case.config.get("main_process_ip")
-    change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
     if address is None and "machine_rank" in case.config:
-        yield _launch_on_several(
-            *(
-                case,
-                "unwise",
-                "main-process-ip-absent",
-                f"num_machines is {machines}, without main_process_ip",
-            ),
-            why="unless the command gives --main_process_ip, every machine looks for rank 0 at None",
-            change=change,
-            key="main_process_ip",
-        )
+        severity, name = "unwise", "main-process-ip-absent"
+        sentence = f"num_machines is {machines}, without main_process_ip"
+        why = "unless the command gives --main_process_ip, every machine looks for rank 0 at None"
     elif str(address) in ("localhost", "::1", "0.0.0.0") or str(address).startswith("127."):
-        yield _launch_on_several(
-            *(
-                case,
-                "wrong",
-                "main-process-ip-local",
-                f"main_process_ip is {address} for {machines} machines",
-            ),
-            why="on every machine that address is the machine itself: each waits for the others at home",
-            change=change,
-            key="main_process_ip",
-        )
-
-
-_fsdp = partial(fault, topic="fsdp", file="yaml")
+        severity, name = "wrong", "main-process-ip-local"
+        sentence = f"main_process_ip is {address} for {machines} machines"
+        why = "on every machine that address is the machine itself: each waits for the others at home"
+    else:
+        return
+    change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
+    yield fault(severity, name, sentence, why=why, change=change, file="yaml", key="main_process_ip")
 
 
 def group_faults(case: Case) -> Iterator[Finding]:
-    yield from _sizes(case)
-    yield from _product(case)
-
-
-def _sizes(case: Case) -> Iterator[Finding]:
-    """Sizes that FSDP2 can't form groups of."""
+    """Sizes that FSDP2 can't form groups of, and sizes whose product is not the number of ranks."""
     section = case.section("parallelism_config")
-    if not section or not case.is_fsdp2:
-        return
+    if section and case.is_fsdp2:
+        yield from _sizes(section)
+        yield from _product(case, section)
+
+
+def _sizes(section: dict[str, Any]) -> Iterator[Finding]:
     sizes = parallel_sizes(section)
     for name, size in sizes.items():
         if not is_count(size):
-            yield _fsdp(
-                *(case, "wrong", "group-size", f"{PREFIX}{name} is {size!r}"),
+            yield wrong(
+                "group-size",
+                f"{PREFIX}{name} is {size!r}",
+                in_yaml("parallelism_config", REMOVE),
                 why="it is a whole number of at least 1",
-                change="remove parallelism_config: all ranks share one copy",
+                then=": all ranks share one copy",
                 key=f"parallelism_config.{PREFIX}{name}",
-                edits=(Edit("yaml", ("parallelism_config",), REMOVE),),
             )
             return
     has_nothing = sizes["dp_shard_size"] == sizes["cp_size"] == 1
     if has_nothing and all(str(key).startswith(PREFIX) for key in section):
-        yield _fsdp(
-            *(case, "wrong", "nothing-to-shard"),
+        yield wrong(
+            "nothing-to-shard",
             f"parallelism_config has dp_replicate_size {sizes['dp_replicate_size']} and dp_shard_size 1",
+            in_yaml("parallelism_config", REMOVE),
             why="accelerate refuses FSDP2 without a group to shard over; copies alone are MULTI_GPU",
-            change="remove parallelism_config, or give dp_shard_size the ranks of one copy",
-            key="parallelism_config",
-            edits=(Edit("yaml", ("parallelism_config",), REMOVE),),
+            then=", or give dp_shard_size the ranks of one copy",
         )
 
 
-def _product(case: Case) -> Iterator[Finding]:
-    """Sizes of one's own whose product is not the number of ranks; our own files follow the nodes."""
-    section = case.section("parallelism_config")
+def _product(case: Case, section: dict[str, Any]) -> Iterator[Finding]:
+    """Only a user's own sizes: those of our files follow the nodes."""
     sizes = parallel_sizes(section)
     if not all(str(key).startswith(PREFIX) for key in section):
         return  # until the keys are mended, nobody knows the sizes
-    if not (case.is_fsdp2 and all(map(is_count, sizes.values()))) or is_shipped(case.files.yaml_path):
+    if not all(map(is_count, sizes.values())) or is_shipped(case.files.yaml_path):
         return
     if sizes["dp_shard_size"] == sizes["cp_size"] == 1:
         return  # nothing to shard over, whatever the product
@@ -390,12 +322,12 @@ def _product(case: Case) -> Iterator[Finding]:
     product = math.prod(sizes.values())
     shard, left = divmod(ranks * sizes["dp_shard_size"], product)
     fits = left == 0 and (shard > 1 or sizes["cp_size"] > 1)
-    yield _fsdp(
-        *(case, "wrong", "groups-do-not-divide", problem),
+    yield wrong(
+        "groups-do-not-divide",
+        problem,
+        *([in_yaml(f"parallelism_config.{PREFIX}dp_shard_size", shard)] if fits else []),
         why="accelerate multiplies all five sizes and refuses a product that is not the number of ranks",
-        change=f"{PREFIX}dp_shard_size: {shard}"
-        if fits
-        else f"{product} ranks, or sizes whose product is {ranks}",
+        change=None if fits else f"{product} ranks, or sizes whose product is {ranks}",
+        file="yaml",
         key="parallelism_config",
-        edits=(Edit("yaml", ("parallelism_config", f"{PREFIX}dp_shard_size"), shard),) if fits else (),
     )

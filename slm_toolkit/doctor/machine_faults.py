@@ -5,12 +5,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-from slm_toolkit.doctor.case import Case, fault, shown
+from slm_toolkit.doctor.case import Case, shown
 from slm_toolkit.doctor.deepspeed_faults import ZERO
-from slm_toolkit.doctor.finding import Edit, Finding
+from slm_toolkit.doctor.finding import Finding, fault, in_yaml, unwise, wrong
 from slm_toolkit.predict.memory.host import Placement, host_bytes_per_node, placement_of
 from slm_toolkit.predict.setup import Setting
 from slm_toolkit.strategy.groups import fit_groups
@@ -23,7 +22,6 @@ _IN_RAM = ("tmpfs", "ramfs")
 _OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "lustre", "beegfs", "ceph", "fuse.sshfs")
 _BYTES_ON_DISK = {"offload_optimizer": 12, "offload_param": 2}
 "per parameter: fp32 master weights and moments; bf16 weights"
-_machine = partial(fault, topic="machine")
 
 
 def machine_faults(case: Case) -> Iterator[Finding]:
@@ -39,48 +37,38 @@ def _disk(case: Case) -> Iterator[Finding]:
         return
     needed = 0
     for part, num_bytes in _BYTES_ON_DISK.items():
-        if case.offload(part) != "nvme":
-            continue
-        needed += num_bytes * case.spec.num_params
-        named = case.zero[part].get("nvme_path")
-        where = {"file": "json", "key": f"{ZERO}.{part}.nvme_path"}
-        change = f"{part}.nvme_path: a folder on a local NVMe disk"
-        if not isinstance(named, str) or named == "auto":
-            yield _machine(
-                *(case, "wrong", "nvme-path", f"{part} to nvme with nvme_path {shown(named)}"),
-                why="DeepSpeed does not know where to write",
-                change=change,
-                **where,
-            )
-            continue
-        found = Path(named).expanduser()
-        there = next(folder for folder in (found, *found.absolute().parents) if folder.exists())
+        if case.offload(part) == "nvme":
+            needed += num_bytes * case.spec.num_params
+            yield from _folder(case, part, num_bytes, needed)
+
+
+def _folder(case: Case, part: str, num_bytes: int, needed: int) -> Iterator[Finding]:
+    named = case.zero[part].get("nvme_path")
+    severity, name, then = "wrong", "nvme-path", ""
+    if not isinstance(named, str) or named == "auto":
+        sentence = f"{part} to nvme with nvme_path {shown(named)}"
+        why = "DeepSpeed does not know where to write"
+    else:
+        sentence = f"nvme_path of {part} is {named}"
+        path = Path(named).expanduser()
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            said = f"{there} is no folder" if not there.is_dir() else f"{there} can't be written"
-            yield _machine(
-                *(case, "wrong", "nvme-path", f"nvme_path of {part} is {named}: {said}"),
-                why="DeepSpeed makes the folder and fails at the first write",
-                change=change,
-                **where,
-            )
-            continue
-        kind, free = _file_system(there), shutil.disk_usage(there).free
-        if kind in (*_IN_RAM, *_OVER_A_NETWORK):
-            what = "in the host's RAM" if kind in _IN_RAM else "on a network"
-            yield _machine(
-                *(case, "unwise", "nvme-not-a-disk", f"nvme_path of {part} is {named}, on {kind}: {what}"),
-                why="offload to a disk is for what the RAM does not hold, and waits for each read",
-                change=change + (", or device: cpu" if kind in _IN_RAM else ""),
-                **where,
-            )
-        elif free < needed:
-            yield _machine(
-                *(case, "wrong", "nvme-space"),
-                f"{named} has {free / 2**30:.0f} GiB free, {case.spec.name} needs {needed / 2**30:.0f}",
-                why=f"{num_bytes} bytes per parameter of all ranks of the machine lie there",
-                change=change + " with room",
-                **where,
-            )
+            sentence += f": {there} " + ("can't be written" if there.is_dir() else "is no folder")
+            why = "DeepSpeed makes the folder and fails at the first write"
+        elif (kind := _file_system(there)) in (*_IN_RAM, *_OVER_A_NETWORK):
+            severity, name = "unwise", "nvme-not-a-disk"
+            sentence += f", on {kind}: " + ("in the host's RAM" if kind in _IN_RAM else "on a network")
+            why = "offload to a disk is for what the RAM does not hold, and waits for each read"
+            then = ", or device: cpu" if kind in _IN_RAM else ""
+        elif (free := shutil.disk_usage(there).free) < needed:
+            name, then = "nvme-space", " with room"
+            sentence = f"{named} has {free / 2**30:.0f} GiB free, {case.spec.name} needs {needed / 2**30:.0f}"
+            why = f"{num_bytes} bytes per parameter of all ranks of the machine lie there"
+        else:
+            return
+    change = f"{part}.nvme_path: a folder on a local NVMe disk"
+    key = f"{ZERO}.{part}.nvme_path"
+    yield fault(severity, name, sentence, why=why, change=change, then=then, file="json", key=key)
 
 
 def _file_system(folder: Path) -> str | None:
@@ -99,17 +87,19 @@ def _file_system(folder: Path) -> str | None:
 
 
 def _libraries(case: Case) -> Iterator[Finding]:
-    devices = {case.offload(part) for part in ("offload_optimizer", "offload_param")}
+    devices = {case.offload(part) for part in _BYTES_ON_DISK}
     if case.zero_stage == 3 and "nvme" in devices and case.host.has_libaio is False:
-        yield _machine(
-            *(case, "wrong", "libaio-absent", "nvme offload, and libaio is not here"),
+        yield wrong(
+            "libaio-absent",
+            "nvme offload, and libaio is not here",
             why="DeepSpeed compiles its async_io with it at the first use, and stops without",
             change="apt install libaio-dev, or yum install libaio-devel",
             file="json",
         )
     if case.zero_stage and case.offload("offload_optimizer") != "none" and case.host.has_compiler is False:
-        yield _machine(
-            *(case, "wrong", "compiler-absent", "offload_optimizer, and there is no C++ compiler here"),
+        yield wrong(
+            "compiler-absent",
+            "offload_optimizer, and there is no C++ compiler here",
             why="DeepSpeed compiles its CPU Adam at the first use, and stops without",
             change="apt install g++",
             file="json" if case.has_json else "yaml",
@@ -119,8 +109,9 @@ def _libraries(case: Case) -> Iterator[Finding]:
 def _gpus(case: Case) -> Iterator[Finding]:
     old = [name for name in dict.fromkeys(case.host.gpu_names) if re.search(_WITHOUT_BF16, name)]
     if old and case.flags.numerics != "fp32":
-        yield _machine(
-            *(case, "wrong", "gpu-without-bf16", f"{', '.join(old)} with --numerics {case.flags.numerics}"),
+        yield wrong(
+            "gpu-without-bf16",
+            f"{', '.join(old)} with --numerics {case.flags.numerics}",
             why="GPUs before Ampere have no bf16 tensor cores and no FlashAttention-2: bf16 is emulated, "
             "slower than fp32",
             change="--numerics fp32, or another GPU",
@@ -130,8 +121,9 @@ def _gpus(case: Case) -> Iterator[Finding]:
 def _shm(case: Case) -> Iterator[Finding]:
     size = case.host.shm_bytes
     if size is not None and size < _SMALL_SHM_BYTES and len(case.host.gpu_names) > 1:
-        yield _machine(
-            *(case, "unwise", "small-shm", f"/dev/shm has {size / 2**20:.0f} MiB"),
+        yield unwise(
+            "small-shm",
+            f"/dev/shm has {size / 2**20:.0f} MiB",
             why="NCCL passes messages between a machine's GPUs through it, data workers their batches: both "
             "end with a bus error when it is full",
             change="docker run --shm-size=8g, or --ipc=host",
@@ -139,12 +131,12 @@ def _shm(case: Case) -> Iterator[Finding]:
 
 
 def _quantized(case: Case) -> Iterator[Finding]:
-    keys = [
-        key for key in ("zero_quantized_weights", "zero_quantized_gradients") if case.zero.get(key) is True
-    ]
+    both = ("zero_quantized_weights", "zero_quantized_gradients")
+    keys = [key for key in both if case.zero.get(key) is True]
     if keys and case.zero_stage == 3 and not case.host.gpu_names:
-        yield _machine(
-            *(case, "wrong", "quantized-needs-gpu", f"{' and '.join(keys)} on a machine without GPUs"),
+        yield wrong(
+            "quantized-needs-gpu",
+            f"{' and '.join(keys)} on a machine without GPUs",
             why='DeepSpeed has no CPU kernel for it: "This op had not been implemented on CPU backend"',
             change="run it on GPUs",
             file="json",
@@ -152,53 +144,46 @@ def _quantized(case: Case) -> Iterator[Finding]:
         )
 
 
-_memory = partial(fault, topic="machine")
-
-
 def host_ram_faults(case: Case, setting: Setting) -> Iterator[Finding]:
-    """Against the RAM of `case.host`, where that is known; `setting` is of the case."""
-    total = case.host.ram_bytes
+    """What the ranks of a node need against the RAM of `case.host`, where that is known."""
+    total, free = case.host.ram_bytes, case.host.free_ram_bytes
     if total is None:
         return
-    strategy = fit_groups(
-        setting.strategy,
-        num_ranks=setting.num_gpus,
-        ranks_per_node=min(setting.num_gpus, setting.gpus_per_node),
-    )
+    per_node = min(setting.num_gpus, setting.gpus_per_node)
+    strategy = fit_groups(setting.strategy, num_ranks=setting.num_gpus, ranks_per_node=per_node)
     placement = placement_of(strategy)
 
     def needed_with(placement: Placement) -> int:
-        per_node = min(setting.num_gpus, setting.gpus_per_node)
         ranks = placement.ranks_of_a_copy(num_gpus=setting.num_gpus, gpus_per_node=per_node)
         return host_bytes_per_node(
             *(setting.spec, strategy, setting.config, placement), num_ranks=ranks, gpus_per_node=per_node
         )
 
-    needed, free = needed_with(placement), case.host.free_ram_bytes
-    if needed <= (total if free is None else free):
+    needed, left = needed_with(placement), total if free is None else free
+    if needed <= left:
         return
     in_pieces = needed_with(dataclasses.replace(placement, zero_init=True))
     keeps_state = placement.optimizer_device == "cpu" or placement.parameter_device == "cpu"
-    edits: tuple[Edit, ...] = ()
-    if strategy.zero_stage == 3 and in_pieces <= (total if free is None else free):
-        edits = (Edit("yaml", ("deepspeed_config", "zero3_init_flag"), True),)
-        change = "zero3_init_flag: true: rank 0 alone holds the whole model, each other rank its piece"
+    edits, change, then = [], None, ""
+    if strategy.zero_stage == 3 and in_pieces <= left:
+        edits = [in_yaml("deepspeed_config.zero3_init_flag", True)]
+        then = ": rank 0 alone holds the whole model, each other rank its piece"
     elif keeps_state:
         change = "--strategy ds_zero3_nvme, more machines, or no offload: --gradient_checkpointing full first"
     elif strategy.engine == "fsdp2":
         change = "a pretrained model with fsdp_cpu_ram_efficient_loading: true, which rank 0 alone loads"
     else:
         change = "--strategy ds_zero3 with zero3_init_flag: true, which builds the model in pieces"
-    ranks = min(setting.num_gpus, setting.gpus_per_node)
-    yield _memory(
-        *(case, "wrong" if needed > total else "unwise", "host-ram"),
-        f"{needed / 2**30:.0f} GiB of host RAM for {ranks} ranks, there are {total / 2**30:.0f}"
+    yield fault(
+        "wrong" if needed > total else "unwise",
+        "host-ram",
+        f"{needed / 2**30:.0f} GiB of host RAM for {per_node} ranks, there are {total / 2**30:.0f}"
         + ("" if needed > total else f", {free / 2**30:.0f} of them free"),
+        *edits,
         why="the optimizer's state, and what else is offloaded, lies there"
         if keeps_state and in_pieces >= needed
         else "every rank builds the whole model in fp32 before it is sharded; the kernel then kills one",
         change=change,
+        then=then,
         file="yaml",
-        key="deepspeed_config.zero3_init_flag" if edits else None,
-        edits=edits,
     )

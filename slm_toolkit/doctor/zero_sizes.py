@@ -1,10 +1,11 @@
 """Faults of a DeepSpeed JSON's sizes beside the model's: buckets, reuse, groups of hpZ, offload's pace."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from slm_toolkit.doctor.case import Case, fault, is_count, is_true, shown
+from slm_toolkit.doctor.case import Case, is_count, is_true, shown
 from slm_toolkit.doctor.deepspeed_faults import ZERO
-from slm_toolkit.doctor.finding import REMOVE, Edit, Finding
+from slm_toolkit.doctor.finding import REMOVE, Finding, change_by, fault, in_json, slow, unwise, wrong
 from slm_toolkit.doctor.host import is_older
 
 BUCKET = 13_107_200
@@ -36,22 +37,22 @@ def zero_size_faults(case: Case) -> Iterator[Finding]:
 
 
 def _size(
-    case: Case,
-    severity: str,
-    name: str,
-    sentence: str,
-    *,
-    why: str,
-    change: str,
-    key: str,
-    edits: tuple[Edit, ...],
+    case: Case, severity: str, name: str, sentence: str, key: str, value: Any, *, why: str, then: str = ""
 ) -> Finding:
+    """A finding on `key` of the JSON's zero_optimization; without a JSON the change is to name one."""
+    edit = in_json(f"{ZERO}.{key}", value)
     if case.has_json:
-        where = {"file": "json", "key": key, "edits": edits}
-    else:
-        where = {"file": "yaml", "key": "deepspeed_config.deepspeed_config_file"}
-        change = f"name a DeepSpeed JSON with {change}, such as ds_configs/zero{case.zero_stage}.json"
-    return fault(case, severity, name, sentence, topic="deepspeed", why=why, change=change, **where)
+        return fault(severity, name, sentence, edit, why=why, then=then)
+    return fault(
+        severity,
+        name,
+        sentence,
+        why=why,
+        change=f"name a DeepSpeed JSON with {change_by([edit])}{then}, such as "
+        f"ds_configs/zero{case.zero_stage}.json",
+        file="yaml",
+        key="deepspeed_config.deepspeed_config_file",
+    )
 
 
 def _number(case: Case, key: str) -> int:
@@ -63,8 +64,8 @@ def _number(case: Case, key: str) -> int:
     return int(value) if is_number else _DEFAULTS[key]
 
 
-def _said(case: Case, key: str) -> str:
-    """As a sentence begins: the key with its value, or DeepSpeed's default."""
+def _size_of(case: Case, key: str) -> str:
+    """The beginning of a sentence: the key with its value, or DeepSpeed's default."""
     number = _number(case, key)
     is_default = case.zero.get(key) in (None, "auto")
     return f"{key} is {'absent, which means ' if is_default else ''}{number:,} elements"
@@ -77,22 +78,25 @@ def _reduce_bucket(case: Case) -> Iterator[Finding]:
     copies = 2 if case.zero_stage < 3 and is_true(overlaps) else 1
     if bucket > params and 2 * copies * (bucket - params) >= _WORTH_SAYING_BYTES:
         yield _size(
-            *(case, "unwise", "bucket-larger-than-model"),
-            f"{_said(case, key)}, {case.spec.name} has {params:,}",
+            case,
+            "unwise",
+            "bucket-larger-than-model",
+            f"{_size_of(case, key)}, {case.spec.name} has {params:,}",
+            key,
+            BUCKET,
             why=f"DeepSpeed allocates the bucket whole{', twice for overlap_comm' * (copies - 1)}: "
             f"{2 * copies * bucket / 2**30:.1f} GiB, and nothing is reduced before backward has ended",
-            change=f"{key}: {BUCKET}",
-            key=f"{ZERO}.{key}",
-            edits=(Edit("json", (ZERO, key), BUCKET),),
         )
     gather = case.zero.get("allgather_bucket_size")
     if case.zero_stage < 3 and isinstance(gather, int) and gather % 2:
         yield _size(
-            *(case, "wrong", "odd-bucket", f"allgather_bucket_size is {gather}, an odd number"),
+            case,
+            "wrong",
+            "odd-bucket",
+            f"allgather_bucket_size is {gather}, an odd number",
+            "allgather_bucket_size",
+            gather + 1,
             why="ZeRO-1 and 2 refuse to start: NCCL's buffers begin at multiples of 4 bytes",
-            change=f"allgather_bucket_size: {gather + 1}",
-            key=f"{ZERO}.allgather_bucket_size",
-            edits=(Edit("json", (ZERO, "allgather_bucket_size"), gather + 1),),
         )
 
 
@@ -101,13 +105,15 @@ def _overlap(case: Case) -> Iterator[Finding]:
     if said is False or (said is None and case.zero_stage < 3):
         is_absent = "overlap_comm" not in case.zero
         yield _size(
-            *(case, "could be faster", "no-overlap"),
+            case,
+            "could be faster",
+            "no-overlap",
             f"overlap_comm is {'absent, which means false' if is_absent else 'false'} under "
             f"ZeRO-{case.zero_stage}",
+            "overlap_comm",
+            True,
             why="gradients are then reduced while backward waits; DDP and FSDP reduce beside it",
-            change="overlap_comm: true, which takes a second bucket",
-            key=f"{ZERO}.overlap_comm",
-            edits=(Edit("json", (ZERO, "overlap_comm"), True),),
+            then=", which takes a second bucket",
         )
 
 
@@ -120,37 +126,41 @@ def _stage_3(case: Case) -> Iterator[Finding]:
     # from the first layer's forward to its backward all others pass twice
     if _number(case, key) >= 2 * (params - layer):
         yield _size(
-            *(case, "wrong", "zero3-never-releases"),
-            f"{_said(case, key)}, and between a layer's forward and its backward at most "
+            case,
+            "wrong",
+            "zero3-never-releases",
+            f"{_size_of(case, key)}, and between a layer's forward and its backward at most "
             f"{2 * (params - layer):,} pass",
+            key,
+            0,
             why="what is used again within that distance is kept: from the second step on every rank holds "
             f"all of {case.spec.name} gathered, {2 * params / 2**30:.2f} GiB, as under ZeRO-2",
-            change=f"{key}: 0",
-            key=f"{ZERO}.{key}",
-            edits=(Edit("json", (ZERO, key), 0),),
         )
     key, prefetch = "stage3_max_live_parameters", _number(case, "stage3_prefetch_bucket_size")
     wanted = max(2 * layer + case.spec.embedding_params, BUCKET)
     wasted = 2 * (min(params, _number(case, key)) - wanted)
     if prefetch and _number(case, key) >= params and wasted >= 2**30:
         yield _size(
-            *(case, "unwise", "zero3-gathers-all"),
-            f"{_said(case, key)}, {case.spec.name} has {params:,}",
+            case,
+            "unwise",
+            "zero3-gathers-all",
+            f"{_size_of(case, key)}, {case.spec.name} has {params:,}",
+            key,
+            _round_up(wanted),
             why="parameters are gathered ahead until so many are live: all of them, "
             f"{2 * params / 2**30:.1f} GiB on every rank",
-            change=f"{key}: {_round_up(wanted)}, two layers and the head",
-            key=f"{ZERO}.{key}",
-            edits=(Edit("json", (ZERO, key), _round_up(wanted)),),
+            then=", two layers and the head",
         )
     key = "stage3_prefetch_bucket_size"
     if prefetch >= params and 2 * params >= _WORTH_SAYING_BYTES:
         yield _size(
-            *(case, "unwise", "prefetch-larger-than-model"),
-            f"{_said(case, key)}, {case.spec.name} has {params:,}",
+            case,
+            "unwise",
+            "prefetch-larger-than-model",
+            f"{_size_of(case, key)}, {case.spec.name} has {params:,}",
+            key,
+            BUCKET,
             why="the first layer's turn gathers the whole model at once",
-            change=f"{key}: {BUCKET}",
-            key=f"{ZERO}.{key}",
-            edits=(Edit("json", (ZERO, key), BUCKET),),
         )
 
 
@@ -165,65 +175,61 @@ def _hpz(case: Case) -> Iterator[Finding]:
     size = here if size == "auto" else size
     if case.zero_stage != 3 or not is_count(size) or size == 1:
         return
-    where = {"key": f"{ZERO}.{key}"}
     if is_older(case.host, "deepspeed", "0.19.5"):
-        yield fault(
-            *(case, "wrong", "hpz-version"),
+        yield wrong(
+            "hpz-version",
             f"{key} {size} with deepspeed {case.host.versions['deepspeed']}",
-            topic="versions",
-            file="json",
             why="before 0.19.5 a rank whose share of the second copy begins past a small parameter's end "
             "stops with an IndexError (DeepSpeed's pull request 8210)",
             change='pip install -U "deepspeed>=0.19.5"',
-            **where,
+            file="json",
+            key=f"{ZERO}.{key}",
+            topic="versions",
         )
     if case.num_ranks % size:
-        yield _size(
-            *(case, "wrong", "hpz-does-not-divide", f"{key} is {size} on {case.num_ranks} ranks"),
+        yield wrong(
+            "hpz-does-not-divide",
+            f"{key} is {size} on {case.num_ranks} ranks",
+            in_json(f"{ZERO}.{key}", here),
             why="DeepSpeed refuses groups that don't divide the ranks",
-            change=f"{key}: {here}, the ranks of a node",
-            edits=(Edit("json", (ZERO, key), here),),
-            **where,
+            then=", the ranks of a node",
         )
     elif size > here:
-        yield _size(
-            *(case, "unwise", "hpz-across-nodes", f"{key} is {size}, a node has {here} ranks"),
+        yield unwise(
+            "hpz-across-nodes",
+            f"{key} is {size}, a node has {here} ranks",
+            in_json(f"{ZERO}.{key}", here),
             why="backward then gathers across nodes, which the second copy is there to avoid",
-            change=f"{key}: {here}",
-            edits=(Edit("json", (ZERO, key), here),),
-            **where,
         )
     elif case.num_ranks <= case.gpus_per_node:
         second = 2 * case.spec.num_params / size / 2**30
-        yield _size(
-            *(case, "unwise", "hpz-on-one-node", f"{key} is {shown(case.zero[key])} on one node"),
+        yield unwise(
+            "hpz-on-one-node",
+            f"{key} is {shown(case.zero[key])} on one node",
+            in_json(f"{ZERO}.{key}", REMOVE),
             why=f"a second copy of the parameters, {second:.2f} GiB a rank, saves traffic between nodes: "
             "there is none",
-            change=f"remove {key}, or accel_configs/ds_zero3.yaml",
-            edits=(Edit("json", (ZERO, key), REMOVE),),
-            **where,
+            then=", or accel_configs/ds_zero3.yaml",
         )
 
 
 def _offload_speed(case: Case) -> Iterator[Finding]:
-    for part in ("offload_optimizer", "offload_param"):
+    parts = ("offload_optimizer", "offload_param")
+    for part in parts:
         if case.offload(part) != "none" and case.zero[part].get("pin_memory", True) is False:
-            yield _size(
-                *(case, "could be faster", "unpinned-offload", f"{part}.pin_memory is false"),
+            yield slow(
+                "unpinned-offload",
+                f"{part}.pin_memory is false",
+                in_json(f"{ZERO}.{part}.pin_memory", True),
                 why="pages that can be swapped out are copied twice, and the GPU waits for each copy",
-                change="pin_memory: true, where `ulimit -l` and the RAM allow it",
-                key=f"{ZERO}.{part}.pin_memory",
-                edits=(Edit("json", (ZERO, part, "pin_memory"), True),),
+                then=", where `ulimit -l` and the RAM allow it",
             )
-    on_disk = case.zero_stage == 3 and "nvme" in (
-        case.offload("offload_optimizer"),
-        case.offload("offload_param"),
-    )
+    on_disk = case.zero_stage == 3 and "nvme" in [case.offload(part) for part in parts]
     if on_disk and not isinstance(case.files.deepspeed.get("aio"), dict):
-        yield _size(
-            *(case, "could be faster", "aio-absent", "nvme offload without an aio section"),
+        yield slow(
+            "aio-absent",
+            "nvme offload without an aio section",
+            in_json("aio", _AIO),
             why="DeepSpeed's default is one thread with 8 reads in flight; a disk takes more at once",
             change='"aio": as in ds_configs/zero3_nvme.json',
-            key="aio",
-            edits=(Edit("json", ("aio",), _AIO),),
         )
