@@ -159,6 +159,42 @@ class Prepared:
 
 def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
+    request = _check_request(config)
+    folder = _claim_folder(request)
+    start = _choose_start(request, folder)
+    built = _build(request, start)
+    job = Job(
+        config=start.config,
+        spec=request.spec,
+        launch=request.launch,
+        accelerator=start.accelerator,
+        run_dir=folder.run_dir,
+        checkpoint=start.checkpoint,
+        description=built.description,
+        launch_description=start.launch_description,
+        fingerprint_of_frozen=fingerprint_of_frozen(built.model) if start.config.save_steps else None,
+        data=built.data,
+        model=built.model,
+        gpu_before=folder.gpu_before,
+        batch_described=start.batch_described,
+        machines=folder.machines,
+        search=BatchSizeSearch(start.config),
+        control_group=start.control_group,
+    )
+    return job, _record_at_start(job, folder, built, request.config, arguments, started)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Flags, model and launch, after all checks that need neither another rank nor the run's folder."""
+
+    config: RunConfig
+    spec: ModelSpec
+    launch: Launch
+
+
+def _check_request(config: RunConfig) -> _Request:
+    """Raises ValueError for flags, a model or a YAML that is wrong, or that contradicts another of them."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec)
@@ -170,19 +206,50 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     check_environment(launch)
     if config.rehearse is None:
         check_devices(launch, num_gpus=torch.cuda.device_count(), local_processes=local_world_size())
-    asked = {"mixed_precision": launch.mixed_precision, "has_gpu": torch.cuda.is_available()}
-    if found := contradictions(launch.strategy, config, num_processes=launch.num_processes, **asked):
-        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in found)
+    problems = contradictions(
+        launch.strategy,
+        config,
+        num_processes=launch.num_processes,
+        mixed_precision=launch.mixed_precision,
+        has_gpu=torch.cuda.is_available(),
+    )
+    if problems:
+        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in problems)
         hint = 'write "auto" in the JSON, and let the flags say it' if of_json else "see --help of the flag"
-        raise ValueError("\n".join(found) + f"\nhint: {hint}")
+        raise ValueError("\n".join(problems) + f"\nhint: {hint}")
     strategy, taken_out = as_flags_say(launch.strategy, config)
-    launch = dataclasses.replace(launch, strategy=strategy)
-    if taken_out is not None and os.environ.get("RANK", "0") == "0":
-        print(taken_out, file=sys.stderr)
+    if taken_out is not None:
+        _print_on_rank_0(taken_out)
     check_optional(config)
     check_adapters(config)
     check_lm_eval(config)
     check_adapter_base(config, spec)
+    return _Request(config=config, spec=spec, launch=dataclasses.replace(launch, strategy=strategy))
+
+
+@dataclass(frozen=True)
+class _ClaimedFolder:
+    """The run's folder, which rank 0 holds if it exists, and what gave the run its name."""
+
+    run_dir: Path
+    run_name: str
+    identity: str
+    asked: dict[str, Any]
+    versions: dict[str, str]
+    gpu: str | None
+    gpu_before: GpuBefore
+    machines: Machines
+    has_ended: bool
+    "whether the folder holds the record of this very run, with all its steps done"
+
+
+def _claim_folder(request: _Request) -> _ClaimedFolder:
+    """Meet the other machines, name the run and keep other trainings out of its folder.
+
+    Raises ValueError where the run can't use the folder. Ends the process where --resume_from_checkpoint auto
+    finds that the run has ended.
+    """
+    config, launch = request.config, request.launch
     machines = Machines()
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
@@ -197,59 +264,116 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         gpu = torch.cuda.get_device_name()
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
-    run_name = machines.of_rank_0("run_name", config.run_name or run_name_of(spec, launch.strategy, identity))
+    own_name = config.run_name or run_name_of(request.spec, launch.strategy, identity)
+    run_name = machines.of_rank_0("run_name", own_name)
     run_dir = Path(os.path.realpath(config.output_dir), run_name)
-    if os.environ.get("RANK", "0") == "0" and exists(run_dir):
+    if _is_rank_0() and exists(run_dir):
         check_writable(run_dir)
         hold_run(run_dir)
     ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and ended:
         lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
-        if os.environ.get("RANK", "0") == "0":
-            again = f", but {lacks}, so it goes on to save its model again" if lacks else ""
-            print(f"note: this run has ended{again}: {run_dir / RECORD_FILE}", file=sys.stderr)
+        again = f", but {lacks}, so it goes on to save its model again" if lacks else ""
+        _print_on_rank_0(f"note: this run has ended{again}: {run_dir / RECORD_FILE}")
         if lacks is None:
             raise SystemExit(0)
     if config.save_final_model or config.overwrite_output_dir:
         check_replaceable(run_dir / MODEL_DIR)
-        if spec.path is not None:
-            check_apart(typed_path(spec.path), run_dir / MODEL_DIR)
+        if request.spec.path is not None:
+            check_apart(typed_path(request.spec.path), run_dir / MODEL_DIR)
     if config.save_steps or config.resume_from_checkpoint:
         flag = f"--save_steps {config.save_steps}" if config.save_steps else "--resume_from_checkpoint"
         machines.check_shared(run_dir.parent, flag=flag)
-    asked_config, config = config, smaller_batch(config)
+    return _ClaimedFolder(
+        run_dir=run_dir,
+        run_name=run_name,
+        identity=identity,
+        asked=asked,
+        versions=versions,
+        gpu=gpu,
+        gpu_before=gpu_before,
+        machines=machines,
+        has_ended=ended,
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where the run starts, on ranks that are connected."""
+
+    config: RunConfig
+    "with the batch size and learning rate of this attempt"
+    accelerator: Accelerator
+    control_group: ProcessGroup | None
+    checkpoint: Checkpoint | None
+    description: dict[str, Any]
+    "as in Job, without the data"
+    launch_description: dict[str, Any]
+    sequences_per_step: int
+    batch_described: str
+
+
+def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
+    """Connect the ranks and choose the checkpoint to go on from, if any.
+
+    Raises ValueError where there is no such checkpoint, or where the run would replace another's files.
+    """
+    launch, run_dir = request.launch, folder.run_dir
+    config = smaller_batch(request.config)
     per_step = sequences_per_step(config, launch)
     description = run_description(config, per_step)
     resume = noted_checkpoint() or config.resume_from_checkpoint
     candidates = (
         find_checkpoints(resume, run_dir, description, num_steps=config.steps_asked) if resume else []
     )
-
     starts = resume is None
     if not config.overwrite_output_dir and config.rehearse is None and (starts or config.save_steps):
-        check_place(run_dir, description, starts=starts, has_ended=ended)
-    if os.environ.get("RANK", "0") == "0":
+        check_place(run_dir, description, starts=starts, has_ended=folder.has_ended)
+    if _is_rank_0():
         check_writable(run_dir)
     name_groups_anew()
-    with machines.connecting():
+    with folder.machines.connecting():
         accelerator = start_accelerator(launch, config, project_dir=str(run_dir))
         group = control_group(accelerator)
     checkpoint = choose(candidates, accelerator)
-    if checkpoint is not None and asked_config.base_batch_size is None:
+    if checkpoint is not None and request.config.base_batch_size is None:
         base = checkpoint.manifest.written_by["base_batch_size"]
         config = dataclasses.replace(config, base_batch_size=base)
-    batch_described = describe_batch(config, per_step, launch)
-    here = launch_description(config, launch.strategy, launch.num_processes)
-    config = dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step))
-    num_sequences = (config.steps_asked or 0) * per_step
+    return _Start(
+        config=dataclasses.replace(config, learning_rate=config.learning_rate_of(per_step)),
+        accelerator=accelerator,
+        control_group=group,
+        checkpoint=checkpoint,
+        description=description,
+        launch_description=launch_description(config, launch.strategy, launch.num_processes),
+        sequences_per_step=per_step,
+        batch_described=describe_batch(config, per_step, launch),  # which names the rate before its scaling
+    )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Data and model, and where their weights and tokenizer come from."""
+
+    data: Data | None
+    model: PreTrainedModel
+    weights: str
+    tokenizer: str
+    description: dict[str, Any]
+    "as in Job"
+
+
+def _build(request: _Request, start: _Start) -> _Built:
+    """Load the data and build the model, with the checkpoint's weights where the run goes on from one."""
+    config, spec, checkpoint = start.config, request.spec, start.checkpoint
     weights, tokenizer = _origins(config, spec)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"weights: {weights}; tokenizer: {tokenizer}", file=sys.stderr)
-        if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
-            most = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
-            print(f"note: --seq_len {config.seq_len} is beyond {most}", file=sys.stderr)
-    data = None
+    _print_on_rank_0(f"weights: {weights}; tokenizer: {tokenizer}")
+    if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
+        most = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
+        _print_on_rank_0(f"note: --seq_len {config.seq_len} is beyond {most}")
+    data, description = None, start.description
     if not is_fake(config):
+        num_sequences = (config.steps_asked or 0) * start.sequences_per_step
         held_out = num_held_out(checkpoint)
         data = rank_0_first(
             lambda: load_data(config, spec, num_sequences=num_sequences, num_held_out=held_out)
@@ -260,41 +384,56 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
     with tensors_of(config):
         model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
     if is_fake(config):
-        accelerator.device_placement = False
+        start.accelerator.device_placement = False
         stay_in_place(model)
     if checkpoint is not None:
         load_weights(model, checkpoint)
-    job = Job(
-        *(config, spec, launch, accelerator, run_dir, checkpoint, description, here),
-        *(fingerprint_of_frozen(model) if config.save_steps else None, data, model, gpu_before),
-        *(batch_described, machines, BatchSizeSearch(config), group),
-    )
-    # as it ran: what --find_batch_size found is a fact of the run, what was asked stands beside it
+    return _Built(data=data, model=model, weights=weights, tokenizer=tokenizer, description=description)
+
+
+def _record_at_start(
+    job: Job,
+    folder: _ClaimedFolder,
+    built: _Built,
+    requested: RunConfig,
+    arguments: list[str],
+    started: float,
+) -> RunRecord:
+    """The record before the first step. `requested`: the config before --find_batch_size changed it."""
+    # the batch that --find_batch_size found is a fact of the run; batch_size_search keeps the requested one
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    shape = {name: getattr(config, name) for name in batch}
+    shape = {name: getattr(job.config, name) for name in batch}
     typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
-    record = RunRecord(
-        run_name=run_name,
-        identity=identity,
+    has_own_weights = job.checkpoint is None and job.config.rehearse is None
+    return RunRecord(
+        run_name=folder.run_name,
+        identity=folder.identity,
         status="failed",  # until it is ok
-        strategy=launch.strategy.name,
-        asked={**asked, "config": {**asked["config"], **shape}},
-        model=model_facts(spec),
-        weights=weights,
-        tokenizer=tokenizer,
-        versions=versions,
+        strategy=job.launch.strategy.name,
+        asked={**folder.asked, "config": {**folder.asked["config"], **shape}},
+        model=model_facts(job.spec),
+        weights=built.weights,
+        tokenizer=built.tokenizer,
+        versions=folder.versions,
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        command=shlex.join(launch.command or typed),
-        gpu=gpu,
-        weights_fingerprint=None
-        if checkpoint is not None or config.rehearse is not None
-        else fingerprint(model.named_parameters()),
-        first_step=checkpoint.manifest.step if checkpoint else 0,
-        batch_size_search=search_described(asked_config, config),
-        resumed_from=described(checkpoint, here) if checkpoint else None,
-        timing_warmup_steps=config.timing_warmup_steps,
+        command=shlex.join(job.launch.command or typed),
+        gpu=folder.gpu,
+        weights_fingerprint=fingerprint(job.model.named_parameters()) if has_own_weights else None,
+        first_step=job.checkpoint.manifest.step if job.checkpoint else 0,
+        batch_size_search=search_described(requested, job.config),
+        resumed_from=described(job.checkpoint, job.launch_description) if job.checkpoint else None,
+        timing_warmup_steps=job.config.timing_warmup_steps,
     )
-    return job, record
+
+
+def _is_rank_0() -> bool:
+    """Whether the launcher made this process rank 0; known before the ranks are connected."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print_on_rank_0(line: str) -> None:
+    if _is_rank_0():
+        print(line, file=sys.stderr)
 
 
 def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
@@ -371,7 +510,14 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         ),
     )
     prepared = Prepared(
-        model, optimizer, loader, eval_loaders, loss_recorder, num_steps, num_micro_steps, trace
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        eval_loaders=eval_loaders,
+        loss_recorder=loss_recorder,
+        num_steps=num_steps,
+        num_micro_steps=num_micro_steps,
+        trace=trace,
     )
     return prepared, record
 

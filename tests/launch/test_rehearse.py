@@ -191,7 +191,7 @@ def test_several_processes_are_no_rehearsal(
 _REAL_TENSORS = """
 import sys
 import torch
-import slm_toolkit.run.rehearse as rehearse
+import slm_toolkit.run.rehearse.rehearse as rehearse
 rehearse.is_fake = lambda config: False  # as on a GPU
 torch.use_deterministic_algorithms(True)  # what is not written holds NaN
 if sys.argv.pop(1) == "bad":
