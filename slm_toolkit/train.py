@@ -35,7 +35,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,23 +48,24 @@ from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
-from slm_toolkit.record.run_record import RunRecord, finite
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import MODEL_DIR, sweep
-from slm_toolkit.run.after_step import Guard
+from slm_toolkit.run.after_step import BadStepFiles, Guard, largest_loss
 from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run
 from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.checkpoint.saved_model import save_model
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
-from slm_toolkit.run.engine.engine import optimizer_step, start_tracker
-from slm_toolkit.run.evaluate import described, evaluate, mean_loss
+from slm_toolkit.run.engine.engine import optimizer_step
+from slm_toolkit.run.evaluate import Evaluations
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.lm_eval import lm_eval, lm_eval_described
 from slm_toolkit.run.observe.measure import deepspeed_engine
 from slm_toolkit.run.observe.profile import profile_steps
-from slm_toolkit.run.observe.progress import TrainingProgress
+from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
+from slm_toolkit.run.peers.step_exchange import Lookout
 from slm_toolkit.run.rehearse.rehearse import (
     TraceWatch,
     check_stepped,
@@ -134,13 +135,11 @@ def run(
                     remove_earlier_run(job.run_dir, job.accelerator)
                 mark = None
             watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
-            fake = is_fake(job.config)
             with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
-                observed = (
-                    rehearse(job, prepared)
-                    if fake
-                    else train(job, prepared, record, watchdog, end_after=end_after)
-                )
+                if is_fake(job.config):
+                    observed = rehearse(job, prepared)
+                else:
+                    observed = train(job, prepared, record, watchdog, end_after=end_after)
                 if job.config.rehearse is not None:
                     check_stepped(job.accelerator, prepared.model, prepared.optimizer)
             watchdog.rest()
@@ -177,134 +176,140 @@ def train(
 ) -> dict[str, Any]:
     """All steps, or those up to `end_after`; returns the record's fields that were observed, the same on all
     ranks."""
-    config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
-    num_steps = prepared.num_steps
-    progress = None
+    config, accelerator, num_steps = job.config, job.accelerator, prepared.num_steps
+    model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
+    progress = NoProgress()
     if accelerator.is_main_process:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        sweep(run_dir)
-        progress = TrainingProgress(run_dir, record.first_step, num_steps)
-        progress.say(job.batch_described)
-        if job.checkpoint is not None:
-            conversion = record.resumed_from["conversion"]
-            progress.say(f"resumed from {job.checkpoint.path}" + (f", {conversion}" if conversion else ""))
-    if config.report_to != "none":
-        start_tracker(accelerator, config, run_dir)
-    accelerator.wait_for_everyone()
-
-    eval_losses: list[dict[str, float]] = []
-    eval_losses_by_set: dict[str, list[float | None]] = {name: [] for name in prepared.eval_loaders}
-    batches = endless(
-        *(accelerator, prepared.loader),
-        first_step=record.first_step,
-        num_micro_steps=prepared.num_micro_steps,
-    )
-    recorder = prepared.loss_recorder
-    if job.data.has_labels:
-        batches = steps_by_labels(accelerator, batches, recorder, prepared.num_micro_steps)
-    watch = RunWatch(
-        *(accelerator, prepared.model, prepared.optimizer, recorder, job.gpu_before, job.data.names)
-    )
-    guard = Guard(job, prepared, progress)
+        sweep(job.run_dir)
+        progress = TrainingProgress(job.run_dir, record.first_step, num_steps)
+    progress.say(job.batch_described)
     if job.checkpoint is not None:
-        in_epoch = place_in_data(prepared.loader, record.first_step, prepared.num_micro_steps)[1]
-        # an epoch's order was drawn from the same numbers before, at its beginning
-        if in_epoch and record.first_step < num_steps:
-            batches = chain([next(batches)], batches)
-        with user_errors():
-            load_random_states(job.checkpoint, accelerator)
-
-    def evaluate_after(step: int) -> None:
-        watchdog.beat(f"in the evaluation after step {step}")
-        of_sets = evaluate(accelerator, prepared.model, recorder, prepared.eval_loaders, config)
-        eval_losses.append({"step": step, "loss": finite(mean_loss(of_sets))})
-        for name, (loss, _) in of_sets.items():
-            eval_losses_by_set[name].append(finite(loss))
-        if progress is not None:
-            progress.say(f"step {step}: eval loss {described(of_sets)}")
-        if config.report_to != "none":
-            of_each = {f"eval_loss/{name}": loss for name, (loss, _) in of_sets.items()}
-            accelerator.log({"eval_loss": mean_loss(of_sets), **of_each}, step=step)
+        conversion = record.resumed_from["conversion"]
+        progress.say(f"resumed from {job.checkpoint.path}" + (f", {conversion}" if conversion else ""))
+    tracker = Tracker(accelerator, config, job.run_dir)
+    accelerator.wait_for_everyone()
+    watch = RunWatch(
+        accelerator, model, optimizer, loss_recorder, gpu=job.gpu_before, dataset_names=job.data.names
+    )
+    evaluations = Evaluations(
+        config, accelerator, model, loss_recorder, prepared.eval_loaders, progress, tracker, num_steps
+    )
+    max_loss = largest_loss(config, job.spec.vocab_size)
+    if config.on_bad_step == "skip":
+        loss_recorder.limit = max_loss
+    tokenizer, num_micro_steps = job.data.tokenizer, prepared.num_micro_steps
+    bad_steps = BadStepFiles(accelerator, job.run_dir, prepared.loader, num_micro_steps, tokenizer)
+    guard = Guard(
+        config,
+        accelerator,
+        model,
+        progress,
+        run_dir=job.run_dir,
+        num_steps=num_steps,
+        max_loss=max_loss,
+        exchange=Lookout(accelerator, job.control_group),
+        bad_steps=bad_steps,
+        writer=prepared.checkpoint_writer,
+        resumed_from=job.checkpoint.path if job.checkpoint else None,
+    )
+    batches = training_batches(job, prepared, first_step=record.first_step)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
             lr = learning_rate(config.learning_rate, config.warmup_steps, step, num_steps)
-            for group in prepared.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
             step_loss, norm = train_step(job, prepared, batches, watch)
         done = step + 1
-        if progress is not None and progress.due(done):
+        if progress.due(done):
             progress.show(done, step_loss.item(), watch.num_tokens() * accelerator.num_processes)
-        if config.report_to != "none":
-            loss = accelerator.reduce(step_loss, reduction="mean").item()
-            rate = watch.last_tokens_per_second()
-            logged = {"loss": loss, "learning_rate": lr, "tokens_per_second": rate}
-            if watch.dataset_losses is not None:
-                of_last = watch.dataset_losses.of_last_step(accelerator)
-                logged |= {f"loss/{name}": loss for name, loss in of_last.items()}
-            accelerator.log(logged, step=done)
-        if prepared.eval_loaders and (done % config.eval_steps == 0 or done == num_steps):
-            evaluate_after(done)
+        tracker.log_step(done, step_loss, lr, watch)
+        if evaluations.due(done):
+            watchdog.beat(f"in the evaluation after step {done}")
+            evaluations.run(done)
             watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
         if guard.after(step, step_loss, norm):
             watch.clock.pause()
+
     guard.end(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
-    if not has_trained and prepared.eval_loaders:  # killed after its last checkpoint, before its record
-        evaluate_after(num_steps)
+    if not has_trained and evaluations.due(num_steps):  # killed after its last checkpoint, before its record
+        watchdog.beat(f"in the evaluation after step {num_steps}")
+        evaluations.run(num_steps)
     job.search.end()
-    if progress is not None:
-        if has_trained:
-            last = guard.losses[-1] if guard.losses else step_loss.item()  # of a rehearsal's one rank
-            progress.show(num_steps, last, watch.num_tokens() * accelerator.num_processes)
-        else:
-            progress.say(f"all {num_steps} steps were done before")
-        progress.close()
+    if has_trained:
+        last_loss = guard.losses[-1] if guard.losses else step_loss.item()  # a rehearsal has one rank's
+        progress.show(num_steps, last_loss, watch.num_tokens() * accelerator.num_processes)
+    else:
+        progress.say(f"all {num_steps} steps were done before")
+    progress.close()
 
-    observed = watch.observed()  # before the model is gathered to be saved
-    saved = None
+    observed = {**watch.observed(), **guard.observed(), **evaluations.observed()}
+    more_steps = functools.partial(train_step, job, prepared, batches)
+    return observed | finish(job, prepared, more_steps, watch, watchdog, progress, has_trained=has_trained)
+
+
+def finish(
+    job: Job,
+    prepared: Prepared,
+    more_steps: Callable[[RunWatch | TraceWatch], object],
+    watch: RunWatch,
+    watchdog: Watchdog,
+    progress: TrainingProgress | NoProgress,
+    *,
+    has_trained: bool,
+) -> dict[str, Any]:
+    """Save the model; then profile and trace some `more_steps`, which train on, so that nothing of them is
+    saved. Returns the record's fields."""
+    config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
+    model_dir = None
     if config.save_final_model:
         watchdog.beat("in saving the model")
-        saved = save_model(
-            *(accelerator, prepared.model, job.data.tokenizer, run_dir / MODEL_DIR),
-            merge=config.merge_adapter,
-        )
-    anatomy = None
+        tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
+        model_dir = save_model(accelerator, prepared.model, tokenizer, folder, merge=config.merge_adapter)
+    breakdown = None
     if config.profile and has_trained:
-        watchdog.beat("while profiling")  # these steps train on, after all that is recorded and saved
-        if progress is not None:
-            progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
-        engine = deepspeed_engine(accelerator)
-        step = functools.partial(train_step, job, prepared, batches, watch)
-        found = profile_steps(step, run_dir, deepspeed_engine=engine)
-        anatomy = dataclasses.asdict(found) if found else None
-        if found is None and progress is not None:
+        watchdog.beat("while profiling")
+        progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
+        step, engine = functools.partial(more_steps, watch), deepspeed_engine(accelerator)
+        breakdown = profile_steps(step, run_dir, deepspeed_engine=engine)
+        if breakdown is None:
             progress.say("no anatomy: the driver shows no kernels; is profiling for administrators only?")
-    timeline = follow_memory(job, prepared, batches) if prepared.trace is not None else None
+    timeline = follow_memory(job, prepared, more_steps) if prepared.trace is not None else None
     return {
-        **observed,
-        "anatomy": anatomy,
+        "anatomy": dataclasses.asdict(breakdown) if breakdown else None,
         "memory_at_peak": timeline.summary if timeline else None,
-        # empty in a rehearsal, where they mean nothing: nobody else's gradients arrived
-        "losses": [finite(loss) for loss in guard.losses],
-        "grad_norms": [None if norm is None else finite(norm) for norm in guard.grad_norms],
-        "skipped_steps": guard.skipped,
-        "weights_of_ranks": guard.weights_of_ranks,
-        "eval_losses": eval_losses,
-        "eval_losses_by_set": eval_losses_by_set,
         "datasets": job.data.facts,
-        "model_dir": str(saved) if saved else None,
+        "model_dir": str(model_dir) if model_dir else None,
         "reported_to": None if config.report_to == "none" else config.report_to,
     }
 
 
+def training_batches(job: Job, prepared: Prepared, *, first_step: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's batches from `first_step` on, without end. A run that resumes also gets back the state of
+    its random numbers, now that nothing else draws from them before the first step."""
+    accelerator, num_micro_steps = job.accelerator, prepared.num_micro_steps
+    batches = endless(accelerator, prepared.loader, first_step=first_step, num_micro_steps=num_micro_steps)
+    if job.data.has_labels:
+        batches = steps_by_labels(accelerator, batches, prepared.loss_recorder, num_micro_steps)
+    if job.checkpoint is not None:
+        in_epoch = place_in_data(prepared.loader, first_step, num_micro_steps)[1]
+        # an epoch's order was drawn from the same numbers before, at its beginning
+        if in_epoch and first_step < prepared.num_steps:
+            batches = chain([next(batches)], batches)
+        with user_errors():
+            load_random_states(job.checkpoint, accelerator)
+    return batches
+
+
 def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     """Steps on tensors without memory, every allocation traced; returns the record's fields."""
-    timeline = follow_memory(job, prepared, fake_batches(job.config))
+    steps = functools.partial(train_step, job, prepared, fake_batches(job.config))
+    timeline = follow_memory(job, prepared, steps)
     peak = timeline.peak
     print(
         f"rank 0 of {job.config.rehearse}: peak {peak.num_bytes / 2**30:.2f} GiB "
@@ -318,12 +323,10 @@ def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def follow_memory(job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]]) -> MemoryTimeline:
-    """Trace the allocations of some more steps; the timeline lies beside the record, too."""
-    timeline = trace_memory(
-        functools.partial(train_step, job, prepared, batches),
-        *(job.accelerator, prepared.model, prepared.optimizer, prepared.trace),
-    )
+def follow_memory(job: Job, prepared: Prepared, steps: Callable[[TraceWatch], object]) -> MemoryTimeline:
+    """Trace the allocations of some steps; rank 0 also writes the timeline to a file next to the record."""
+    model, optimizer, trace = prepared.model, prepared.optimizer, prepared.trace
+    timeline = trace_memory(steps, job.accelerator, model, optimizer, trace)
     if job.accelerator.is_main_process:
         write_timeline(timeline, job.run_dir / TIMELINE_FILE)
     return timeline
@@ -349,7 +352,7 @@ def train_step(
             with watch.phase("backward"):
                 accelerator.backward(loss)
             if accelerator.sync_gradients:
-                watch.gradients.count()
+                watch.gradients_reduced()
                 with watch.phase("optimizer"):
                     norm = optimizer_step(
                         accelerator, model, prepared.optimizer, max_grad_norm=job.config.max_grad_norm

@@ -37,6 +37,7 @@ from slm_toolkit.record.run_record import (
 )
 from slm_toolkit.record.saved_files import MODEL_DIR, check_replaceable, model_damage
 from slm_toolkit.run.checkpoint.checkpoint import (
+    CheckpointWriter,
     fingerprint,
     fingerprint_of_frozen,
     launch_description,
@@ -153,6 +154,8 @@ class Prepared:
     num_steps: int
     num_micro_steps: int
     "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
+    checkpoint_writer: CheckpointWriter | None
+    "None without --save_steps"
     trace: AllocationTrace | None
     "where allocations are followed; it has seen what the engine made so far"
 
@@ -509,6 +512,18 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
             job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
         ),
     )
+    writer = None
+    if config.save_steps is not None:
+        writer = CheckpointWriter(
+            accelerator,
+            model,
+            optimizer,
+            job.run_dir,
+            run=job.description,
+            written_by=job.launch_description,
+            frozen=job.fingerprint_of_frozen,
+            keep=config.save_total_limit,
+        )
     prepared = Prepared(
         model=model,
         optimizer=optimizer,
@@ -517,6 +532,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         loss_recorder=loss_recorder,
         num_steps=num_steps,
         num_micro_steps=num_micro_steps,
+        checkpoint_writer=writer,
         trace=trace,
     )
     return prepared, record

@@ -104,13 +104,13 @@ def test_peaks_are_those_after_the_probed_steps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(watch_module, "reset_peak_memory", lambda _: resets.append(len(losses)))
     losses: list[float] = []
     nothing = GpuBefore(None, GpuState(None, None))
-    watch = watch_module.RunWatch(accelerator, model, optimizer, recorder, nothing)
+    watch = watch_module.RunWatch(accelerator, model, optimizer, recorder, gpu=nothing)
     tokens = torch.arange(32).view(1, 32)
     for _ in range(3):
         with watch.step():
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
-            watch.gradients.count()
+            watch.gradients_reduced()
             optimizer.step()
         losses.append(loss.item())
     assert watch.num_probed_steps == 1

@@ -1,10 +1,8 @@
 """The Accelerator of a launched strategy, on GPUs or CPU processes, and the proof of which engine runs."""
 
-import dataclasses
 import os
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +35,6 @@ def check_tracker(name: str) -> None:
             f"--report_to {name}: no such tracker is installed\n"
             "hint: `pip install tensorboard` (or trackio, wandb, ...) installs one"
         )
-
-
-def start_tracker(accelerator: Accelerator, config: RunConfig, run_dir: Path) -> None:
-    """Start the tracker that the accelerator was made with; its run is named as the run's folder."""
-    flags = {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
-    options = {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
-    accelerator.init_trackers("slm_toolkit", config=flags, init_kwargs=options)
 
 
 @dataclass(frozen=True)

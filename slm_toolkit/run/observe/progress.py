@@ -1,11 +1,14 @@
-"""What a run says while it trains: a bar on a terminal, lines elsewhere, a file for `slm compare`."""
+"""What a run reports while it trains: to a terminal, to `slm compare` and to an experiment tracker."""
 
+import dataclasses
 import json
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,11 +20,32 @@ from rich.progress import (
 )
 
 from slm_toolkit.base.safe_files import write_new
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.run_record import PROGRESS_FILE
+from slm_toolkit.run.observe.watch import RunWatch
+
+
+class NoProgress:
+    """On ranks other than 0: shows nothing."""
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def show(self, step: int, loss: float, num_tokens: int) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class TrainingProgress:
-    """Rank 0's voice; at most twice a second, so that reading the loss does not slow the steps down."""
+    """Rank 0's; shown at most twice a second, so that reading the loss does not slow the steps down."""
 
     def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
         self.path = run_dir / PROGRESS_FILE
@@ -90,3 +114,32 @@ class TrainingProgress:
         self.stop()
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
+
+
+class Tracker:
+    """The tracker of --report_to, such as tensorboard or wandb; does nothing where there is none."""
+
+    def __init__(self, accelerator: Accelerator, config: RunConfig, run_dir: Path) -> None:
+        """The tracker's run gets the name of the run's folder."""
+        self._accelerator = accelerator
+        self._is_on = config.report_to != "none"
+        if self._is_on:
+            flags = {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
+            options = {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
+            accelerator.init_trackers("slm_toolkit", config=flags, init_kwargs=options)
+
+    def log_step(self, step: int, loss: torch.Tensor, lr: float, watch: RunWatch) -> None:
+        """Log the step that has just ended. `loss`: this rank's. Every rank must call it."""
+        if not self._is_on:
+            return
+        mean = self._accelerator.reduce(loss, reduction="mean").item()
+        values = {"loss": mean, "learning_rate": lr, "tokens_per_second": watch.last_tokens_per_second()}
+        if watch.dataset_losses is not None:
+            of_datasets = watch.dataset_losses.of_last_step(self._accelerator)
+            values |= {f"loss/{name}": loss for name, loss in of_datasets.items()}
+        self._accelerator.log(values, step=step)
+
+    def log_evaluation(self, step: int, eval_loss: float, of_sets: dict[str, float]) -> None:
+        if self._is_on:
+            of_each = {f"eval_loss/{name}": loss for name, loss in of_sets.items()}
+            self._accelerator.log({"eval_loss": eval_loss, **of_each}, step=step)

@@ -56,6 +56,7 @@ class RunWatch:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_recorder: RecordedLoss,
+        *,
         gpu: GpuBefore,
         dataset_names: tuple[str, ...] = (),
     ) -> None:
@@ -75,6 +76,7 @@ class RunWatch:
         self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
         self.phase = self.clock.phase
+        self.gradients_reduced = self.gradients.count
         self.gpu_before, self.gpu, self.host = gpu.state, GpuWatch(gpu.handle), HostWatch()
         reset_peak_memory(accelerator.device)
 

@@ -117,9 +117,8 @@ def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 class TraceWatch:
     """What `train_step` tells of a step, for the allocation trace."""
 
-    def __init__(self, trace: AllocationTrace, on_gradients: Callable[[], None]) -> None:
-        self.trace, self.gradients = trace, self
-        self.count = on_gradients
+    def __init__(self, trace: AllocationTrace, gradients_reduced: Callable[[], None]) -> None:
+        self.trace, self.gradients_reduced = trace, gradients_reduced
 
     @contextmanager
     def phase(self, name: str) -> Any:
