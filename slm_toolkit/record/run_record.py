@@ -140,7 +140,7 @@ class RunRecord:
     anatomy: dict[str, Any] | None = None
     "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
     gpu_watch: list[dict[str, Any]] = field(default_factory=list)
-    "of each rank, what NVML and the allocator said: see `run/observe/gpu.py`"
+    "of each rank, what NVML and the allocator said: see `run/observe/machine_load.py`"
     other_busy_cores: float | None = None
     "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
     host_ram: dict[str, int] | None = None

@@ -83,8 +83,8 @@ from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe.allocations import AllocationTrace
+from slm_toolkit.run.observe.machine_load import GpuBefore, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
-from slm_toolkit.run.observe.watch import GpuBefore, look_at_gpu
 from slm_toolkit.run.peers.launch_info import (
     Launch,
     absolute_deepspeed_config,

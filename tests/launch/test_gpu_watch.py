@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from slm_toolkit.run.observe.gpu import GpuWatch, allocator_retries, open_gpu
+from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, open_gpu
 
 ASK = """
 import json, sys
-from slm_toolkit.run.observe.gpu import GpuWatch, gpu_state, open_gpu
+from slm_toolkit.run.observe.machine_load import GpuWatch, gpu_state, open_gpu
 
 answers = {}
 for uuid in sys.argv[1:]:
@@ -94,7 +94,7 @@ def test_without_nvml_all_is_unknown() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_gpu_is_found_by_torchs_uuid_before_it_has_a_context() -> None:
     program = (
-        "import torch; from slm_toolkit.run.observe.gpu import *; "
+        "import torch; from slm_toolkit.run.observe.machine_load import *; "
         "handle = open_gpu(str(torch.cuda.get_device_properties(0).uuid)); before = gpu_state(handle); "
         "assert not torch._C._cuda_hasPrimaryContext(0); watch = GpuWatch(handle); "
         "x = torch.ones(2**28, device='cuda'); torch.cuda.synchronize(); watch.sample(); "
@@ -118,7 +118,7 @@ while True:
 RANK = """
 import json, os, sys, time
 import psutil
-from slm_toolkit.run.observe.host import HostWatch
+from slm_toolkit.run.observe.machine_load import HostWatch
 
 def seconds():
     ticks = map(int, open("/proc/stat").readline().split()[1:9])

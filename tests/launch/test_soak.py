@@ -16,18 +16,17 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe import watch as watch_module
-from slm_toolkit.run.observe.dataset_losses import DatasetLosses
-from slm_toolkit.run.observe.gpu import GpuState
+from slm_toolkit.run.observe.machine_load import GpuBefore, GpuState
 from slm_toolkit.run.observe.measure import StepClock
-from slm_toolkit.run.observe.watch import GpuBefore
+from slm_toolkit.run.observe.watch import DatasetLosses
 
 COUNTING = """
 import gc, sys, torch
 from slm_toolkit import train
-from slm_toolkit.run.observe import dataset_losses
+from slm_toolkit.run.observe import watch
 from slm_toolkit.run.after_step import Guard
 
-dataset_losses._READ_AT_ONCE = 16
+watch._STEPS_READ_AT_ONCE = 16
 after = Guard.after
 
 def count_after(self, step, *arguments):

@@ -30,8 +30,8 @@ from slm_toolkit.run.checkpoint.files import (
     read_manifest,
 )
 from slm_toolkit.run.engine.training_state import (
-    WEIGHTS,
     Stretch,
+    initial_weights,
     num_elements,
     set_optimizer_steps,
     stretches,
@@ -197,14 +197,9 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         raise ValueError(
             f"{checkpoint.path} is of an adapter of other frozen weights\nhint: give the --model it was of"
         )
-    for name, param in trained(model):
-        held, start = param.data.view(-1), 0
-        if hasattr(param, "ds_tensor"):  # zero3_init_flag made the model in pieces
-            held = param.ds_tensor.data.view(-1)
-            start = torch.distributed.get_rank(param.ds_process_group) * held.numel()
-        size = min(held.numel(), here[name] - start)
-        if size > 0:
-            held[:size].copy_(reader.read(f"{WEIGHTS}/{name}", start, size))
+    for part in initial_weights(model):
+        if part.size:
+            part.tensor.copy_(_read(reader, part))
 
 
 def load_state(

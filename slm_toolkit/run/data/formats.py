@@ -1,11 +1,14 @@
 """Rows of text, of chats in four formats and of tokens, each made a document: tokens and their labels."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from slm_toolkit.run.data.limits import limits
 from slm_toolkit.run.data.tokenizers import tokenizer_errors
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
@@ -13,6 +16,8 @@ TEMPLATE_SECONDS = 2.0
 "of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
 TEMPLATE_BYTES = 2**28
 "that a chat template may take for a conversation, beyond what the process has"
+_SECONDS_TO_NEXT_TIMEOUT = 0.1
+"if code of a template caught the first TimeoutError"
 _COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row has
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -107,7 +112,7 @@ def _pieces(
     if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as TRL takes them
     messages, num_asked = _messages(row, kind)
-    with limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
+    with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
         if loss_on == "all":
             return [(_rendered(messages, tokenizer), True)], False
         return _turns(messages, tokenizer, first=num_asked), False
@@ -264,3 +269,32 @@ def _are_tokens(numbers: Any, *, least: int) -> bool:
         and least <= min(numbers, default=0)
         and max(numbers, default=0) < 2**31
     )
+
+
+@contextmanager
+def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Limit code of others: TimeoutError after so many seconds of processor time, MemoryError after so many
+    bytes more than the process has now.
+
+    Time is limited in the main thread only, where Python handles signals; memory on Linux only.
+    """
+    with ExitStack() as after:
+        if threading.current_thread() is threading.main_thread():
+            after.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, _too_long))
+            after.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _SECONDS_TO_NEXT_TIMEOUT)
+        statm = Path("/proc/self/statm")
+        if statm.exists():
+            import resource
+
+            # RLIMIT_DATA: what is written in private, not the files that Arrow maps nor a GPU's address space
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            most = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGESIZE") + num_bytes
+            known = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
+            after.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
+        yield
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise TimeoutError

@@ -86,6 +86,17 @@ def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: 
             yield from _of_parameter(name, param, inner, writes_copy)
 
 
+def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
+    """What this rank holds of the weights of a model that no engine has prepared yet."""
+    for name, param in trained(model):
+        if hasattr(param, "ds_tensor"):  # zero3_init_flag made the model in pieces
+            start, size = _piece(param)
+            part = param.ds_tensor.data.view(-1)[:size]
+        else:
+            start, part = 0, param.data.view(-1)
+        yield _in_memory(WEIGHTS, name, start, part, is_mine=True)
+
+
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that holds the moments, beneath accelerate's and DeepSpeed's."""
     of_engine = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else optimizer
@@ -128,11 +139,8 @@ def _of_flat_partition(
     if mapping is None:  # all of it is on other ranks
         return
     flat = inner.param_groups[mapping.param_group_index]["params"][0]
-    state = _adam_state(inner, flat)
     where, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-    for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
-        part = tensor.detach().narrow(0, where.start, where.numel)
-        yield _in_memory(kind, name, start, part, is_mine=True)
+    yield from _of_buffers(name, start, flat, _adam_state(inner, flat), where.start, where.numel)
 
 
 def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
@@ -151,12 +159,24 @@ def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
             state = _adam_state(zero.optimizer, flat)
             for name, param in params:
                 _, offset, _ = zero.grad_position[zero.get_param_id(param)]
-                of_rank = param.ds_tensor.ds_numel
-                start = torch.distributed.get_rank(param.ds_process_group) * of_rank
-                size = max(0, min(of_rank, param.ds_numel - start))
-                for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
-                    part = tensor.detach().narrow(0, offset, size)
-                    yield _in_memory(kind, name, start, part, is_mine=True)
+                start, size = _piece(param)
+                yield from _of_buffers(name, start, flat, state, offset, size)
+
+
+def _piece(param: torch.nn.Parameter) -> tuple[int, int]:
+    """Start and size of this rank's piece of a parameter that ZeRO-3 holds in pieces, without padding."""
+    of_rank = param.ds_tensor.ds_numel
+    start = torch.distributed.get_rank(param.ds_process_group) * of_rank
+    return start, max(0, min(of_rank, param.ds_numel - start))
+
+
+def _of_buffers(
+    name: str, start: int, flat: torch.Tensor, state: dict[str, Any], offset: int, size: int
+) -> Iterator[Stretch]:
+    """A parameter's elements from `start` on, which lie at `offset` in the flat weights and moments."""
+    for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
+        part = tensor.detach().narrow(0, offset, size)
+        yield _in_memory(kind, name, start, part, is_mine=True)
 
 
 @contextmanager

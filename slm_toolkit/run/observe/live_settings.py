@@ -4,9 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
-from slm_toolkit.run.engine.training_state import parameter_name
 
 _MOST_NAMES = 3
 "in a line: a frozen model has hundreds"
@@ -47,28 +44,6 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
     return "; ".join(lines)
 
 
-@torch.no_grad()
-def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | None]:
-    """Of each trained parameter, the norm of its reduced gradient before clipping; None: it has none.
-
-    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, whose flat
-    parameters hold several.
-    """
-    norms: dict[str, torch.Tensor | None] = {}
-    for name, param in module.named_parameters():
-        if not param.requires_grad:
-            continue
-        gradient = param.grad if engine is None else _whole_gradient(param)
-        if gradient is not None and engine is None and gradient.shape != param.shape:
-            return {}
-        norm = None if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norms[parameter_name(name)] = norm
-    known = [norm for norm in norms.values() if norm is not None]
-    values = iter(torch.stack(known).tolist() if known else [])
-    return {name: None if norm is None else next(values) for name, norm in norms.items()}
-
-
 def without_gradient(norms: dict[str, float | None]) -> str:
     """The trained parameters that step 1 could not move."""
     return named([name for name, norm in norms.items() if not norm])
@@ -79,12 +54,6 @@ def named(names: list[str]) -> str:
     if not names:
         return "none"
     return f"{len(names)}: {', '.join(names[:_MOST_NAMES])}" + (", ..." if len(names) > _MOST_NAMES else "")
-
-
-def _whole_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(param)
 
 
 def _group_sizes(optimizer: Any, engine: Any) -> list[int]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
-from slm_toolkit.run.observe.live_settings import gradient_norms
+from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
 "what a profile has around the collectives of our own"
@@ -193,6 +194,34 @@ def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | N
             gradients += group or []
         gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
     return gradients
+
+
+@torch.no_grad()
+def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | None]:
+    """Of each trained parameter, the norm of its reduced gradient before clipping; None: it has none.
+
+    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, whose flat
+    parameters hold several.
+    """
+    norms: dict[str, torch.Tensor | None] = {}
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            continue
+        gradient = param.grad if engine is None else _whole_gradient(param)
+        if gradient is not None and engine is None and gradient.shape != param.shape:
+            return {}
+        norm = None if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms[parameter_name(name)] = norm
+    known = [norm for norm in norms.values() if norm is not None]
+    values = iter(torch.stack(known).tolist() if known else [])
+    return {name: None if norm is None else next(values) for name, norm in norms.items()}
+
+
+def _whole_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(param)
 
 
 def num_trainable(model: torch.nn.Module) -> int:

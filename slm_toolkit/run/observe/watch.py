@@ -3,18 +3,17 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from slm_toolkit.hardware.gpus import num_cores
+from slm_toolkit.record.run_record import finite
+from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.observe.dataset_losses import DatasetLosses
-from slm_toolkit.run.observe.gpu import GpuState, GpuWatch, allocator_retries, gpu_state, open_gpu
-from slm_toolkit.run.observe.host import HostWatch
 from slm_toolkit.run.observe.live_settings import optimizer_settings
+from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
 from slm_toolkit.run.observe.measure import (
     GradientCounter,
     StepClock,
@@ -29,22 +28,8 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 MOST_PROBED_STEPS = 5
 "however often a model compiles again"
-
-
-@dataclass(frozen=True)
-class GpuBefore:
-    """NVML's handle of this rank's GPU, and who held the GPU before the run opened it."""
-
-    handle: Any | None
-    state: GpuState
-
-
-def look_at_gpu(index: int) -> GpuBefore:
-    """To be called before this process has a context on `cuda:index`; all unknown without a GPU or NVML."""
-    handle = None
-    if torch.cuda.is_available():
-        handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
-    return GpuBefore(handle, gpu_state(handle) if handle is not None else GpuState(None, None))
+_STEPS_READ_AT_ONCE = 256
+"losses of datasets are read so seldom that waiting for the device costs no time"
 
 
 class RunWatch:
@@ -178,4 +163,54 @@ class RunWatch:
             "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
             "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
             "peak_rss_bytes": [rank["peaks"]["rss"] for rank in ranks],
+        }
+
+
+class DatasetLosses:
+    """The training loss of each of several datasets in each step, though every batch mixes them.
+
+    Sums of losses and numbers of tokens stay on the device until _STEPS_READ_AT_ONCE steps can be read.
+    """
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.names = names
+        self._begin = torch.zeros(2, len(names), device=device, dtype=torch.float64)
+        self._step = self._last = self._begin.clone()
+        self._unread: list[torch.Tensor] = []
+        self._read: list[torch.Tensor] = []
+        "on the host, tensors of _STEPS_READ_AT_ONCE steps"
+
+    def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
+        """Add a micro-step. `token_losses` is 0 where a token has no label."""
+        dataset = batch["dataset"]
+        labels = batch.get("labels", batch["input_ids"])
+        counts = (labels[:, 1:] != IGNORE_INDEX).sum(dim=1)
+        sums = token_losses.view(len(dataset), -1).sum(dim=1)
+        self._step.index_add_(1, dataset, torch.stack([sums, counts]).to(self._step.dtype))
+
+    def end_step(self) -> None:
+        self._last, self._step = self._step, self._begin.clone()
+        self._unread.append(self._last)
+        if len(self._unread) == _STEPS_READ_AT_ONCE:
+            self._read.append(torch.stack(self._unread).cpu())
+            self._unread = []
+
+    def of_last_step(self, accelerator: Accelerator) -> dict[str, float]:
+        """Mean losses over all ranks, of the datasets that some rank drew. Every rank must call it."""
+        means = self._means(accelerator, [self._last[None]])
+        return {name: losses[0] for name, losses in means.items() if losses[0] is not None}
+
+    def observed(self, accelerator: Accelerator) -> dict[str, list[float | None]]:
+        """Each dataset's mean loss in each step, None where no rank drew it. Every rank must call it."""
+        return self._means(accelerator, [*self._read, *(step[None] for step in self._unread)])
+
+    def _means(self, accelerator: Accelerator, steps: list[torch.Tensor]) -> dict[str, list[float | None]]:
+        """`steps`: [number of steps, 2, number of datasets] each."""
+        if not steps:
+            return {name: [] for name in self.names}
+        on_device = torch.cat([part.to(self._begin.device) for part in steps])
+        sums = accelerator.reduce(on_device, reduction="sum").tolist()
+        return {
+            name: [finite(loss[index] / count[index]) if count[index] else None for loss, count in sums]
+            for index, name in enumerate(self.names)
         }
