@@ -1,4 +1,4 @@
-"""What a training process needs: engine, data, loss, clocks, checkpoints. Imports torch."""
+"""The parts of a training process: engine, data, loss, clocks, checkpoints. Imports torch."""
 
 import logging
 import os
@@ -7,12 +7,11 @@ import warnings
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # or DeepSpeed, which accelerate imports, warns on every rank
+    # or DeepSpeed, which accelerate imports, warns on every rank
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 for name in (
     "torchao",
     "torch.utils._pytree",
-):  # warn of what float8 training uses none of
+):  # their warnings are about parts that float8 training does not use
     logging.getLogger(name).setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)

@@ -19,19 +19,19 @@ from slm_toolkit.run.peers.peer_store import open_board
 
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _ATTEMPT = 10**6
-"of the children: what they leave in the launcher's store must not be found by the run itself"
+"of the children: the run itself must not read what they left in the launcher's store"
 _FAILED = "the fp32 steps failed"
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]) -> dict[str, Any] | None:
-    """What the fp32 steps gave: the fields of the record's fp32_pass, on rank 0.
+    """Do the fp32 steps; returns the fields of the record's fp32_pass on rank 0.
 
-    None on other ranks, where no such steps were asked for, and after a restart.
+    None on other ranks, without --fp32_steps, and after a restart.
 
     Each rank forks a child that builds everything anew in fp32, takes `fp32_steps` steps of the same batches
-    and ends, so that nothing of it is left in this process. To be called before this process has threads or
-    has opened a GPU. `train`: takes a command line and the number of steps, and never returns.
+    and ends, so that nothing of it is left in this process. Call it before this process has threads or has
+    opened a GPU. `train`: takes a command line and the number of steps, and never returns.
     """
     if not config.fp32_steps or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
         return None
@@ -53,7 +53,7 @@ def _be_the_child(config: RunConfig, folder: Path, train: Callable[[list[str], i
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
-        # rank 0 itself holds the store then, and the run's must not be taken for this one
+        # rank 0 itself holds the store then: another port keeps it apart from the run's
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -62,7 +62,7 @@ def _be_the_child(config: RunConfig, folder: Path, train: Callable[[list[str], i
 
 
 def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
-    """The same training in fp32, with no files but its record's."""
+    """The same training in fp32, which writes no file but its record."""
     return dataclasses.replace(
         config,
         fp32_steps=0,
@@ -95,8 +95,8 @@ def _clipping_of(config: RunConfig) -> float:
 
 
 def _wait_for(child: int) -> None:
-    """Until the child has ended. Where another rank's child failed, this one would wait for it for ever: it
-    is killed."""
+    """Wait until the child ends. If another rank's child failed, this one would wait for it forever, so it is
+    killed."""
     board = open_board()
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if board is not None and board.read(_FAILED):

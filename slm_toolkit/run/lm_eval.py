@@ -1,4 +1,4 @@
-"""EleutherAI's lm-eval on the model that a run saved, in a process of its own once training is over."""
+"""Runs EleutherAI's lm-eval on the model that a run saved, in its own process after training."""
 
 import json
 import shlex
@@ -16,13 +16,22 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.python_environment import safe_environment
 from slm_toolkit.run.model.adapters import MERGED
 
-_OF_THE_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_")
-_OF_THE_LAUNCH += ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
-"how names of the environment begin that would make lm-eval one more rank"
+_LAUNCH_PREFIXES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "ACCELERATE_",
+    "FSDP_",
+    "TORCHELASTIC_",
+)
+"prefixes of variables that would make lm-eval one more rank of the launch"
 
 
 def check_lm_eval(config: RunConfig) -> None:
-    """Raises ValueError where `--lm_eval_tasks` can't be done."""
+    """Raises ValueError if this run can't do `--lm_eval_tasks`."""
     if config.lm_eval_tasks is None:
         return
     if find_spec("lm_eval") is None:
@@ -39,12 +48,12 @@ def check_lm_eval(config: RunConfig) -> None:
 def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
     """The results by task, as lm-eval gives them; its own files stay in `folder`.
 
-    Raises ValueError with lm-eval's last line where it fails.
+    Raises ValueError with lm-eval's last line if it fails.
     """
     command = lm_eval_command(tasks, model_dir, folder)
     print(f"lm-eval: {shlex.join(command)}", file=sys.stderr)
     env = safe_environment()
-    env = {name: value for name, value in env.items() if not name.startswith(_OF_THE_LAUNCH)}
+    env = {name: value for name, value in env.items() if not name.startswith(_LAUNCH_PREFIXES)}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     written = sorted(folder.rglob("results_*.json"), key=lambda path: path.stat().st_mtime_ns)
     if done.returncode or not written:
@@ -55,7 +64,7 @@ def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
 
 
 def lm_eval_command(tasks: str, model_dir: Path, folder: Path) -> list[str]:
-    """What runs: each task by name, or by the name in the YAML that a path leads to."""
+    """The command line of lm-eval, which takes a task by name: for a path, by the name in that YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     named = _split(tasks)
     merged = model_dir / MERGED
@@ -73,17 +82,17 @@ def lm_eval_command(tasks: str, model_dir: Path, folder: Path) -> list[str]:
 
 
 def lm_eval_described(results: dict[str, Any]) -> str:
-    """A line for each task: its metrics, with their standard errors where lm-eval has them."""
+    """One line for each task: its metrics, with standard errors where lm-eval has them."""
     lines = []
     for task, metrics in results.items():
-        said = []
+        parts = []
         for name, value in metrics.items():
             metric, _, kind = name.partition(",")
             if not isinstance(value, float) or metric.endswith("_stderr"):
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
-            said.append(f"{metric} {value:.4g}" + (f" ± {error:.2g}" if isinstance(error, float) else ""))
-        lines.append(f"lm-eval {task}: {', '.join(said)}")
+            parts.append(f"{metric} {value:.4g}" + (f" ± {error:.2g}" if isinstance(error, float) else ""))
+        lines.append(f"lm-eval {task}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -96,7 +105,7 @@ def _is_file(task: str) -> bool:
 
 
 def _task_name(path: Path) -> str:
-    """The `task:` of a YAML; lm-eval's have tags that no plain loader reads."""
+    """The `task:` of a YAML; lm-eval's YAMLs have tags that no plain loader reads."""
     lines = (
         line.partition(":")
         for line in read_text(path, hint="a task's YAML").splitlines()

@@ -1,4 +1,4 @@
-"""Every allocation of a training step, from birth to free: what is alive at the peak, and whose it is."""
+"""Traces every allocation of a training step: which memory is alive at the peak, and its purpose."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
-_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # the last is how FSDP2 takes buffers apart
+_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # FSDP2 splits its buffers by the last
 _BUFFER_MAKERS = ("aten.empty.memory_format", "aten.new_empty.default")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
@@ -22,7 +22,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 class Allocation:
-    """One tensor storage: where it was made, and, once that is known, which part of memory it belongs to."""
+    """One tensor storage: where it was made and, once known, the part of memory that it belongs to."""
 
     __slots__ = ("module", "nbytes", "op", "part", "phase")
 
@@ -33,7 +33,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Event:
-    """Memory given to a storage, or taken back."""
+    """Memory that a storage gained or gave back."""
 
     allocation: Allocation
     delta_bytes: int
@@ -44,8 +44,8 @@ class Event:
 class AllocationTrace(TorchDispatchMode):
     """Follows storages, not tensors: views cost nothing, and a storage lives as long as its last user.
 
-    Works on real tensors and, inside a FakeTensorMode, on fake ones, where reading a value gives a made-up
-    one. `phase` and `module` say where the program is; the caller keeps them up to date.
+    Works on real tensors and, inside a FakeTensorMode, on fake ones, whose values it makes up when the
+    program reads them. The caller keeps `phase` and `module`, the program's place, up to date.
     """
 
     def __init__(self, *, fake: bool, device_type: str) -> None:
@@ -57,7 +57,7 @@ class AllocationTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let it turn into operations on this rank's shard, which come back here
+            return NotImplemented  # DTensor then calls operations on this rank's shard, which come back here
         if self.fake and func is _SCALAR:
             return _made_up(args[0].dtype)
         if self.fake and func is _EQUAL:
@@ -69,7 +69,7 @@ class AllocationTrace(TorchDispatchMode):
                 self._see(tensor.untyped_storage(), str(func))
         if func.namespace in _COLLECTIVES and self.phase in ("forward", "backward"):
             self._claim_buffers(func, args, kwargs or {})
-        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 puts what it gathered together so
+        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 joins gathered pieces by it
             self.claim([out], "gathered_parameters")
         return out
 
@@ -77,7 +77,7 @@ class AllocationTrace(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
         original = self._resize
 
-        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:  # FSDP2 frees and fills storages so
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:  # FSDP2 frees and fills storages by it
             result = original(storage, nbytes)
             self._see(storage, "resize_")
             return result
@@ -90,21 +90,21 @@ class AllocationTrace(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
 
     def adopt(self, tensors: Iterable[torch.Tensor | None], part: str) -> None:
-        """Say of which part tensors are; those made before the trace began are counted from now on."""
+        """Set the part of `tensors`, and count those that were made before the trace began."""
         for tensor in tensors:
             if tensor is not None:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self._see(local.untyped_storage(), "adopted").part = part
 
     def claim(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Say of which part tensors are that were seen before and are of none yet."""
+        """Set the part of those `tensors` that the trace knows and that have none yet."""
         for tensor in tensors:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None and known[0].part is None:
                 known[0].part = part
 
     def _claim_buffers(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What an engine's buffers are for is told by the collectives that they are handed to."""
+        """Set the part of an engine's buffers by the collective that gets them."""
         name = str(func)
         if "chunk_cat" in name:  # FSDP2 copies whole gradients into the buffer that is reduced
             self.claim(args[0], "gradients")
@@ -141,14 +141,14 @@ class AllocationTrace(TorchDispatchMode):
 
 
 def _made_up(dtype: torch.dtype) -> Any:
-    """A value that no engine minds: gradients are finite, norms one, ranks agree."""
+    """A value that every engine accepts: gradients are finite, norms are 1, ranks agree."""
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 0
 
 
 def part_of(allocation: Allocation) -> str:
-    """The part of an allocation that nobody adopted, from where it was made."""
+    """The part of an allocation; if none was set, it follows from where the allocation was made."""
     if allocation.part is not None:
         return allocation.part
     namespace = allocation.op.partition(".")[0]
@@ -169,7 +169,7 @@ def part_of(allocation: Allocation) -> str:
 def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterator[None]:
     """Keep `trace.module` at the decoder layer (and its child) that computes, in forward and in backward.
 
-    Gradients are known as such from when they are made.
+    Also marks gradients when they are made.
     """
 
     def has_gradient(gradient: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterato
 
 
 def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
-    """The timeline of the events from number `first` on; those before say what was alive already."""
+    """The timeline of the events from number `first` on; earlier events give the memory alive before."""
     alive = dict.fromkeys(PARTS, 0)
     total = highest = peak_index = 0
     segments: list[Segment] = []

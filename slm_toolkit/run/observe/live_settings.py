@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 _MOST_NAMES = 3
-"in a line: a frozen model has hundreds"
+"in one line: a frozen model has hundreds"
 
 
 def model_settings(module: torch.nn.Module) -> dict[str, str]:
-    """By field of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
+    """Fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
 
-    `module`: transformers' own, without what the engine has put around it.
+    `module`: transformers' own, without the engine's wrappers.
     """
     dropouts = [part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)]
     # of attention's weights: kernels such as flash-attn's drop them inside
@@ -29,9 +29,9 @@ def model_settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def optimizer_settings(optimizer: Any, engine: Any) -> str:
-    """Of each group: elements, learning rate, betas, eps and weight decay, as the next step reads them.
+    """Each group's elements, learning rate, betas, eps and weight decay, as the next step reads them.
 
-    engine: DeepSpeed's, None elsewhere.
+    engine: DeepSpeed's; None under any other.
     """
     groups = optimizer.param_groups if engine is None else engine.optimizer.param_groups
     sizes = _group_sizes(optimizer, engine)
@@ -45,19 +45,19 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
 
 
 def without_gradient(norms: dict[str, float | None]) -> str:
-    """The trained parameters that step 1 could not move."""
+    """Names the trained parameters without a gradient, which step 1 could not move."""
     return named([name for name, norm in norms.items() if not norm])
 
 
 def named(names: list[str]) -> str:
-    """`none`, or how many and the first of them."""
+    """`none`, or the number of names and the first of them."""
     if not names:
         return "none"
     return f"{len(names)}: {', '.join(names[:_MOST_NAMES])}" + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
-    """Elements of each group over all ranks; empty where an engine does not show them."""
+    """Elements of each group over all ranks; empty where the engine does not expose them."""
     if engine is None:
         return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
     zero = engine.optimizer

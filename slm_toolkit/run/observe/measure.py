@@ -1,4 +1,4 @@
-"""Clocks and bytes of a training process: seconds per step, peak memory, the state each rank holds."""
+"""Seconds per step, peak memory, gradients and training state of one rank."""
 
 import ctypes
 import gc
@@ -18,25 +18,25 @@ from torch.distributed.tensor import DTensor
 from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
-"what a profile has around the collectives of our own"
+"the name of a profiler range around our own collectives"
 
 
 class StepClock:
-    """Seconds of each step on this rank, and of its phases, as the device sees them.
+    """Seconds of each step on this rank, and of its phases, measured on the device.
 
-    A step lasts from the end of the step before it to its own end: what happens between two steps, such as
-    reading losses and sampling the GPU, costs a training run its time, too. After `pause` it lasts from its
-    own beginning. On a GPU: CUDA events on the training stream, so that measuring never makes the host wait;
-    a step is as long as the GPU needs for it, waiting for a slow host included. On a CPU: the host's clock.
-    Events are kept until the GPU has passed them, numbers for good.
+    A step lasts from the end of the step before it to its own end, since work between two steps, such as
+    reading losses and sampling the GPU, also costs a training run time. After `pause` it lasts from its own
+    beginning. On a GPU, CUDA events on the training stream measure it, so that the host never waits; a step
+    is as long as the GPU needs for it, waiting for a slow host included. On a CPU, the host's clock does.
+    Events are kept until the GPU has passed them, numbers until the run ends.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._phases: list[tuple[str, Any, Any]] = []
-        "of the step that is going on"
+        "of the current step"
         self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
-        "start, end and phases of steps that the device may not have done yet"
+        "start, end and phases of steps that the device may not have finished yet"
         self._last_end: Any = None
         "of the step before, None after a pause"
         self._seconds = array("d")
@@ -53,12 +53,12 @@ class StepClock:
             self._read_first()
 
     def pause(self) -> None:
-        """What happened since the last step, an evaluation or a checkpoint, is no part of the next."""
+        """Leave the time since the last step, of an evaluation or a checkpoint, out of the next step."""
         self._last_end = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step; one of the same name may come again, its time is added."""
+        """Measure a part of the step. Times of several parts of the same name are added up."""
         start = self._now()
         with torch.profiler.record_function(f"phase:{name}"):
             yield
@@ -75,7 +75,7 @@ class StepClock:
         return self._seconds[-1]
 
     def phase_seconds(self) -> dict[str, list[float]]:
-        """Of each phase, its seconds in each step."""
+        """The seconds of each phase in each step."""
         self._drain()
         return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
 
@@ -109,7 +109,7 @@ class StepClock:
 
 
 def num_compiled_graphs() -> int:
-    """Graphs that torch.compile has compiled in this process so far."""
+    """How many graphs torch.compile has compiled in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # private, and slow to import where nothing compiles
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
@@ -121,7 +121,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Hand what preparing, compiling or probing left behind back to the device: no peak should count it."""
+    """Free the memory that preparing, compiling or probing left cached, so that no peak counts it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -130,7 +130,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident since it began."""
+    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident since its start."""
     on_gpu = device.type == "cuda"
     return {
         "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
@@ -150,9 +150,9 @@ def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class GradientCounter:
-    """Bytes of gradients that this rank holds between backward and the optimizer's first step.
+    """Counts the bytes of gradients that this rank holds between backward and the optimizer's first step.
 
-    accelerate runs DeepSpeed's backward and step as one call, so there the count hangs on the step itself.
+    accelerate runs DeepSpeed's backward and step as one call, so there the step itself is wrapped to count.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -174,7 +174,7 @@ class GradientCounter:
             zero.step = count_and_step
 
     def count(self) -> None:
-        """Count, if this was not done yet."""
+        """Count the gradients, if they were not counted yet."""
         if self.num_bytes is not None:
             return
         gradients = live_gradients(self.model, self.engine)
@@ -192,16 +192,16 @@ def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | N
         zero = engine.optimizer
         for group in getattr(zero, "averaged_gradients", {}).values():
             gradients += group or []
-        gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded ones lie there
+        gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded gradients
     return gradients
 
 
 @torch.no_grad()
 def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | None]:
-    """Of each trained parameter, the norm of its reduced gradient before clipping; None: it has none.
+    """The norm of each trained parameter's reduced gradient before clipping; None if it has no gradient.
 
-    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, whose flat
-    parameters hold several.
+    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, where one flat
+    parameter holds several parameters.
     """
     norms: dict[str, torch.Tensor | None] = {}
     for name, param in module.named_parameters():
@@ -225,7 +225,7 @@ def _whole_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def num_trainable(model: torch.nn.Module) -> int:
-    """Trained parameters over all ranks; of FSDP1's flat parameters this rank's share."""
+    """The number of trained parameters over all ranks; under FSDP1, of this rank's shards."""
     trained = (param for param in model.parameters() if param.requires_grad)
     return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
@@ -233,7 +233,7 @@ def num_trainable(model: torch.nn.Module) -> int:
 def state_bytes(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
 ) -> dict[str, int]:
-    """Bytes per part of the training state on this rank, between two steps (gradients: before a step)."""
+    """Bytes of each part of the training state on this rank, between two steps (gradients: before a step)."""
     state = training_state(accelerator, model, optimizer)
     return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
 
@@ -258,7 +258,7 @@ def training_state(
 
 
 def deepspeed_engine(accelerator: Accelerator) -> Any:
-    """DeepSpeed's engine, None where another engine runs."""
+    """DeepSpeed's engine; None under any other."""
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     return wrapped.engine if wrapped is not None else None
 
@@ -274,6 +274,6 @@ def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
-    """Of stage 3, else of 1 and 2; none below."""
+    """The master weights of stage 3, or of stages 1 and 2; empty under stage 0."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])

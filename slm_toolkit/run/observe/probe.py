@@ -1,4 +1,4 @@
-"""The probe of a training step: dtypes, kernels, clipping and batches as they are, not as configured."""
+"""Probes a training step: dtypes, kernels, clipping and batches as they run, not as configured."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ from slm_toolkit.run.observe.measure import (
 )
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
-_ATTENTION_KERNELS = (  # as the profiler names what ran: operator, our name; the first that matches counts
+_ATTENTION_KERNELS = (  # the profiler's name of an operator, our name of the kernel; the first match counts
     (r"flash_attn(_3|_2)?::|FlashAttn\w*Func", "flash_attn"),
     (r"aten::_scaled_dot_product_flash_attention", "sdpa flash"),
     (r"aten::_scaled_dot_product_efficient_attention", "sdpa memory-efficient"),
@@ -42,9 +42,9 @@ _ADAM_KERNELS = (
 _SOME_ELEMENTS = 1000
 "of each tensor"
 _FEWEST_ELEMENTS = 16
-"that are not zero: chance alone rounds fewer"
+"that are not zero: fewer may be round numbers by chance"
 _FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
-# gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend's own record, made where the data is sent
+# gloo:all_reduce, nccl:_reduce_scatter_base, ...: recorded by the backend where it sends the data
 _REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
 _KINETO_DTYPES = {
     "c10::BFloat16": "bfloat16",
@@ -56,20 +56,20 @@ _KINETO_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Operator:
-    """One operator that the profiler saw: shapes, dtypes and scalars of its arguments."""
+    """One operator that the profiler recorded, with shapes, dtypes and scalars of its arguments."""
 
     name: str
     shapes: list[list[int]]
     dtypes: list[str]
     scalars: list[Any]
-    "values of the arguments that are no tensors, None in a tensor's place"
+    "values of the arguments that are not tensors, None in a tensor's place"
 
 
 class NumericsProbe:
-    """Watches the training steps done inside its `with` block on this rank; `result` asks all ranks.
+    """Watches this rank's training steps inside its `with` block; `result` merges those of all ranks.
 
-    Only hooks on the outermost module, the last norm and the head are set: those stay out of what
-    torch.compile and the engines put around the layers.
+    It hooks only the outermost module, the last norm and the head, which lie outside of what torch.compile
+    and the engines put around the layers.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
@@ -93,7 +93,7 @@ class NumericsProbe:
         self.profile = profile(
             activities=[ProfilerActivity.CPU],
             record_shapes=True,
-            acc_events=True,  # of one cycle the same, without torch 2.11's warning
+            acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
         )
         self.profile.start()
         return self
@@ -105,7 +105,7 @@ class NumericsProbe:
             hook.remove()
 
     def result(self, gradients: GradientCounter) -> Numerics:
-        """What was seen, over all ranks; every rank must call it."""
+        """The numerics of all ranks. Every rank must call it."""
         operators = _operators(self.profile)
         state = training_state(self.accelerator, self.model, self.optimizer)
         num_steps = (
@@ -120,8 +120,8 @@ class NumericsProbe:
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
-            or _argument_dtype(operators, "aten::exp_")  # of `run/kernels/loss_kernels.py`, and nobody else's
-            or self._only("loss of head"),  # compiled, it shows no operator
+            or _argument_dtype(operators, "aten::exp_")  # of `run/kernels/loss_kernels.py` alone
+            or self._only("loss of head"),  # a compiled loss shows no operator
             loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
             gradient_dtype="+".join(sorted(gradients.dtypes)) or None,
@@ -151,7 +151,7 @@ class NumericsProbe:
         return merged(gather_to_all(dataclasses.asdict(mine)))
 
     def _only(self, kind: str) -> Any:
-        """The one value seen of a kind, `a+b` for several dtypes, None for nothing."""
+        """The one value seen of a kind, `a+b` for several dtypes, None if none was seen."""
         values = self.seen[kind]
         return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
 
@@ -161,7 +161,7 @@ class NumericsProbe:
         self.num_tokens += tokens.numel()
         self.batch_hash.update(tokens.cpu().numpy().tobytes())
         self.seen["loss"].add(_name(output.loss.dtype))
-        if output.logits.dim() > 0:  # --loss_kernel fused_linear has none: the loss is in their place
+        if output.logits.dim() > 0:  # with --loss_kernel fused_linear, the loss is in their place
             self.seen["logits"].add(_name(output.logits.dtype))
 
     def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -175,19 +175,18 @@ class NumericsProbe:
         self.num_steps += 1
 
     def _saw_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen["clip"].add(
-            0.0 if max_norm == float("inf") else float(max_norm)
-        )  # infinity: to measure only
+        # a threshold of infinity only measures the norm
+        self.seen["clip"].add(0.0 if max_norm == float("inf") else float(max_norm))
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
 
     def _loss_kernel(self, operators: list[_Operator]) -> str:
-        """The name that `--loss_kernel` has for what ran."""
+        """The value of `--loss_kernel` whose kernel ran."""
         if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
             return "hf"
         return "fused_logits" if self.seen["logits"] else "fused_linear"
 
     def _clipping(self) -> float | None:
-        """The threshold that the step itself reads."""
+        """The threshold that the optimizer's step reads."""
         if self.engine is not None:
             threshold = getattr(self.engine.optimizer, "clip_grad", None)
             return None if threshold is None else float(threshold)
@@ -195,7 +194,7 @@ class NumericsProbe:
         return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
 
     def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
-        """DeepSpeed's CPU Adam is no operator of torch's: the class that stepped is all there is to see."""
+        """The kernel of Adam. DeepSpeed's CPU Adam is no operator of torch's: only its class tells it."""
         inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
         return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _ADAM_KERNELS)
 
@@ -220,9 +219,10 @@ def _dtypes(tensors: Any) -> str | None:
 
 
 def _held(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
-    """The dtypes, and whether fp32 tensors hold nothing that bf16 could not: then something rounds them.
+    """The dtypes of `tensors`, marked as rounded if all values in fp32 tensors fit in bf16.
 
-    rounded: all, or any, of the tensors need to. Zeros, of what had no gradient, don't count.
+    rounded: `all` if every tensor must fit, `any` if one is enough. Zeros, as of a parameter without a
+    gradient, don't count.
     """
     wide = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
     some = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in wide)]
@@ -231,7 +231,7 @@ def _held(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool])
 
 
 def _operators(profiled: profile) -> list[_Operator]:
-    """All but what our own reading of the gradients did."""
+    """All operators but those of our own reading of the gradients."""
     events = profiled.profiler.kineto_results.events()  # private: the public events have no dtypes
     ours = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
     return [
@@ -247,9 +247,9 @@ def _first_match(operators: list[_Operator], table: tuple[tuple[str, str], ...])
 
 
 def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
-    """The kernel that ran, and whether its forward ran more often than its backward: recomputation.
+    """The kernel that ran, and whether it was recomputed: its forward then ran more often than its backward.
 
-    (None, None) where torch.compile fused attention into a kernel of its own.
+    (None, None) if torch.compile fused attention into a kernel of its own.
     """
     ours = _first_match(operators, _ATTENTION_KERNELS)
     if ours is None:
@@ -260,21 +260,21 @@ def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
         backward = sum(operator.name == "aten::_softmax_backward_data" for operator in operators)
         return ours, len(names) > backward
     forward = [name for name in names if "backward" not in name.lower()]
-    of_one = forward.count(forward[0])  # wrappers repeat each call under other names
+    of_one = forward.count(forward[0])  # wrappers repeat each call under another name
     backward = [name for name in names if "backward" in name.lower()]
     return ours, of_one > backward.count(backward[0]) if backward else None
 
 
 def _attention_call(operators: list[_Operator]) -> str | None:
-    """What SDPA was called with; its arguments: query, key, value, mask, dropout, is_causal, scale."""
+    """How SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
     calls = [op for op in operators if op.name == "aten::scaled_dot_product_attention"]
-    said = []
+    described = []
     for call in calls:
         sees = "with a mask" if call.shapes[3] else "causal" if call.scalars[5] else "without a mask"
         head_dim = call.shapes[0][-1]
         scale = head_dim**-0.5 if call.scalars[6] is None else call.scalars[6]  # None: SDPA's own
-        said.append(f"{sees}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
-    return " and ".join(dict.fromkeys(said)) or None
+        described.append(f"{sees}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
+    return " and ".join(dict.fromkeys(described)) or None
 
 
 def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
@@ -283,21 +283,21 @@ def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
 
 
 def _float8(operators: list[_Operator]) -> str | None:
-    """Of what a GPU's scaled matrix products take, or of what is made of it where they are emulated."""
+    """The float8 dtypes in a GPU's scaled matrix products, or in the casts that emulate them."""
     dtypes = {dtype for op in operators if op.name in _FLOAT8_OPERATORS for dtype in op.dtypes[:2]}
     return "+".join(sorted(name.lower()[5:] for name in dtypes if name.startswith("c10::Float8"))) or None
 
 
 def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:
-    """Of the matrix products that give so many columns."""
+    """The dtype of the matrix products whose result has so many columns."""
     products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
     return _argument_dtype(products, "aten::mm")
 
 
 def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
-    """The dtypes that carry gradients; norms, flags and losses are a few elements among millions.
+    """The dtypes in which collectives reduce gradients; None if they reduced less than half of them.
 
-    None where less than half of the parameters' gradients went through a collective that reduces.
+    Norms, flags and losses are reduced, too: a few elements among millions, so dtypes below 1% don't count.
     """
     elements: dict[str, int] = defaultdict(int)
     for operator in operators:

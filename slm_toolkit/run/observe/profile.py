@@ -1,4 +1,4 @@
-"""A few steps under torch.profiler, written as a chrome trace and read back as an anatomy."""
+"""Profiles a few steps with torch.profiler, writes a chrome trace and reads it back as an anatomy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +11,13 @@ from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 
 TRACE_FILE = "trace-rank{rank}.json.gz"
 PROFILED_STEPS = 3
-PROFILER_STEPS = 1 + PROFILED_STEPS  # the first starts the profiler up, and is not in the trace
+PROFILER_STEPS = 1 + PROFILED_STEPS  # the profiler warms up in the first, which is not in the trace
 
 
 class StepProfiler:
-    """Profiles steps 2 to PROFILER_STEPS of those that `step()` ends.
+    """Profiles steps 2 to PROFILER_STEPS; `step()` ends each.
 
-    The profiler itself costs time, most of all on a CPU: profiled steps are for shares, not for rates.
+    The profiler itself takes time, most of all on a CPU: profiled steps show shares of time, not rates.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,14 +32,14 @@ class StepProfiler:
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
             record_shapes=False,
             with_stack=False,
-            acc_events=True,  # of one cycle the same, without torch 2.11's warning
+            acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
         )
 
     def start(self) -> None:
         self._profile.start()
 
     def step(self) -> None:
-        """Call it after each training step, outside of what is timed: the last one writes the trace."""
+        """Call it after each training step, outside of timed code. The last call writes the trace."""
         self._profile.step()
 
     def stop(self) -> Anatomy:
@@ -51,14 +51,14 @@ class StepProfiler:
 def profile_steps(
     step: Callable[[], object], folder: Path, *, deepspeed_engine: Any | None
 ) -> Anatomy | None:
-    """Call `step` PROFILER_STEPS times under the profiler; every rank must, so that all are slowed alike.
+    """Call `step` PROFILER_STEPS times under the profiler. Every rank must, so that all are slowed alike.
 
-    Writes a trace of each rank into `folder`; open it at https://ui.perfetto.dev. None on a GPU whose
-    driver shows no kernels, as where profiling is for administrators only.
+    Writes a trace of each rank into `folder`; https://ui.perfetto.dev opens it. None on a GPU whose driver
+    shows no kernels, for example where only administrators may profile.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     profiler = StepProfiler(folder / TRACE_FILE.format(rank=rank))
-    if deepspeed_engine is not None:  # its step is part of its backward, and torch names Adam's share only
+    if deepspeed_engine is not None:  # it steps inside backward, and torch names only Adam's part of the step
         zero_step = deepspeed_engine.optimizer.step
 
         def named_step(*arguments: Any, **options: Any) -> Any:

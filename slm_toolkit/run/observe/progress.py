@@ -52,38 +52,40 @@ class TrainingProgress:
         self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
         self.has_warned = False
-        "that the file can't be written"
+        "whether the user knows that the file can't be written"
         self.bar: Progress | None = None
         if sys.stderr.isatty():
             self.bar = Progress(
                 TextColumn("training"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[says]}"),
+                TextColumn("{task.fields[status]}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self.task = self.bar.add_task("training", total=num_steps, completed=first_step, says="starting")
+            self.task = self.bar.add_task(
+                "training", total=num_steps, completed=first_step, status="starting"
+            )
             self.bar.start()
             self.bar.console.show_cursor(True)  # a killed run would leave it hidden
 
     def due(self, step: int) -> bool:
-        """Whether it is time to say something after `step` steps; the last step's mean loss comes later."""
+        """Whether to show progress after `step` steps. The last step is shown later, with its mean loss."""
         return time.monotonic() - self.last_shown >= 0.5 and step < self.num_steps
 
     def show(self, step: int, loss: float, num_tokens: int) -> None:
-        """num_tokens: of all ranks, without padding, since this run began."""
+        """Show the loss and the rate. num_tokens: of all ranks, without padding, since this run began."""
         self.last_shown = time.monotonic()
         tokens_per_second = num_tokens / (self.last_shown - self.started)
         if self.bar is not None:
-            says = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            self.bar.update(self.task, completed=step, says=says)
+            status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            self.bar.update(self.task, completed=step, status=status)
         elif self.last_shown - self.last_line >= 10 or step == self.num_steps:
             self.last_line = self.last_shown
             line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             print(line, file=sys.stderr, flush=True)
-        beside = self.path.with_suffix(".new")
+        unfinished = self.path.with_suffix(".new")
         state = {
             "step": step,
             "num_steps": self.num_steps,
@@ -91,22 +93,22 @@ class TrainingProgress:
             "tokens_per_second": tokens_per_second,
         }
         try:
-            write_new(beside, json.dumps(state))
-            beside.replace(self.path)
-        except OSError as error:  # `slm compare` would show it, no more
+            write_new(unfinished, json.dumps(state))
+            unfinished.replace(self.path)
+        except OSError as error:  # the file only serves the display of `slm compare`
             if not self.has_warned:
                 self.say(f"warning: can't write {self.path}: {error.strerror}; training goes on")
             self.has_warned = True
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self.bar is not None:
             self.bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """The bar moves no more; what is written from now on stands below it."""
+        """Freeze the bar; later output goes below it."""
         if self.bar is not None:
             self.bar.stop()
 

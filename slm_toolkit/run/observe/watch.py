@@ -1,4 +1,4 @@
-"""Everything that is observed while a run trains, put together as fields of its record."""
+"""All measurements of a training run on one rank, put together as fields of its record."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _STEPS_READ_AT_ONCE = 256
 
 
 class RunWatch:
-    """Clock, probe and counters of one rank: `with watch.step()` around each step, `watch.phase` inside."""
+    """Clock, probe and counters of one rank: put `with watch.step()` around a step, `watch.phase` inside."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RunWatch:
         self.clock = StepClock(accelerator.device)
         self.gradients = GradientCounter(accelerator, model)
         self.numerics: dict[str, Any] | None = None
-        "what the last probed step's probe saw, the same on all ranks"
+        "the result of the last probed step, the same on all ranks"
         self.num_probed_steps = 0
         self._probe_next = True
         self.num_tokens_drawn = 0
@@ -67,7 +67,8 @@ class RunWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step; the first is probed too, and the next while they compile: tracing is no run."""
+        """Measure one optimizer step. The first is also probed, and so are later ones while torch.compile
+        still compiles: a step that traces does not run the compiled kernels."""
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
             reset_peak_memory(self.accelerator.device)  # compiling and probing took more than training does
@@ -89,23 +90,23 @@ class RunWatch:
             self.clock.pause()
 
     def drew(self, batch: dict[str, torch.Tensor]) -> None:
-        """Count the tokens of a batch that came from the data."""
+        """Count the tokens of a batch that was just taken from the data."""
         self.num_tokens_drawn += batch["input_ids"].numel()
         if "padding" in batch:
             self.num_padding = self.num_padding + batch["padding"].sum()
 
     def num_tokens(self) -> int:
-        """What this rank drew so far, without padding; waits for the device where there is some."""
+        """Tokens that this rank has drawn, without padding. Waits for the device if there is padding."""
         return self.num_tokens_drawn - int(self.num_padding)
 
     def last_tokens_per_second(self) -> float:
-        """Of the last step, over all ranks, without padding; every rank must call it."""
+        """The last step's, over all ranks, without padding. Every rank must call it."""
         drawn, padding = self._before_step
         ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
         return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
 
     def computed(self, batch: dict[str, torch.Tensor]) -> None:
-        """Note what the loss of a batch's forward was, for each of several datasets."""
+        """Add a batch's losses, after its forward, to the sums of each dataset, where there are several."""
         if self.dataset_losses is not None:
             self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 

@@ -1,1 +1,1 @@
-"""One process plays rank 0 of many."""
+"""Rehearsals: one process plays rank 0 of many."""

@@ -1,4 +1,4 @@
-"""Real engines on tensors without memory: what torch, accelerate and DeepSpeed need to run on fake ones."""
+"""Lets real engines run on tensors without memory: patches for torch, accelerate and DeepSpeed."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-_RANKS_AGREE = {
+_COMPARE_RANKS = {
     f"deepspeed.runtime.zero.{name}"
     for name in ("stage3", "partition_parameters", "partitioned_param_coordinator")
 }
@@ -22,32 +22,33 @@ _RANKS_AGREE = {
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have shape, dtype and storage size, but no memory, and nothing is computed.
 
-    Fake CPU tensors, on any machine: fake CUDA tensors abort a torch without CUDA, and meta tensors take the
-    unfused attention. Checked with torch 2.13, accelerate 1.15, deepspeed 0.19.8, transformers 5.23.
+    The tensors are fake CPU tensors, on any machine: fake CUDA tensors abort a torch without CUDA, and meta
+    tensors take the unfused attention. Checked with torch 2.13, accelerate 1.15, deepspeed 0.19.8 and
+    transformers 5.23.
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard
     from transformers import masking_utils
 
     make_mesh = _fully_shard._init_default_mesh
 
-    def real_mesh(*args: Any, **options: Any) -> Any:  # the ranks' numbers must be real
+    def real_mesh(*args: Any, **options: Any) -> Any:  # the mesh holds numbers of ranks, which must be real
         with _disable_current_modes():
             return make_mesh(*args, **options)
 
     with ExitStack() as stack:
-        for name in _RANKS_AGREE & sys.modules.keys():  # there are no other ranks to agree with
+        for name in _COMPARE_RANKS & sys.modules.keys():  # there are no other ranks to compare with
             agree = patch.object(sys.modules[name], "assert_ints_same_as_other_ranks", lambda _: None)
             stack.enter_context(agree)
         for context in (
             _mode(),
             patch.object(_fully_shard, "_init_default_mesh", real_mesh),
-            # which reads values; on real tensors of whole sequences it finds nothing either
+            # it reads values; on real tensors of whole sequences it finds nothing either
             patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-            # by which accelerate tells parameters apart
+            # accelerate tells parameters apart by it
             patch.object(FakeTensor, "data_ptr", _address, create=True),
             patch.object(torch.nn.parallel, "DistributedDataParallel", _FakeDistributedDataParallel),
             patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),  # as `stay_in_place` says
-            # by a mask of bytes, as GPUs drop; a CPU's own is in the input's dtype
+            # a GPU's mask is in bytes; a CPU's own would be in the input's dtype
             patch.object(torch.nn.functional, "dropout", _dropout),
         ):
             stack.enter_context(context)
@@ -55,7 +56,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Different for different memory, and well aligned."""
+    """An address that differs for different memory, and is well aligned."""
     return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size()
 
 
@@ -69,12 +70,12 @@ def _dropout(
 
 @cache
 def _mode() -> FakeTensorMode:
-    """One for the whole process: tensors of two modes don't mix."""
+    """One mode for the whole process: tensors of two modes don't mix."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def stay_in_place(model: torch.nn.Module) -> None:
-    """Fake parameters can't be swapped for others: what the engines move and cast is where it should be."""
+    """Turn the model's moves and casts into no-ops: fake parameters can't be swapped for others."""
     model.to = model.bfloat16 = lambda *_, **__: model
 
 
@@ -90,7 +91,7 @@ class _FakeDistributedDataParallel(DistributedDataParallel):
 
 
 class _Reducer:
-    """The C++ reducer, but for rebuilding its buckets, which copies them."""
+    """The C++ reducer, without the rebuilding of its buckets, which would copy them."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""One process plays rank 0 of N: the real script and engine, with collectives that move nothing."""
+"""One process plays rank 0 of N: the real script and engine, with collectives that send nothing."""
 
 import dataclasses
 import os
@@ -21,13 +21,13 @@ from slm_toolkit.run.rehearse.fake import fake_tensors
 from slm_toolkit.strategy.strategy import Strategy
 
 NUM_TRACED_STEPS = 2
-"the first makes the optimizer's state (and DTensor's caches), the second is what all later ones are like"
+"the first makes the optimizer's state (and DTensor's caches), the second is like all later ones"
 
 
 def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
-    """Make this process rank 0 of `num_ranks`, for accelerate and every engine; returns the launch played.
+    """Make this process rank 0 of `num_ranks`, for accelerate and every engine; returns that launch.
 
-    Call it before accelerate is asked for anything. Raises ValueError where several processes were started.
+    Call it before anything of accelerate. Raises ValueError if several processes were started.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) != 1:
         raise ValueError(
@@ -47,7 +47,7 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
         ranks = {"WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")  # nobody listens there, nobody asks
+        os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there, nothing connects
         torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         if torch.__version__ < (2, 13):
             for name in ("reduce_scatter_tensor", "all_to_all_single"):
@@ -56,9 +56,9 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
 
 
 def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective whose output is finite: a part of the input, as torch 2.13's fake process group has it.
+    """A collective whose output is a part of its input, and so finite, as in torch 2.13's fake process group.
 
-    That of 2.11 leaves it as allocated. A NaN there, in what stands for a gradient, stops every step.
+    torch 2.11's leaves the output uninitialized; a NaN in it, read as a gradient, would stop every step.
     """
 
     @wraps(collective)
@@ -70,7 +70,7 @@ def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_stepped(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises RunEnded where no step of a rehearsal was taken: its peak is not that of training."""
+    """Raises RunEnded if the rehearsal took no optimizer step: its peak is not that of training."""
     if not training_state(accelerator, model, optimizer)["optimizer"]:
         raise RunEnded(
             "the rehearsal took no optimizer step, since its gradients were not finite: memory and seconds "
@@ -85,7 +85,7 @@ def is_fake(config: RunConfig) -> bool:
 
 
 def check_fake(config: RunConfig, strategy: Strategy) -> None:
-    """Raises ValueError for what tensors without memory can't do, or would show otherwise than a GPU."""
+    """Raises ValueError for flags that tensors without memory can't follow, or would measure wrongly."""
     on_gpu = "leave it out; a GPU rehearses it"
     by_estimate = "`slm estimate` knows it; a GPU rehearses it"
     packs = config.packing not in ("auto", "concat")
@@ -115,7 +115,7 @@ def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class TraceWatch:
-    """What `train_step` tells of a step, for the allocation trace."""
+    """Takes the place of RunWatch in `train_step`, and keeps the allocation trace at the current phase."""
 
     def __init__(self, trace: AllocationTrace, gradients_reduced: Callable[[], None]) -> None:
         self.trace, self.gradients_reduced = trace, gradients_reduced
@@ -139,7 +139,7 @@ def trace_memory(
     optimizer: torch.optim.Optimizer,
     trace: AllocationTrace,
 ) -> MemoryTimeline:
-    """Do NUM_TRACED_STEPS steps under `trace`; returns the last one's timeline."""
+    """Do NUM_TRACED_STEPS steps under `trace`; returns the timeline of the last."""
     engine = deepspeed_engine(accelerator)
 
     def at_gradients() -> None:
