@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written while it trains or waits: every rank its share of the training state."""
+"""Writes a run's checkpoints, while it trains or waits: every rank writes its share of the training state."""
 
 import dataclasses
 import hashlib
@@ -35,15 +35,15 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 from slm_toolkit.strategy.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
-"what dropout draws from, on each rank"
+"the states of random numbers that dropout draws from, on each rank"
 _FINGERPRINT_ELEMENTS = 1024
 
 
 def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint must have in common with the one that wrote it.
+    """The settings that a run which goes on from a checkpoint must share with the run that wrote it.
 
-    Not the strategy, the number of processes and how a step's sequences fall on them. A checkpoint says
-    beside it what the data was, see `Data.contents`.
+    Strategy, number of processes and the split of a step's sequences over them may change. A checkpoint also
+    describes its data, see `Data.contents`.
     """
     flags = {name: getattr(config, name) for name, flag in FLAGS.items() if not flag.may_change_on_resume}
     evaluates = config.eval_steps is not None  # then some is held out
@@ -51,12 +51,12 @@ def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any
 
 
 def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
-    """Whether a checkpoint was written by a run of this description, whatever its data was."""
+    """Whether a run of this description wrote the checkpoint, whatever its data was."""
     return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
 
 
 def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
-    """What may change between the run that wrote a checkpoint and the one that goes on."""
+    """The settings that may change between the run that wrote a checkpoint and the one that goes on."""
     return {
         "strategy": strategy.name,
         "num_processes": num_processes,
@@ -67,7 +67,7 @@ def launch_description(config: RunConfig, strategy: Strategy, num_processes: int
 
 
 class CheckpointWriter:
-    """Writes `run_dir`/checkpoints/step_<k>; every rank its share, from a copy in the host's RAM."""
+    """Writes `run_dir`/checkpoints/step_<k>; every rank writes its share, from a copy in the host's RAM."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CheckpointWriter:
         frozen: str | None,
         keep: int,
     ) -> None:
-        """`run`, `written_by`: the descriptions above, `frozen`: the fingerprint; the newest `keep` stay."""
+        """`run`, `written_by`: the descriptions above; `frozen`: the fingerprint; the newest `keep` stay."""
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.keep = run_dir / CHECKPOINTS_DIR, keep
         self.run, self.written_by, self.frozen = run, written_by, frozen
@@ -93,7 +93,7 @@ class CheckpointWriter:
     def begin(self, step: int) -> None:
         """Copy the state after `step` steps and start writing it. Every rank must call it.
 
-        Raises RunEnded on all ranks where one can't, or could not write the checkpoint before.
+        Raises RunEnded on all ranks if one can't, or could not write the checkpoint before.
         """
         self.finish()
         accelerator = self.accelerator
@@ -113,13 +113,13 @@ class CheckpointWriter:
             mine[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
         for part in self._stretches():
             if part.is_mine and part.size:
-                # much faster to copy to; torch keeps the memory for the next checkpoint
+                # copying to pinned memory is much faster; torch keeps it for the next checkpoint
                 pinned = part.tensor.is_cuda
                 on_host = torch.empty(part.size, dtype=part.tensor.dtype, pin_memory=pinned)
                 on_host.copy_(part.tensor, non_blocking=pinned)
                 mine[f"{part.kind}/{part.name}"] = (part.start, on_host)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies are made, before the next step changes what they are of
+            torch.cuda.synchronize()  # or the next step would change the state during the copies
         self._manifest = Manifest(
             step=step,
             optimizer_steps=optimizer_steps(self.model, self.optimizer),
@@ -145,9 +145,9 @@ class CheckpointWriter:
         return self._writing is not None
 
     def finish(self) -> Path | None:
-        """Wait for what `begin` started, on all ranks, and let it exist; None where nothing was started.
+        """Wait until all ranks have written what `begin` started, and rename it into place.
 
-        Raises RunEnded on all ranks where one could not write.
+        None if nothing was started. Raises RunEnded on all ranks if one could not write.
         """
         if self._writing is None:
             return None
@@ -184,18 +184,18 @@ class CheckpointWriter:
             remove(old)
 
     def _raise(self, problem: tuple[int | None, str] | None) -> None:
-        """On all ranks, where there is one on any: its number, and what it says."""
-        problems = {rank: found for rank, found in enumerate(gather_to_all(problem)) if found}
+        """Raises RunEnded on all ranks if any has a problem: an error number and its description."""
+        problems = {rank: of_rank for rank, of_rank in enumerate(gather_to_all(problem)) if of_rank}
         if problems:
-            told = "; ".join(f"rank {rank}: {says}" for rank, (_, says) in problems.items())
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in problems.items())
             helps = f"look at {self.folder}"
             if any(number in DISK_FULL for number, _ in problems.values()):
                 free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
-                told += f" ({free_bytes / 2**20:,.1f} MiB free)"
+                reasons += f" ({free_bytes / 2**20:,.1f} MiB free)"
                 helps = f"make room in {self.folder}"
             if finished(self.folder):
                 helps += "; --resume_from_checkpoint latest goes on from the last one"
-            raise RunEnded(f"the checkpoint could not be written: {told}\nhint: {helps}")
+            raise RunEnded(f"the checkpoint could not be written: {reasons}\nhint: {helps}")
 
 
 def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
@@ -203,20 +203,20 @@ def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
 
 
 def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
-    """Tells other frozen weights from these; None where there are none. Every rank must call it."""
+    """A fingerprint of the frozen weights; None if there are none. Every rank must call it."""
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
     return fingerprint(frozen) if frozen else None
 
 
 def fingerprint(params: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of names and of the first elements of each parameter, rounded to bf16: the same under every engine.
+    """A hash of names and first elements, rounded to bf16, of each parameter: the same under every engine.
 
-    Every rank must call it: where zero3_init_flag made the model in pieces, each tensor is gathered.
+    Every rank must call it: if zero3_init_flag made the model in pieces, each tensor is gathered.
     """
     digest = hashlib.sha256()
     for name, param in params:
         with _whole(param):
-            # as bf16, which pieces may have been made in
+            # as bf16, since zero3_init_flag may make pieces in it
             start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)
             digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -231,16 +231,16 @@ def _whole(param: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
-    """Of all checkpoints of a folder whose manifest is readable; `warn` names the others."""
-    found = {}
+    """The manifests in a folder that can be read, by checkpoint; `warn`: name the others on stderr."""
+    manifests = {}
     for path in finished(folder):
         try:
-            found[path] = read_manifest(path)
+            manifests[path] = read_manifest(path)
         except ValueError as error:
             if warn and os.environ.get("RANK", "0") == "0":
-                said = str(error).splitlines()[0]
-                print(f"warning: {path} is damaged and skipped: {said}", file=sys.stderr)
-    return found
+                reason = str(error).splitlines()[0]
+                print(f"warning: {path} is damaged and skipped: {reason}", file=sys.stderr)
+    return manifests
 
 
 def by_order(folder: Path) -> list[Path]:
@@ -250,5 +250,5 @@ def by_order(folder: Path) -> list[Path]:
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON."""
+    """The description as it would come back from JSON."""
     return json.loads(json.dumps(description))

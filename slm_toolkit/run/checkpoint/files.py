@@ -1,9 +1,10 @@
 """A checkpoint on disk: stretches of tensors in safetensors files, and a manifest with their checksums.
 
-    checkpoints/step_6/checkpoint.json       what it is of, which elements each file holds, SHA-256 of each
-    checkpoints/step_6/rank_0.safetensors    what rank 0 wrote: flat tensors, `weights/<parameter>`, ...
+    checkpoints/step_6/checkpoint.json       the run, the elements in each file, the SHA-256 of each file
+    checkpoints/step_6/rank_0.safetensors    rank 0's share: flat tensors, `weights/<parameter>`, ...
 
-No pickle: reading one runs no code. A folder called step_<k> is whole: it was renamed when all was written.
+There is no pickle, so reading a checkpoint runs no code. A folder called step_<k> is complete: it gets that
+name once all files are written.
 """
 
 import dataclasses
@@ -26,18 +27,21 @@ from slm_toolkit.record.check import fits_of
 from slm_toolkit.record.saved_files import delete, sync
 
 FORMAT = 3
-"1 was accelerate's own, a format for each engine; 2 did not know its data"
+"1 was accelerate's own, a format for each engine; 2 did not describe its data"
 MANIFEST_FILE = "checkpoint.json"
 _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
 WRITTEN_BY = {
-    *("strategy", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "strategy",
+    "num_processes",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
     "base_batch_size",
 }
-"what is said of the launch that wrote a checkpoint"
+"keys of a manifest's written_by, which describes the launch that wrote the checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
-"what is said in a run's description of its data, a list, and of how much of a stream was held out"
+"keys of a run's description: its data, a list; and how many sequences of a stream were held out"
 _FLOATS, _BYTES = ("F64", "F32", "F16", "BF16"), ("U8",)
 "dtypes as safetensors calls them: of weights and moments, of random states"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
@@ -45,36 +49,36 @@ _OF_RANK = re.compile(r"rank_\d+\.safetensors")
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank wrote."""
+    """The file that one rank wrote."""
 
     name: str
     num_bytes: int
     sha256: str
     starts: dict[str, int]
-    "of each tensor in it: its first element's place in the whole, flattened tensor"
+    "for each tensor in the file: the place of its first element in the whole, flattened tensor"
     sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All about a checkpoint but its tensors."""
+    """Everything in a checkpoint but its tensors."""
 
     step: int
     "optimizer steps of the run that are done"
     optimizer_steps: int
-    "those of them that changed the weights"
+    "how many of them changed the weights"
     order: int
-    "one more than the newest of its folder had: clocks jump"
+    "one more than the newest in its folder had; a date would not do, since clocks jump"
     run: dict[str, Any]
-    "what a run that goes on from it must have in common with the one that wrote it"
+    "see `run_description`: settings that a run which goes on from it must share"
     written_by: dict[str, Any]
-    "strategy, num_processes, per_device_train_batch_size, gradient_accumulation_steps, base_batch_size"
+    "see WRITTEN_BY"
     frozen: str | None
-    "fingerprint of the weights that an adapter is for"
+    "fingerprint of the weights that the adapter is for"
     scaler: dict[str, Any] | None
-    "of fp16's gradient scaler"
+    "state of fp16's gradient scaler"
     num_elements: dict[str, int]
-    "of each tensor, whole"
+    "of each whole tensor"
     files: tuple[RankFile, ...]
 
 
@@ -87,17 +91,17 @@ def file_of_rank(rank: int) -> str:
 
 
 def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
-    """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; on disk when this returns.
+    """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; it is on disk on return.
 
-    Raises OSError where there is no room.
+    Raises OSError, for example on a full disk.
     """
     path = folder / file_of_rank(rank)
     try:
         save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
-    except SafetensorError as error:  # of Rust's io::Error only the text is left
+    except SafetensorError as error:  # it keeps only the text of Rust's io::Error
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else 5, str(error), str(path)) from None
-    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
     with path.open("rb+") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -111,35 +115,35 @@ def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch
 
 
 def unfinished(folder: Path, step: int, token: str) -> Path:
-    """Where a checkpoint of `folder` is written before it is renamed; `token` is this launch's own."""
+    """The folder of a checkpoint that is not complete yet; `token` is this launch's own."""
     return folder / f".{step_name(step)}.{token}.unfinished"
 
 
-def finish(beside: Path, manifest: Manifest) -> Path:
-    """Put the manifest beside the ranks' files and rename the folder: from here on, the checkpoint exists.
+def finish(unfinished_folder: Path, manifest: Manifest) -> Path:
+    """Write the manifest next to the ranks' files and rename the folder: from then on the checkpoint exists.
 
-    One of the same step is there until the new one is, whenever the process is killed.
+    An older checkpoint of the same step stays until then, even if the process is killed.
     """
-    folder = beside.parent
+    folder = unfinished_folder.parent
     final = folder / step_name(manifest.step)
-    with (beside / MANIFEST_FILE).open("w") as file:
+    with (unfinished_folder / MANIFEST_FILE).open("w") as file:
         content = dataclasses.asdict(manifest)
         json.dump({"format": FORMAT, "sha256": digest_of(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
-    sync(beside)
+    sync(unfinished_folder)
     replaced = folder / f".{final.name}.replaced"
     if final.exists():
         delete(replaced)
         final.rename(replaced)
-    beside.rename(final)
+    unfinished_folder.rename(final)
     sync(folder)
     delete(replaced)
     return final
 
 
 def remove(checkpoint: Path) -> None:
-    """So that a kill leaves no half of it under its name."""
+    """Delete a checkpoint: renamed first, so that a kill leaves no half of it under its name."""
     doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
     delete(doomed)
     checkpoint.rename(doomed)
@@ -147,7 +151,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises ValueError where it is not readable, or not as it was written."""
+    """Raises ValueError if the manifest can't be read or has changed since it was written."""
     path = checkpoint / MANIFEST_FILE
     data = read_bytes(path, what="", hint=_HINT, limit_bytes=_MANIFEST_BYTES)
     try:
@@ -167,7 +171,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _makes_sense(manifest: Manifest) -> bool:
-    """What a checkpoint of ours always is: so that nobody who reads it has to look again."""
+    """Whether the values fit each other, as in every checkpoint that we write: readers rely on it."""
     of_data, names = manifest.run.get(DATA), [file.name for file in manifest.files]
     counts = [manifest.order, *manifest.num_elements.values()]
     for file in manifest.files:
@@ -208,7 +212,7 @@ def _has_types(value: Manifest | RankFile) -> bool:
 
 
 def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
-    """What is wrong with some of a checkpoint's files; None where they are as they were written."""
+    """The first fault in some of a checkpoint's files; None if they are as they were written."""
     for file in files:
         path = checkpoint / file.name
         try:
@@ -226,7 +230,7 @@ def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
 
 
 class Reader:
-    """Any stretch of any tensor of a checkpoint, whoever wrote it."""
+    """Reads any stretch of any tensor of a checkpoint, whichever ranks wrote it."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
@@ -235,7 +239,7 @@ class Reader:
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, str]]]:
-        """By tensor: (first element, one past the last, file)."""
+        """For each tensor: (first element, one past the last, file)."""
         places: dict[str, list[tuple[int, int, str]]] = {}
         for file in self.manifest.files:
             for name, start in file.starts.items():
@@ -245,7 +249,7 @@ class Reader:
     def read(self, name: str, start: int, size: int) -> torch.Tensor:
         """Elements `start` to `start + size` of the flattened tensor.
 
-        Raises ValueError where some lack, or a file does not hold what the manifest says.
+        Raises ValueError if elements are missing, or if a file does not match the manifest.
         """
         parts, read_to, end = [], start, start + size
         for first, last, file in self._places.get(name, []):
@@ -261,13 +265,13 @@ class Reader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
-        """Bytes that every rank has for itself; None where there are none of such a rank."""
+        """A tensor that every rank has for itself; None if this rank has none in the checkpoint."""
         file = file_of_rank(rank)
         is_there = any(file == of_file for *_, of_file in self._places.get(name, []))
         return self._tensor(file, name, _BYTES)[:] if is_there else None
 
     def _tensor(self, file: str, name: str, dtypes: tuple[str, ...]) -> Any:
-        """A tensor of a file, to be sliced. Raises ValueError where it is not there as the manifest says."""
+        """A tensor of a file, to be sliced. Raises ValueError if it does not match the manifest."""
         path = self.checkpoint / file
         if file not in self._open:
             try:
@@ -288,5 +292,5 @@ class Reader:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 of what a manifest says, but for the format and this."""
+    """SHA-256 of a manifest's content, without the format and the hash itself."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A run's folder: who may write there, whether the run has ended, and how it is emptied."""
+"""A run's folder: its lock, whether the run in it has ended, and how it is emptied."""
 
 import os
 import tempfile
@@ -21,16 +21,16 @@ from slm_toolkit.run.checkpoint.files import remove
 
 
 def has_ended(run_dir: Path, identity: str | None = None) -> bool:
-    """Whether the record of a run that did all its steps lies there; with `identity`, of the same run."""
+    """Whether the folder holds the record of a finished run; with `identity`, of that very run."""
     try:
         record = read_record(run_dir / RECORD_FILE)
-    except ValueError:  # there is none, or of another version
+    except ValueError:  # there is none, or it has another version
         return False
     return record.status == "ok" and identity in (None, record.identity)
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raises ValueError where a run's folder, or a file in it, can't be made; leaves nothing behind."""
+    """Raises ValueError if the run's folder, or a file in it, can't be made; leaves nothing behind."""
     there = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -43,13 +43,13 @@ def check_writable(run_dir: Path) -> None:
 
 _LOCK_FILE = ".train.lock"
 _held: dict[Path, IO[str]] = {}
-"locks that this process has until it ends"
+"locks that this process holds until it ends"
 
 
 def hold_run(run_dir: Path) -> None:
-    """Keep other trainings out of a run's folder until this process ends; on rank 0.
+    """Keep other trainings out of a run's folder until this process ends; call it on rank 0.
 
-    Raises ValueError where one is at work there.
+    Raises ValueError if another training holds the folder.
     """
     if run_dir in _held:
         return
@@ -67,13 +67,13 @@ def hold_run(run_dir: Path) -> None:
 
 
 def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
-    """For --overwrite_output_dir: delete record, checkpoints and model of the run before. Every rank must
-    call it, when the new run is set up and has written nothing. Raises ValueError on rank 0.
+    """For --overwrite_output_dir: delete record, checkpoints and model of the earlier run. Every rank must
+    call it, once the new run is set up and before it writes anything. Raises ValueError on rank 0.
 
-    The record goes first, or a run that is killed from here on would count as ended; the newest checkpoint
-    goes last, so that what a kill leaves is still the old run's newest.
+    The record is deleted first, or a run that is killed after that would count as ended; the newest
+    checkpoint is deleted last, so that after a kill the old run's newest is still there.
     """
-    accelerator.wait_for_everyone()  # no rank is still looking at the folder
+    accelerator.wait_for_everyone()  # until no rank reads the folder
     if accelerator.is_main_process:
         try:
             (run_dir / RECORD_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint: which is meant, whether it is whole, and its state under any engine."""
+"""Resumes a run: finds the checkpoint, checks it, and loads its state under any engine."""
 
 import os
 import sys
@@ -42,34 +42,35 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that a run goes on from."""
+    """A checkpoint that a run may go on from."""
 
     path: Path
     manifest: Manifest
 
 
 def find_checkpoints(
-    asked: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
+    resume: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
 ) -> list[Checkpoint]:
-    """What --resume_from_checkpoint may mean, the best first: `choose` takes the first that is undamaged.
+    """The checkpoints that `resume`, of --resume_from_checkpoint, may mean, the best first; `choose` takes
+    the first undamaged one.
 
     `latest` and `auto` mean this run's newest, `auto` first those before `num_steps`, its last step; a run's
-    folder means that run's newest, any other folder itself. Empty for `auto` where there is none.
-    Raises ValueError where there is none, or none that this run can go on from.
+    folder means that run's newest, any other folder means itself. Empty for `auto` if there is none.
+    Raises ValueError if there is none otherwise, or none that this run can go on from.
     """
-    folder = Path(os.path.realpath(typed_path(asked)))
-    if asked == "latest":
+    folder = Path(os.path.realpath(typed_path(resume)))
+    if resume == "latest":
         return _newest(run_dir, run, can_be_none=False)
-    if asked == "auto":
-        found = _newest(run_dir, run, can_be_none=True)
-        # of a run killed after its last checkpoint, before its record: its last steps again
-        return sorted(found, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
+    if resume == "auto":
+        newest = _newest(run_dir, run, can_be_none=True)
+        # a run killed after its last checkpoint, before its record, does its last steps again
+        return sorted(newest, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
     of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
     if (of_run / CHECKPOINTS_DIR).is_dir():
         return _newest(of_run, run, can_be_none=False)
     if not folder.is_dir():
         raise ValueError(
-            f"no such checkpoint: {asked}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
+            f"no such checkpoint: {resume}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
         )
     manifest = read_manifest(folder)
     _check_alike(folder, manifest, run)
@@ -99,18 +100,18 @@ def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Ch
 
 
 def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
-    """Raises ValueError if the run would replace another run's checkpoints or, where it `starts` from the
+    """Raises ValueError if the run would replace another run's checkpoints or, if it `starts` from the
     beginning, its own checkpoints or the model in its folder.
 
-    has_ended: the record in the folder is of this run, which did all its steps.
+    has_ended: whether the folder holds the record of this very run, with all its steps done.
     """
     replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
     manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
     for path, manifest in manifests.items():
         if not is_of(manifest, run):
-            told = _differences(manifest, run) or "a step has other numbers of sequences"
+            differences = _differences(manifest, run) or "a step has other numbers of sequences"
             raise ValueError(
-                f"{path} is of another run, and this one's checkpoints would take its place: {told}\n"
+                f"{path} is of another run, and this one's checkpoints would take its place: {differences}\n"
                 "hint: another --run_name or --output_dir; or the flags that it was written with"
                 + replaces.format("it")
             )
@@ -137,13 +138,13 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
 
 
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:
-    """How many sequences the run before held out of each stream; None where it had none."""
+    """How many sequences the earlier run held out of each stream; None if it had no stream."""
     of_data = checkpoint.manifest.run[DATA] if checkpoint else []
     return max((content[NUM_HELD_OUT] for content in of_data if NUM_HELD_OUT in content), default=None)
 
 
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
-    """Raises ValueError where the data has changed since a checkpoint was written."""
+    """Raises ValueError if the data has changed since the checkpoint was written."""
     before = checkpoint.manifest.run[DATA]
     if before != plain({DATA: contents})[DATA]:
         sizes = [[content.get("num_sequences") for content in of_run] for of_run in (before, contents)]
@@ -155,9 +156,9 @@ def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
 
 
 def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
-    """The first whose files are as they were written, looked at by all ranks; each other is named on stderr.
+    """The first undamaged candidate, which all ranks check together; damaged ones are named on stderr.
 
-    Raises ValueError where all are damaged, or where ranks see other ones; None where there are none.
+    None without candidates. Raises ValueError if all are damaged, or if ranks see different ones.
     """
     seen = gather_to_all([str(candidate.path) for candidate in candidates])
     if odd := [rank for rank, paths in enumerate(seen) if paths != seen[0]]:
@@ -167,11 +168,11 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         )
     for checkpoint in candidates:
         share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
-        found = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
-        if not found:
+        problems = [problem for problem in gather_to_all(damage(checkpoint.path, share)) if problem]
+        if not problems:
             return checkpoint
         if accelerator.is_main_process:
-            print(f"warning: {checkpoint.path} is damaged and skipped: {found[0]}", file=sys.stderr)
+            print(f"warning: {checkpoint.path} is damaged and skipped: {problems[0]}", file=sys.stderr)
     if candidates:
         raise ValueError(
             f"every checkpoint under {candidates[0].path.parent} is damaged\nhint: start again without "
@@ -181,9 +182,9 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Put the weights into a model that no engine has seen yet, in the dtype it computes with.
+    """Load the weights into a model that no engine has prepared yet, in the dtype it computes with.
 
-    Raises ValueError where the model has other parameters, or frozen ones that are not those of before.
+    Raises ValueError if the model has other parameters, or other frozen weights than before.
     """
     reader, expected = Reader(checkpoint.path, checkpoint.manifest), checkpoint.manifest.num_elements
     here = {name: num_elements(param) for name, param in trained(model)}
@@ -205,7 +206,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def load_state(
     checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any, accelerator: Accelerator
 ) -> None:
-    """Put master weights and moments into what the engine made of the model; every rank reads its share."""
+    """Load master weights and moments into the prepared model and optimizer; every rank reads its share."""
     reader = Reader(checkpoint.path, checkpoint.manifest)
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     for part in stretches(model, optimizer, **ranks):
@@ -217,9 +218,9 @@ def load_state(
 
 
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Let dropout draw on as it would have; on other numbers of processes each draws from the seed again.
+    """Let dropout continue its random numbers; on another number of processes they start from the seed again.
 
-    Raises ValueError where torch does not take this rank's state.
+    Raises ValueError if torch refuses this rank's state.
     """
     if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
         return
@@ -242,29 +243,34 @@ def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None
 
 
 def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that a run goes on from, for its record."""
+    """The record's resumed_from: the checkpoint that the run goes on from."""
     manifest = checkpoint.manifest
-    said = _conversion(manifest, here)
-    return {"path": str(checkpoint.path), "step": manifest.step, **manifest.written_by, "conversion": said}
+    conversion = _conversion(manifest, here)
+    return {
+        "path": str(checkpoint.path),
+        "step": manifest.step,
+        **manifest.written_by,
+        "conversion": conversion,
+    }
 
 
 def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
-    """What changes hands where a run goes on under another strategy or on other processes, as a sentence."""
+    """A sentence on what changes if the run goes on under another strategy, batch or number of processes."""
     before = manifest.written_by
-    said = []
+    changes = []
     if any(before[key] != here[key] for key in ("strategy", "num_processes")):
         then, now = (f"{side['strategy']} x {side['num_processes']}" for side in (before, here))
-        said.append(
+        changes.append(
             f"written under {then}, goes on under {now}: weights and AdamW's moments of "
             f"{len(manifest.num_elements)} tensors are dealt out anew"
         )
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if any(before[key] != here[key] for key in batch):
         then, now = (" x ".join(str(side[key]) for key in batch) for side in (before, here))
-        said.append(
+        changes.append(
             f"a step's {manifest.run['sequences_per_step']} sequences are {now} on a process, not {then}"
         )
-    return "; ".join(said) or None
+    return "; ".join(changes) or None
 
 
 def _read(reader: Reader, part: Stretch) -> torch.Tensor:
@@ -272,10 +278,10 @@ def _read(reader: Reader, part: Stretch) -> torch.Tensor:
 
 
 def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
-    """Raises ValueError where a checkpoint was written by a run that another would not continue."""
-    if told := _differences(manifest, run):
+    """Raises ValueError if a run with these settings can't continue the run that wrote the checkpoint."""
+    if differences := _differences(manifest, run):
         raise ValueError(
-            f"{checkpoint} is of another run: {told}\n"
+            f"{checkpoint} is of another run: {differences}\n"
             "hint: give the flags it was written with; strategy, processes, length, learning rate may change"
         )
     before = manifest.run
@@ -288,7 +294,7 @@ def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> N
 
 
 def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
-    """Between the run that wrote a checkpoint and another, but for how many sequences a step has."""
+    """Settings in which the run that wrote a checkpoint differs from `run`, but for sequences_per_step."""
     return "; ".join(
         f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in plain(run).items()

@@ -21,7 +21,7 @@ from slm_toolkit.run.model.adapters import save_merged
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Raises ValueError where the weights to start from lie where the run would write its own."""
+    """Raises ValueError if the run would save its model over the weights that it starts from."""
     if source.resolve().is_relative_to(target):
         raise ValueError(
             f"--model {source} lies where this run saves its model, which would be overwritten\n"
@@ -32,9 +32,9 @@ def check_apart(source: Path, target: Path) -> None:
 def save_model(
     accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, *, merge: bool = False
 ) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype computed with.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype of the computation.
 
-    Of a model with an adapter, peft's folder of the adapter; with `merge` the merged model in it, too.
+    For a model with an adapter, it is peft's folder of the adapter; `merge`: with the merged model in it.
     """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""The Accelerator of a launched strategy, on GPUs or CPU processes, and the proof of which engine runs."""
+"""Starts the Accelerator of a launched strategy, on GPUs or CPUs, and checks which engine runs."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def check_tracker(name: str) -> None:
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """What `probe_engine` found in the prepared model."""
+    """The engine of a prepared model, as `probe_engine` reads it."""
 
     engine: str
     zero_stage: int | None
@@ -50,8 +50,8 @@ class RunningEngine:
 def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) -> Accelerator:
     """The Accelerator of this process; without a GPU the same YAML runs over gloo.
 
-    accelerate 1.15 on a machine without an accelerator ignores FSDP and takes DeepSpeed's world for one
-    process. Handing it the gloo backend, and for FSDP2 the type of distribution, mends both.
+    On a machine without a GPU, accelerate 1.15 ignores FSDP and takes DeepSpeed's world for one process. The
+    gloo backend, and for FSDP2 the type of distribution, set here, repair both.
     Raises ValueError for settings of the YAML or the DeepSpeed JSON that are not passed on.
     """
     check_passed_on(launch.strategy)
@@ -72,26 +72,27 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": project_dir,
     }
-    patience = {"timeout": process_group_timeout()}
+    timeout = process_group_timeout()
     if torch.cuda.is_available():
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **options)
     elif engine == "deepspeed":
-        gloo = InitProcessGroupKwargs(backend="gloo", **patience)
+        gloo = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
         accelerator = Accelerator(kwargs_handlers=[gloo], **options)
     elif engine == "fsdp2":
-        PartialState(backend="gloo", **patience)
-        PartialState._shared_state["distributed_type"] = (
-            DistributedType.MULTI_GPU
-        )  # private: nothing public does it
+        PartialState(backend="gloo", timeout=timeout)
+        # private: nothing public sets it
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(**options)
-        if accelerator.state.fsdp_plugin.cpu_offload:  # pinned memory is a GPU's
+        if accelerator.state.fsdp_plugin.cpu_offload:  # only a GPU has pinned memory
             accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     else:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(**patience)], **options)
+        accelerator = Accelerator(
+            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **options
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not accelerator.deepspeed_plugin.zero3_init_flag:
-            # accelerate 1.15 announces ZeRO-3 to transformers all the same, which would then build the model
-            # in pieces and draw other weights than under any other strategy.
+            # accelerate 1.15 announces ZeRO-3 to transformers even so, which would then build the model in
+            # pieces and draw other weights than under any other strategy
             unset_hf_deepspeed_config()
         check_passed_on(  # the JSON that accelerate has read: an option or a variable may name another
             replace(
@@ -109,19 +110,19 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
 
 def micro_steps(launch: Launch, config: RunConfig) -> int:
-    """Per step: as the flags say, in `stock` as a DeepSpeed JSON says, which wins there."""
+    """Micro-steps per step: the flags', or in `stock` the DeepSpeed JSON's if it has a number."""
     in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
     json_wins = config.numerics == "stock" and isinstance(in_json, int)
     return in_json if json_wins else config.gradient_accumulation_steps
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
-    """Let DeepSpeed do what the flags say, where they say something.
+    """Write the flags' batch size, accumulation, clipping and dtypes into DeepSpeed's configuration.
 
-    "auto" or absent would clip at 1.0 whatever the script does (that is what `stock` shows), and accumulate
-    as the JSON says.
+    With "auto" or no value, DeepSpeed would clip at 1.0 whatever the script does (`stock` shows that), and
+    accumulate as the JSON says.
     """
-    for section in ("optimizer", "scheduler"):  # `set_up` has printed what they say
+    for section in ("optimizer", "scheduler"):  # `set_up` has printed a note about them
         deepspeed.pop(section, None)
     deepspeed["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
     if config.numerics != "stock":
@@ -139,14 +140,14 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
 
 
 def _reduces_in_fp32(config: RunConfig) -> bool:
-    """Whether gradients of bf16 weights are to be reduced in fp32."""
+    """Whether gradients of bf16 weights are reduced in fp32."""
     return config.reduce_dtype == "fp32" and config.numerics != "fp32"
 
 
 def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
-    """DDP's part of `--reduce_dtype fp32`; FSDP2 and DeepSpeed have it in their own configuration.
+    """Set DDP's communication hook for `--reduce_dtype fp32`, or for a rehearsal, which has no other ranks.
 
-    And of a rehearsal, whose process group has nothing to wait for.
+    FSDP2 and DeepSpeed have the dtype in their own configuration.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -162,7 +163,7 @@ def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
 def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
     """FSDP2's explicit prefetching: each layer's unit starts the gathers of the next `num_layers`.
 
-    PyTorch's own way, with 0, gathers as the host reaches a layer, and in backward one ahead.
+    With 0, PyTorch gathers a layer when the host reaches it, and in backward one layer ahead.
     """
     if not num_layers:
         return
@@ -204,13 +205,13 @@ def _reduced_already(
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
-    """accelerate's word for the numerics; the launch decides in `stock` only, else rank 0 prints a note."""
+    """accelerate's mixed_precision for --numerics. Only `stock` takes the launch's; others print a note."""
     if config.numerics == "stock":
         return launch.mixed_precision or "bf16"
     note = precision_note(launch.mixed_precision, config)
     if note is not None and os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr)
-    # the module itself is bf16 and its master weights live in the optimizer, but for DeepSpeed's own
+    # the module itself is bf16, with master weights in our optimizer; DeepSpeed has its own
     return "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
 
 
@@ -241,9 +242,8 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
 
 
 def _is_matrix(param: torch.Tensor) -> bool:
-    return (
-        len(getattr(param, "ds_shape", param.shape)) >= 2
-    )  # ds_shape: under zero3_init_flag the shape is gone
+    shape = getattr(param, "ds_shape", param.shape)  # under zero3_init_flag, param.shape is empty
+    return len(shape) >= 2
 
 
 def optimizer_step(
@@ -253,11 +253,11 @@ def optimizer_step(
     *,
     max_grad_norm: float | None,
 ) -> torch.Tensor | float | None:
-    """Clip (0 or None: don't), step and clear; returns the gradient norm before clipping, over all ranks.
+    """Clip (unless 0 or None), step and clear; returns the gradient norm before clipping, over all ranks.
 
-    A step whose norm is no number changes nothing, under every engine. DeepSpeed did all of it inside
-    accelerate's backward (and has no norm, None, where it does not clip without ZeRO), our master weight
-    optimizer clips in its step.
+    Under every engine, a step with a NaN or infinite norm changes no weight. DeepSpeed has done all of it
+    inside accelerate's backward (its norm is None if it neither clips nor shards); our optimizer with master
+    weights clips in its own step.
     """
     if hasattr(model, "zero_optimization_stage"):
         return model.get_global_grad_norm()
@@ -270,7 +270,7 @@ def optimizer_step(
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if accelerator.scaler is None:
             _step_if_finite(optimizer, inner, norm)
-        else:  # of fp16: leaves steps out itself
+        else:  # fp16's gradient scaler leaves out such steps itself
             optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -279,9 +279,9 @@ def optimizer_step(
 def _step_if_finite(
     optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, norm: torch.Tensor
 ) -> None:
-    """A kernel for all parameters leaves itself out, as for a gradient scaler; else the host has to look."""
+    """Step unless the norm is NaN or infinite. A fused kernel checks that itself, else the host does."""
     param = inner.param_groups[0]["params"][0]
-    is_bad = ~torch.isfinite(norm)  # False of a fake tensor, whose step is traced
+    is_bad = ~torch.isfinite(norm)  # False for a fake tensor, whose step is traced
     if inner.defaults["fused"] and not isinstance(param, DTensor):
         inner.found_inf = is_bad.float()
         optimizer.step()
@@ -290,12 +290,10 @@ def _step_if_finite(
 
 
 def probe_engine(model: torch.nn.Module) -> RunningEngine:
-    """Read engine, stage and world size off a prepared model, never off a configuration."""
+    """Read engine, stage and world size off a prepared model, not off a configuration."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if hasattr(
-        model, "zero_optimization_stage"
-    ):  # deepspeed.DeepSpeedEngine, without importing deepspeed for DDP
+    if hasattr(model, "zero_optimization_stage"):  # a DeepSpeedEngine; DDP need not import deepspeed
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
@@ -314,19 +312,19 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
 
 
 def check_engine(running: RunningEngine, launch: Launch) -> None:
-    """Raises ValueError unless what runs is what the YAML asked for."""
+    """Raises ValueError unless the engine that runs is the one in the YAML."""
     strategy = launch.strategy
-    asked = RunningEngine(
+    requested = RunningEngine(
         strategy.engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes
     )
     ddp_of_one = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
-    if running == asked or (ddp_of_one and launch.num_processes == 1):
+    if running == requested or (ddp_of_one and launch.num_processes == 1):
         return
     names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
     differences = [
-        f"{name} {getattr(asked, name)!r} asked, {getattr(running, name)!r} runs"
+        f"{name} {getattr(requested, name)!r} asked, {getattr(running, name)!r} runs"
         for name in names
-        if getattr(asked, name) != getattr(running, name)
+        if getattr(requested, name) != getattr(running, name)
     ]
     raise ValueError(
         f"{strategy.path or strategy.name}: {'; '.join(differences)}\n"
@@ -336,20 +334,20 @@ def check_engine(running: RunningEngine, launch: Launch) -> None:
 
 
 def sequences_per_step(config: RunConfig, launch: Launch) -> int:
-    """Over all ranks and micro-steps."""
+    """The effective batch size, over all ranks and micro-steps."""
     return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
 
 
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
     """The effective batch size and learning rate, as a line."""
-    said = (
+    described = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
         f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
     )
     if config.scale_lr == "none":
-        return said
+        return described
     base = config.base_batch_size or config.per_device_train_batch_size
+    scaled, rate = config.learning_rate_of(per_step), config.learning_rate
     return (
-        f"{said}; learning rate {config.learning_rate_of(per_step):.3g}: {config.learning_rate:g} for {base} "
-        f"sequences, scaled by {config.scale_lr}"
+        f"{described}; learning rate {scaled:.3g}: {rate:g} for {base} sequences, scaled by {config.scale_lr}"
     )

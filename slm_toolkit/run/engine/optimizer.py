@@ -1,4 +1,4 @@
-"""AdamW over master weights of a bf16 module, as DeepSpeed has it, for DDP, FSDP2 and one process."""
+"""AdamW with master weights for a bf16 module, like DeepSpeed's, for DDP, FSDP2 and one process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 CHUNK_ELEMENTS = 2**25
-"gradients cast to fp32 at a time: 128 MiB, where all at once would be 4 bytes per parameter at the peak"
+"gradients cast to fp32 at once: 128 MiB; all at once would add 4 bytes per parameter to the peak"
 CPU_CHUNK_ELEMENTS = 2**20
-"the same where no kernel has to be launched: 4 MiB, which caches hold and malloc does not map anew"
+"the same on a CPU, which launches no kernels: 4 MiB fit into caches, and malloc reuses them"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
-    """AdamW that updates a copy of each parameter in `master_dtype`, or the parameter itself if it is that.
+    """AdamW that updates a copy of each parameter in `master_dtype`, or the parameter if it has that dtype.
 
     The state of a bf16 parameter under fp32 masters holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its
     shape; shards of a DTensor) and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
@@ -33,7 +33,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
-        in_pieces: as a CPU likes it: chunks of CPU_CHUNK_ELEMENTS, and larger parameters cut.
+        in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
         holds_flat_shards: parameters are plain tensors that hold this rank's share, as FSDP1's are.
         """
         super().__init__(params, **options)
@@ -46,10 +46,10 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clip in fp32, where DeepSpeed clips too (a norm of bf16 gradients would have 8 bits), then update.
+        """Clip in fp32, like DeepSpeed (a norm of bf16 gradients would have 8 bits), then update.
 
-        All on this rank's own shards: as DTensors, each operation would cost the host ten times as much.
-        Where the norm is no number, nothing is updated: on a GPU without the host's knowing, if fused.
+        Works on this rank's own shards: on DTensors, each operation would cost the host ten times as much.
+        If the norm is NaN or infinite, nothing is updated; a fused kernel on a GPU decides that by itself.
         """
         assert closure is None
         chunks = [
@@ -66,7 +66,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
-        is_bad = ~torch.isfinite(self.grad_norm)  # False of a fake tensor, whose step is traced
+        is_bad = ~torch.isfinite(self.grad_norm)  # False for a fake tensor, whose step is traced
         if not self.defaults["fused"] and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
@@ -74,7 +74,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             self._update(group, pieces, clip, scratch, found_inf)
 
     def _scratch(self) -> torch.Tensor | None:
-        """With `in_pieces`, a chunk's gradients in fp32 go here; one per step leaves malloc no holes."""
+        """With `in_pieces`, room for a chunk's gradients in fp32; one per step leaves malloc no holes."""
         return torch.empty(CPU_CHUNK_ELEMENTS, dtype=torch.float32) if self.in_pieces else None
 
     def _update(
@@ -85,7 +85,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         scratch: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """One step of AdamW on the masters of some pieces of a group, then the parameters follow."""
+        """Do one step of AdamW on the masters of some pieces of a group, then copy them to the parameters."""
         states = [self.state_of(piece.param) for piece in pieces]
         gradients = _in_dtype(pieces, self.master_dtype, scratch)
         if clip is not None:
@@ -100,7 +100,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             [piece.of(state["exp_avg"]) for state, piece in zip(states, pieces, strict=True)],
             [piece.of(state["exp_avg_sq"]) for state, piece in zip(states, pieces, strict=True)],
             max_exp_avg_sqs=[],
-            # AdamW counts where it steps: of a parameter in several pieces only the last may
+            # AdamW counts a step for each piece: only the last piece of a parameter may change its count
             state_steps=[
                 state["step"] if piece.is_last else state["step"].clone()
                 for state, piece in zip(states, pieces, strict=True)
@@ -124,7 +124,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             )
 
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is kept of a parameter, made where it has not been stepped yet."""
+        """A parameter's state, made before its first step."""
         state = self.state[param]
         if not state:
             if param.dtype != self.master_dtype:
@@ -139,7 +139,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A parameter, or one stretch of a large one: of its elements on this rank, in their order."""
+    """A parameter, or one stretch of the elements that this rank holds of a large one."""
 
     param: torch.Tensor
     stretch: slice | None = None
@@ -147,7 +147,7 @@ class _Piece:
     is_last: bool = True
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That part of the parameter or of its state, sharing memory."""
+        """This piece of the parameter or of its state, sharing memory."""
         local = local_part(tensor)
         return local if self.stretch is None else local.view(-1)[self.stretch]
 
@@ -158,9 +158,9 @@ class _Piece:
 
 
 def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Piece]]:
-    """Runs of parameters, each as long as it stays below CHUNK_ELEMENTS (or a single one).
+    """Groups of parameters of at most CHUNK_ELEMENTS together (or one larger parameter alone).
 
-    `in_pieces`: below CPU_CHUNK_ELEMENTS, and what is longer alone is cut.
+    `in_pieces`: of at most CPU_CHUNK_ELEMENTS; larger parameters are cut.
     """
     chunk_elements = CPU_CHUNK_ELEMENTS if in_pieces else CHUNK_ELEMENTS
     chunk: list[_Piece] = []
@@ -187,7 +187,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dtype(pieces: list[_Piece], dtype: torch.dtype, scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """The gradients of one chunk in `dtype`: in `scratch`, where there is one and a copy is needed."""
+    """The gradients of one chunk in `dtype`; copies go into `scratch`, if there is one."""
     gradients = [piece.gradient for piece in pieces]
     if scratch is None or dtype != scratch.dtype or gradients[0].dtype == dtype:
         return [gradient.to(dtype) for gradient in gradients]
@@ -206,11 +206,11 @@ def _norms(pieces: list[_Piece], scratch: torch.Tensor | None) -> list[torch.Ten
 def _global_norm(
     norms: list[torch.Tensor], a_gradient: torch.Tensor, *, holds_flat_shards: bool
 ) -> torch.Tensor:
-    """The 2-norm of all gradients over all ranks, from those of this rank's pieces; an fp32 scalar."""
+    """The 2-norm of all gradients over all ranks, from the norms of this rank's pieces; an fp32 scalar."""
     square = torch.linalg.vector_norm(torch.stack(norms)).square()
     if holds_flat_shards and torch.distributed.is_initialized():
         torch.distributed.all_reduce(square)
-    elif isinstance(a_gradient, DTensor):  # all of one mesh: FSDP2 shards every parameter alike
+    elif isinstance(a_gradient, DTensor):  # FSDP2 shards every parameter over the same mesh
         for dimension, placement in enumerate(a_gradient.placements):
             if placement.is_shard():
                 torch.distributed.all_reduce(square, group=a_gradient.device_mesh.get_group(dimension))

@@ -1,8 +1,8 @@
-"""The training state that a rank holds, as stretches of named tensors, alike under every engine.
+"""The training state that a rank holds, as stretches of named tensors, the same under every engine.
 
-Whatever the engine shards by, rows (FSDP2) or elements of one flat buffer (ZeRO), a rank's share of a
-parameter's weights or moments is a stretch of its elements in their order. Checkpoints are written in, and
-read into, such stretches: so what one strategy wrote, any other reads.
+Whether an engine shards rows (FSDP2) or elements of one flat buffer (ZeRO), a rank's share of a parameter's
+weights or moments is a stretch of its elements in their order. Checkpoints are written from such stretches
+and read into them, so every strategy can read the checkpoints of any other.
 """
 
 import math
@@ -31,38 +31,38 @@ class Stretch:
     start: int
     size: int
     is_mine: bool
-    "whether it is this rank that writes it: others may hold the same"
+    "whether this rank writes it: others may hold the same"
     tensor: torch.Tensor
-    "1-D, of the state itself: it holds these until the next stretch is asked for"
+    "1-D, sharing memory with the state; valid until the next stretch"
 
 
 def parameter_name(name: str) -> str:
-    """Of a parameter of a prepared model, as the model had it before."""
+    """A parameter's name in the model before any engine wrapped it."""
     for wrapper in ("module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod."):
         name = name.replace(wrapper, "")
     return name
 
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Name and parameter of all that is trained."""
+    """Name and parameter of all trained parameters."""
     for name, param in model.named_parameters():
         if param.requires_grad:
             yield parameter_name(name), param
 
 
 def num_elements(param: torch.Tensor) -> int:
-    """Of the whole parameter, over all ranks."""
+    """Elements of the whole parameter, over all ranks."""
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
 def optimizer_steps(model: torch.nn.Module, optimizer: Any) -> int:
-    """Steps that Adam has done: those left out for a gradient that was no number don't count."""
+    """Steps that Adam has done, without those left out for a NaN or infinite gradient."""
     states = _inner(model, optimizer).state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) -> None:
-    """For bias correction to go on where it was; the moments must be there already."""
+    """Let bias correction continue after `num_steps`. The moments must exist already."""
     for state in _inner(model, optimizer).state.values():
         if isinstance(state["step"], torch.Tensor):
             state["step"].fill_(num_steps)
@@ -73,13 +73,13 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
 
 
 def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
-    """All that this rank holds of a prepared model's weights and moments; moments are made if missing."""
+    """All stretches that this rank holds of a prepared model's weights and moments; makes missing moments."""
     inner = _inner(model, optimizer)
     if any(hasattr(param, "ds_id") for _, param in trained(model)):
         yield from _of_zero3(model)
         return
     for number, (name, param) in enumerate(trained(model)):
-        writes_copy = number % world_size == rank  # of what all ranks hold
+        writes_copy = number % world_size == rank  # of a tensor that all ranks hold
         if hasattr(param, "_hp_mapping"):
             yield from _of_flat_partition(name, param, inner)
         else:
@@ -98,7 +98,7 @@ def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
 
 
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that holds the moments, beneath accelerate's and DeepSpeed's."""
+    """The optimizer that holds the moments, inside accelerate's and DeepSpeed's."""
     of_engine = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else optimizer
     while hasattr(of_engine, "optimizer"):
         of_engine = of_engine.optimizer
@@ -108,7 +108,7 @@ def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
 def _of_parameter(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer, writes_copy: bool
 ) -> Iterator[Stretch]:
-    """DDP, one process: whole tensors, the same on all ranks. FSDP2: rows, as DTensors."""
+    """Under DDP or in one process: whole tensors, the same on all ranks. Under FSDP2: rows, as DTensors."""
     state = _adam_state(inner, param)
     start, is_mine = 0, writes_copy
     if isinstance(param, DTensor):
@@ -120,7 +120,7 @@ def _of_parameter(
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
-    """The first element of this rank's shard, and whether it is the first of those that hold the same."""
+    """The first element of this rank's shard, and whether no rank before this one holds the same shard."""
     placements = param.placements
     assert all(not isinstance(place, Shard) or place.dim == 0 for place in placements), placements
     _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, placements)
@@ -134,9 +134,9 @@ def _rows(param: DTensor) -> tuple[int, bool]:
 def _of_flat_partition(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer
 ) -> Iterator[Stretch]:
-    """ZeRO-1 and 2: parameters lie one after the other in a flat buffer, of which each rank has a part."""
+    """Under ZeRO-1 and 2: parameters lie one after the other in a flat buffer; each rank has a part of it."""
     mapping = param._hp_mapping
-    if mapping is None:  # all of it is on other ranks
+    if mapping is None:  # all of the parameter is on other ranks
         return
     flat = inner.param_groups[mapping.param_group_index]["params"][0]
     where, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
@@ -144,10 +144,10 @@ def _of_flat_partition(
 
 
 def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
-    """ZeRO-3: of each parameter every rank has an equal part, the last one's filled up.
+    """Under ZeRO-3: every rank has an equal part of each parameter; the last part is padded.
 
-    By groups, in which ZeRO-Infinity keeps them on the disk: each is read once, and is in memory until the
-    next one's first stretch.
+    Group by group, as ZeRO-Infinity keeps them on the disk: each group is read once, and stays in memory
+    until the next group's first stretch.
     """
     groups: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in trained(model):
@@ -181,7 +181,7 @@ def _of_buffers(
 
 @contextmanager
 def _in_ram(zero: Any, group: int) -> Iterator[None]:
-    """While the state of some parameters is, which ZeRO-Infinity has on a disk; written back afterwards."""
+    """Keep a group's state in RAM that ZeRO-Infinity has on a disk; write it back afterwards."""
     on_disk = zero._swappable_optimizer_subgroup(group)
     if on_disk:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -195,13 +195,13 @@ def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bo
 
 
 def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """The moments of a parameter; as Adam makes them in its first step, where it has done none."""
+    """A parameter's moments; before the first step, made as Adam would make them."""
     if isinstance(inner, AdamWWithMasterWeights):
         return inner.state_of(param)
     state = inner.state[param]
     if not state:
         on_host = _is_on_host(inner)
-        # a bf16 master has fp32 moments on the host, unless they were asked for in bf16, too
+        # a bf16 master has fp32 moments on the host, unless the flags put them in bf16, too
         dtype = torch.float32 if on_host and inner.fp32_optimizer_states else param.dtype
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(param.detach(), dtype=dtype)
@@ -212,12 +212,12 @@ def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, 
 
 
 def _is_on_host(inner: torch.optim.Optimizer) -> bool:
-    """Whether it is DeepSpeed's own AdamW for states in the host's RAM."""
+    """Whether this is DeepSpeed's own AdamW for states in the host's RAM."""
     return type(inner).__name__ == "DeepSpeedCPUAdam"
 
 
 def _replay_bias_correction(inner: Any, num_steps: int) -> None:
-    """It keeps the powers of its betas in C++, multiplied step by step, which rounds otherwise than pow."""
+    """Let DeepSpeed's CPU Adam multiply the powers of its betas again, step by step: pow rounds otherwise."""
     group = inner.param_groups[0]
     beta1, beta2 = group["betas"]
     dummy = [torch.zeros(1) for _ in range(4)]
