@@ -1,4 +1,4 @@
-"""What is wrong with a data file in which reading got stuck: which file, which line or row."""
+"""Finds the fault in a data file that can't be read: which file, which line or row."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,21 +10,21 @@ from slm_toolkit.base.errors import DISK_FULL
 from slm_toolkit.run.data.json_rows import JsonRows, json_rows, kind_of
 
 _SEARCH_SECONDS = 20.0
-"for the place in a file; then the row's number has to do"
+"to look for the fault; after that, the message only has the row's number"
 _HINT = "mend or leave out what is named, then start again; a stream that goes on reads the same rows again"
 
 
 class BadData(ValueError):
-    """Of a dataset, while it is read; says which file and where, with a hint."""
+    """A dataset can't be read; the message names the file and the place, with a hint."""
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Rows of a stream, pass after pass; an error on the way says where, and so does a file that shrank."""
+    """Rows of a stream, pass after pass. Raises BadData with the place of an error, or if a file shrank."""
 
     rows: Any
     path: str
-    "as asked for"
+    "as the user gave it"
     sizes: dict[str, int]
     "bytes of each local file when the run began; empty for the hub"
 
@@ -39,14 +39,16 @@ class StreamedRows:
         except Exception as error:  # datasets raises its own, pyarrow's and Python's
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
-            files = [] if isinstance(self.rows, JsonRows) else list(self.sizes)  # whose errors say where
+            files = (
+                [] if isinstance(self.rows, JsonRows) else list(self.sizes)
+            )  # JsonRows' errors name the place
             reason = self._lost() or fault_in(files) or first_line(error)
             raise BadData(f"{self.path}, after {number:,} rows: {reason}\nhint: {_HINT}") from error
         if (lost := self._lost()) is not None:
             raise BadData(f"{self.path}, after {number:,} rows: {lost}\nhint: {_HINT}")
 
     def _lost(self) -> str | None:
-        """A file that is gone or shorter than it was: its rows would be missing without a word."""
+        """Names a file that is gone or shorter than before, whose rows would be missing silently."""
         for name, size in self.sizes.items():
             path = Path(name)
             if not path.is_file():
@@ -57,21 +59,21 @@ class StreamedRows:
 
 
 def fault_in(files: list[str]) -> str | None:
-    """The first file that is not what its name says, and where in it; None where nothing is found in time."""
+    """The first file whose content is not of its type, and the place; None if no fault is found in time."""
     deadline = time.monotonic() + _SEARCH_SECONDS
     for file in files:
         path = Path(file)
-        look = _LOOKS.get(path.suffix.lower())
+        find_fault = _FINDERS.get(path.suffix.lower())
         try:
-            found = look(path, deadline) if look is not None else None
+            fault = find_fault(path, deadline) if find_fault is not None else None
         except OSError as unreadable:
-            found = unreadable.strerror or first_line(unreadable)
+            fault = unreadable.strerror or first_line(unreadable)
         except TimeoutError:
             return None
-        except ValueError as refused:  # names the file
+        except ValueError as refused:  # whose message names the file
             return first_line(refused)
-        if found is not None:
-            return f"{file}, {found}"
+        if fault is not None:
+            return f"{file}, {fault}"
     return None
 
 
@@ -81,7 +83,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _in_json(path: Path, deadline: float) -> str | None:
-    """Also where a row has another kind of value than the first: pyarrow casts columns of the first block."""
+    """Also finds a value of another type than before: pyarrow takes a column's type from the first rows."""
     kinds: dict[str, type] = {}
     for place, row in json_rows(str(path)):
         _check_time(deadline)
@@ -126,7 +128,7 @@ def _in_parquet(path: Path, deadline: float) -> str | None:
     return None
 
 
-_LOOKS: dict[str, Callable[[Path, float], str | None]] = {
+_FINDERS: dict[str, Callable[[Path, float], str | None]] = {
     ".jsonl": _in_json,
     ".json": _in_json,
     ".txt": _in_text,

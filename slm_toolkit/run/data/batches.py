@@ -1,4 +1,4 @@
-"""Each rank's batches: as many as the run needs, in an order that depends on nothing but the seed."""
+"""Each rank's batches: as many as the run needs, in an order that depends only on the seed."""
 
 import math
 import signal
@@ -15,10 +15,10 @@ from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
 
 def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int = 1) -> DataLoader:
-    """Batches of (per_device_train_batch_size, seq_len) tokens; real text to train on is shuffled.
+    """Batches of (per_device_train_batch_size, seq_len) tokens; text to train on is shuffled.
 
-    Held-out sequences are filled up with some without labels, so that every rank has whole batches and none
-    counts twice.
+    Held-out sequences are filled up with some without labels, so that every rank has whole batches and no
+    sequence counts twice.
     """
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
     if not train and not isinstance(dataset, IterableDataset):
@@ -36,13 +36,13 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Schedulers, and Ctrl-C, send them to every process; a rank still wants batches for its last step."""
+    """Schedulers and Ctrl-C signal every process, but a rank still needs batches for its last step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _FilledUp(Dataset):
-    """Sequences with labels, so many more without any that their number is a multiple of `multiple`."""
+    """Sequences with labels, then some without, so that their number is a multiple of `multiple`."""
 
     def __init__(self, sequences: Any, multiple: int) -> None:
         self.sequences = sequences
@@ -60,7 +60,7 @@ class _FilledUp(Dataset):
 
 
 def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> int:
-    """Optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
+    """How many optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
     if isinstance(loader.dataset, IterableDataset):
         if config.steps_asked is None:
             raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
@@ -78,9 +78,10 @@ def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> 
 
 
 def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
-    """What the model's forward takes of a batch; a token's label is itself where none are given.
+    """The arguments of the model's forward; without labels in the batch, tokens are their own labels.
 
-    Kept apart, documents are one long row to flash-attn, which finds their ends by position_ids so only.
+    Documents that are kept apart become one long row for flash-attn, which then finds their ends by
+    position_ids.
     """
     tokens = batch["input_ids"]
     inputs = {"input_ids": tokens, "labels": batch.get("labels", tokens)}
@@ -89,13 +90,13 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
     inputs["position_ids"] = batch["position_ids"]
     if config.attn_implementation.startswith("flash_attention"):
         inputs["labels"] = inputs["labels"].clone()
-        inputs["labels"][:, 0] = IGNORE_INDEX  # of the sequence before it
+        inputs["labels"][:, 0] = IGNORE_INDEX  # or the sequence before it would predict it
         return {name: value.reshape(1, -1) for name, value in inputs.items()}
     return inputs
 
 
 def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens of a batch that have a loss: those with a label, but for the first of each sequence."""
+    """How many tokens of a batch have a loss: those with a label, without the first of each sequence."""
     labels = batch.get("labels", batch["input_ids"])
     return (labels[:, 1:] != IGNORE_INDEX).sum()
 
@@ -106,10 +107,10 @@ def steps_by_labels(
     loss_recorder: RecordedLoss,
     num_micro_steps: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The same batches, drawn a step at a time, so that every label of the step counts alike.
+    """The same batches, drawn a step at a time, with losses scaled so that every label counts alike.
 
-    The loss of each micro-step is divided by the mean number of labels of all micro-steps on all ranks: its
-    mean over them is then the mean over all labels, however unevenly those fall.
+    The loss of each micro-step is divided by the mean number of labels of all micro-steps on all ranks. The
+    mean over micro-steps and ranks is then the mean over all labels, however uneven their numbers are.
     """
     while True:
         of_step = [next(batches) for _ in range(num_micro_steps)]
@@ -119,10 +120,10 @@ def steps_by_labels(
 
 
 def place_in_data(loader: DataLoader, step: int, num_micro_steps: int) -> tuple[int, int]:
-    """The epoch in which a step, counted from 0, is done, and how many batches of it come before.
+    """The epoch of a step, counted from 0, and the number of the epoch's batches before that step.
 
-    An epoch has whole steps: what is left at its end is dropped, so that where it ends does not depend on how
-    a step's sequences fall on processes and micro-steps. A stream is one epoch.
+    An epoch has whole steps: the rest at its end is dropped, so that its length does not depend on the split
+    of a step's sequences over processes and micro-steps. A stream is one epoch.
     """
     if isinstance(loader.dataset, IterableDataset):
         return 0, step * num_micro_steps
@@ -133,7 +134,7 @@ def place_in_data(loader: DataLoader, step: int, num_micro_steps: int) -> tuple[
 def endless(
     accelerator: Accelerator, loader: DataLoader, *, first_step: int, num_micro_steps: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from a step on; a stream is read again up to there."""
+    """This rank's batches, epoch after epoch, from `first_step` on; a stream is read again up to there."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     epoch, skip = place_in_data(loader, first_step, num_micro_steps)
     while True:
@@ -158,7 +159,7 @@ def endless(
 
 
 def _whole_steps(loader: DataLoader, num_micro_steps: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """The batches of a stream by steps, as long as there are enough for one."""
+    """The batches of a stream, grouped by step; an incomplete step at the end is left out."""
     of_step = []
     for batch in loader:
         of_step.append(batch)

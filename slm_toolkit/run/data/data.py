@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: the sequences of every dataset, held-out ones apart, mixed as asked."""
+"""Loads the data of a run: sequences of every dataset, mixed for training, and those held out."""
 
 import hashlib
 import os
@@ -34,21 +34,20 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Data:
-    """Items are {"input_ids": (seq_len,) int64}, with what `packing.columns_of` adds, and "dataset", the
-    number of the dataset in `names`, where there are several."""
+    """Items are {"input_ids": (seq_len,) int64}, with the columns that `packing.columns_of` adds, and
+    "dataset", the number of the dataset in `names`, if there are several."""
 
     train: Any
     held_out: dict[str, Any]
-    "by name; empty without --eval_steps"
+    "by name of the set; empty without --eval_steps"
     tokenizer: Any
     "None for synthetic tokens"
     names: tuple[str, ...]
-    "of the datasets that are mixed"
+    "names of the datasets that are mixed"
     facts: list[dict[str, Any]]
-    "of each of them: name, weight, packing, format, and numbers of what fills its sequences"
+    "for each dataset: name, weight, packing, format, and numbers of rows, sequences, tokens and labels"
     contents: list[dict[str, Any]]
-    "of each of them what tells it from other data of its name, and how many sequences were held out of it"
-
+    "for each dataset, a fingerprint of its sequences, and how many of a stream were held out"
     documents_apart: bool
     "whether some sequences hold documents that must not see each other"
 
@@ -63,11 +62,11 @@ class Data:
 def load_data(
     config: RunConfig, spec: ModelSpec, *, num_sequences: int, num_held_out: int | None = None
 ) -> Data:
-    """All that the run needs. `num_sequences` is how many it can use, for data that never ends.
+    """All data of a run. `num_sequences`: how many synthetic ones to make.
 
-    `num_held_out`: how many sequences an earlier run has held out of each stream; as many are now.
+    `num_held_out`: how many sequences an earlier run has held out of each stream; this run holds out as many.
 
-    Raises ValueError, with a hint, for data that isn't there, holds no text or is too short.
+    Raises ValueError, with a hint, for data that does not exist, holds no text or is too short.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
@@ -110,20 +109,18 @@ class _Part:
 def _load_part(
     source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, num_held_out: int | None
 ) -> _Part:
-    """One dataset's sequences, and some of them apart, if asked: of a stream the first `num_held_out`, of
-    others a share at the end."""
+    """One dataset's sequences, and the held-out ones: of a stream the first `num_held_out`, of other data a
+    share at the end; None holds out none."""
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
     if kind in CHATS and tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, whose answers it then has learnt
+        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, which has learnt answers in this form
     if packing == "concat" and kind in CHATS:
         raise ValueError(
             f"--packing concat with {source.path}, which holds chats: answers would see other chats\n"
             "hint: --packing multipack"
         )
-    pack = Pack(
-        *(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
-    )
+    pack = Pack(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
     facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
     if streaming:
         return _split_stream(source, PackedStream(rows, pack, source.path), facts, config, num_held_out)
@@ -159,8 +156,8 @@ def _load_part(
 def _split_stream(
     source: Source, stream: PackedStream, facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _Part:
-    """Of a stream the first sequences are held out in memory."""
-    if config.dataloader_num_workers > 1:  # each would read it whole, or in another order
+    """A stream whose first `num_held_out` sequences are held out, in memory."""
+    if config.dataloader_num_workers > 1:  # each worker would read all of it, or the order would change
         raise ValueError(
             f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
             "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
@@ -176,7 +173,7 @@ def _split_stream(
 
 
 def _digest(sequences: Iterable[dict[str, Any]]) -> str:
-    """Of their tokens."""
+    """A hash of the sequences' tokens."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(sequence["input_ids"].numpy().tobytes())
@@ -184,7 +181,7 @@ def _digest(sequences: Iterable[dict[str, Any]]) -> str:
 
 
 def _most_held_out(config: RunConfig) -> int:
-    """Sequences that are held in memory of a stream to evaluate on."""
+    """The most sequences of a stream that are held in memory for evaluation."""
     return config.eval_batches * config.per_device_train_batch_size
 
 
@@ -199,7 +196,7 @@ def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int =
 
 
 def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> Any:
-    """One dataset of several: all of each, or drawn by weight until every one was seen to its end."""
+    """One dataset made of several: all of each, or by weight until every one has been read to its end."""
     if len(parts) == 1:
         return parts[0]
     weights = [source.weight for source in sources]
@@ -216,24 +213,24 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
         part.with_format(None).add_column("dataset", [number] * len(part))
         for number, part in enumerate(parts)
     ]
-    same = [_with_columns(part, numbered) for part in numbered]
+    alike = [_with_columns(part, numbered) for part in numbered]
     if weights[0] is None:
-        return concatenate_datasets(same).with_format("torch")
+        return concatenate_datasets(alike).with_format("torch")
     shares = [weight / sum(weights) for weight in weights]
     mixed = interleave_datasets(
-        same, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
+        alike, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
     )
     return mixed.with_format("torch")
 
 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:
-    """The columns of all parts: text that is joined has neither labels nor padding of its own."""
+    """Add the columns that other parts have: joined text has neither labels nor padding of its own."""
     missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
     return part.map(partial(added_columns, names=sorted(missing)), batched=True) if missing else part
 
 
 def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
-    """Numbers of what fills a dataset's sequences; no count costs more than a pass over the columns."""
+    """How many rows, sequences, tokens, padding and labels a dataset has; one pass over its columns."""
     facts = {"num_rows": num_rows, "num_sequences": len(packed), "num_tokens": len(packed) * seq_len}
     if "padding" in packed.column_names:
         facts["num_padding"] = sum(packed["padding"])
@@ -249,10 +246,10 @@ def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
 
 def _described(facts: dict[str, Any]) -> str:
     """One line on a packed dataset."""
-    said = f"{facts['name']}: {facts['format']}, packing {facts['packing']}"
+    line = f"{facts['name']}: {facts['format']}, packing {facts['packing']}"
     if "num_rows" not in facts:
-        return f"{said}, streamed"
-    said += f", {facts['num_rows']:,} rows in {facts['num_sequences']:,} sequences"
+        return f"{line}, streamed"
+    line += f", {facts['num_rows']:,} rows in {facts['num_sequences']:,} sequences"
     if "num_padding" in facts:
-        said += f", {facts['num_padding'] / facts['num_tokens']:.1%} of the tokens are padding"
-    return f"{said}, {facts['num_labels'] / facts['num_tokens']:.1%} have a loss"
+        line += f", {facts['num_padding'] / facts['num_tokens']:.1%} of the tokens are padding"
+    return f"{line}, {facts['num_labels'] / facts['num_tokens']:.1%} have a loss"

@@ -1,4 +1,4 @@
-"""Rows of text, of chats in four formats and of tokens, each made a document: tokens and their labels."""
+"""Turns rows of text, chats in four formats, or tokens into documents: tokens with labels."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from slm_toolkit.run.data.tokenizers import tokenizer_errors
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 TEMPLATE_SECONDS = 2.0
-"of processor time, in which a chat template writes a conversation; as much again for each 100 turns"
+"of processor time that a chat template may take for a conversation, and for each 100 turns of a longer one"
 TEMPLATE_BYTES = 2**28
-"that a chat template may take for a conversation, beyond what the process has"
+"more memory than a chat template may take for a conversation"
 _SECONDS_TO_NEXT_TIMEOUT = 0.1
 "if code of a template caught the first TimeoutError"
-_COLUMNS = {  # format: columns that it needs; `auto` takes the first that a row has
+_COLUMNS = {  # format: columns that it needs; `auto` takes the first format that fits a row
     "tokens": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -31,14 +31,14 @@ _SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens, and for each the label that the token before it predicts: itself, or IGNORE_INDEX."""
+    """Tokens with labels; the token before predicts a label, which is the token itself or IGNORE_INDEX."""
 
     tokens: list[int]
     labels: list[int]
 
 
 def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
-    """The format of a dataset from its first row. Raises ValueError where it is not what was asked."""
+    """The format of a dataset, from its first row. Raises ValueError if it is not the one in `asked`."""
     found = asked
     if asked == "auto" and text_column != "text" and text_column not in row:
         found = "text"  # which then is said to be missing
@@ -72,7 +72,7 @@ def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -
 
 @contextmanager
 def unreadable_text() -> Iterator[None]:
-    """Raises ValueError for text that is no UTF-8: Arrow looks at a Parquet file's only when it is asked."""
+    """Raises ValueError for text that is not UTF-8: Arrow checks it only when a row is read."""
     try:
         yield
     except UnicodeError as error:
@@ -84,7 +84,7 @@ def documents_of(
 ) -> list[Document]:
     """The documents of some rows, given by column; blank ones and those without any label are left out.
 
-    Raises ValueError for a row that is not what its format wants, or that the tokenizer can't read.
+    Raises ValueError for a row that does not fit its format, or that the tokenizer can't read.
     """
     if kind == "tokens":
         return _of_tokens(rows)
@@ -101,34 +101,35 @@ def documents_of(
     chats = [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     as_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
     ended = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, raw in as_pieces if raw]
-    found = [*ended, *_tokenized([pieces for pieces, raw in as_pieces if not raw], tokenizer, end=False)]
-    return [document for document in found if any(label != IGNORE_INDEX for label in document.labels[1:])]
+    chats_proper = [pieces for pieces, raw in as_pieces if not raw]
+    documents = [*ended, *_tokenized(chats_proper, tokenizer, end=False)]
+    return [document for document in documents if any(label != IGNORE_INDEX for label in document.labels[1:])]
 
 
 def _pieces(
     row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
 ) -> tuple[list[tuple[str, bool]], bool]:
-    """A chat's text in pieces, each with or without a loss; and whether it is two plain texts, no chat."""
+    """A chat's text in pieces, each with or without a loss; and whether the row is two plain texts."""
     if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as TRL takes them
-    messages, num_asked = _messages(row, kind)
+        return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as in TRL
+    messages, num_given = _messages(row, kind)
     with _limits(TEMPLATE_SECONDS * (1 + len(messages) // 100), TEMPLATE_BYTES):
         if loss_on == "all":
             return [(_rendered(messages, tokenizer), True)], False
-        return _turns(messages, tokenizer, first=num_asked), False
+        return _turns(messages, tokenizer, first=num_given), False
 
 
 def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
-    """A row's conversation as roles and contents, and how many turns of it are given, not answered.
+    """A row's conversation as roles and contents, and how many of its turns are given, not to be learnt.
 
-    Raises ValueError where it is none, or holds more than text.
+    Raises ValueError if it is not a conversation, or holds more than text.
     """
     if kind == "alpaca":
         parts = [part for part in (row["instruction"], row.get("input")) if part]
         if not all(isinstance(part, str) for part in parts):
             raise _not_a_chat("instruction and input are not text", row)
-        asked = "\n\n".join(parts)
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        question = "\n\n".join(parts)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
         return [_turn(turn, "role", "content") for turn in turns], 1
     if kind == "prompt_completion":
         if not (isinstance(row["prompt"], list) and isinstance(row["completion"], list)):
@@ -145,16 +146,16 @@ def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int
 def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(role), str):
         raise _not_a_chat(f"a conversation has a turn without {role!r} and {content!r}", turn)
-    said = turn.get(content)
-    if isinstance(said, list) and all(map(_is_text_part, said)):
-        said = "".join(part["text"] for part in said)
+    text = turn.get(content)
+    if isinstance(text, list) and all(map(_is_text_part, text)):
+        text = "".join(part["text"] for part in text)
     if turn.get("tool_calls"):
         raise _not_a_chat("a turn calls tools, of which only text is trained on", turn)
-    if not isinstance(said, str):
+    if not isinstance(text, str):
         raise _not_a_chat(
             f"a conversation has a turn without {role!r} and {content!r}, or more than text", turn
         )
-    return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": said}
+    return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": text}
 
 
 def _is_text_part(part: Any) -> bool:
@@ -167,11 +168,11 @@ def _not_a_chat(what: str, row: Any) -> ValueError:
 
 
 def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> list[tuple[str, bool]]:
-    """A conversation by its chat template, cut where answers begin and end: text, and is it an answer.
+    """A conversation as the chat template writes it, cut into pieces: text, and whether it is an answer.
 
-    An answer begins where generation would, and ends with its last mark that is no blank; those before turn
-    number `first` are not learnt, nor is one that answers nothing.
-    Raises ValueError for a template that writes earlier turns in another way once later ones are there.
+    An answer begins where generation would begin, and ends with its last character that is not blank.
+    Answers before turn number `first`, and one that comes before any question, are not learnt.
+    Raises ValueError for a template that changes earlier turns once there are later ones.
     """
     pieces: list[tuple[str, bool]] = []
     whole, done = _rendered(messages, tokenizer), 0
@@ -180,7 +181,7 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
             continue
         before = _rendered(messages[:number], tokenizer, add_generation_prompt=True)
         after = _rendered(messages[: number + 1], tokenizer).rstrip()
-        after = after if len(after) >= len(before) else before  # an answer of nothing
+        after = after if len(after) >= len(before) else before  # an empty answer
         if not (after.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 "the chat template changes earlier turns, so that answers can't be told from the rest\n"
@@ -215,9 +216,9 @@ def _refused(reason: str, messages: list[dict[str, str]]) -> ValueError:
 
 
 def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: bool) -> list[Document]:
-    """Each document's pieces tokenized one by one, as a prompt is when a model answers it.
+    """Documents from their pieces, each piece tokenized alone, as a prompt is when a model answers it.
 
-    `end`: with an end-of-text token, which has a label.
+    `end`: append an end-of-text token, which has a label.
     """
     texts = [text for document in pieces for text, _ in document]
     with tokenizer_errors("the tokenizer fails"):
@@ -238,8 +239,8 @@ def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: boo
 
 
 def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
-    """Rows that are tokens already, taken as they are, but for what their attention_mask leaves out."""
-    found = []
+    """Documents of rows that are tokens already, without those that the attention_mask leaves out."""
+    documents = []
     for index, tokens in enumerate(rows["input_ids"]):
         if tokens is None:
             continue
@@ -257,12 +258,12 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
         labels = tokens if labels is None else labels
         kept = [place for place in range(len(tokens)) if mask is None or mask[place]]
         if kept:
-            found.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
-    return found
+            documents.append(Document([tokens[place] for place in kept], [labels[place] for place in kept]))
+    return documents
 
 
 def _are_tokens(numbers: Any, *, least: int) -> bool:
-    """A mask may be of true and false."""
+    """Whether all are whole numbers from `least` on that fit in 31 bits; a mask may hold true and false."""
     return (
         isinstance(numbers, list)
         and {int, bool}.issuperset(map(type, numbers))
@@ -287,7 +288,7 @@ def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
         if statm.exists():
             import resource
 
-            # RLIMIT_DATA: what is written in private, not the files that Arrow maps nor a GPU's address space
+            # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
             most = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGESIZE") + num_bytes
             known = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]

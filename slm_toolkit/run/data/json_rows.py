@@ -1,4 +1,4 @@
-"""The rows of a JSON file; refuses files that would crash or stall the reader of `datasets`."""
+"""Reads the rows of JSON files; refuses files that would crash or stall the reader of `datasets`."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_LEVELS = 100
-"of objects and lists inside one another: pyarrow parses recursively, 200,000 levels end the process"
+"of nested objects and lists: pyarrow parses recursively, and 200,000 levels crash the process"
 MOST_COLUMNS = 10_000
-"of all rows of a dataset, those inside columns included: datasets takes over 200 s for a million"
+"of all rows of a dataset, nested ones included: datasets takes over 200 s for a million"
 _KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number"}
 _BLANKS = re.compile(r"\s*")
 
@@ -32,8 +32,8 @@ def json_rows(file: str, columns: "_Columns | None" = None) -> Iterator[tuple[st
     """The rows of a .jsonl or .json file, each with its place ("line 3"; "row 3" of an array).
 
     A file holds an object per line, objects over several lines, or an array of objects or texts.
-    Raises ValueError, with a hint, for a value that is no row, and for more levels or columns than above,
-    those of `columns` included.
+    Raises ValueError, with a hint, for a value that is not a row, and for more levels or columns than the
+    limits above; `columns` counts towards them.
     """
     columns = columns or _Columns()
     for place, value in _values(file):
@@ -51,14 +51,14 @@ def kind_of(value: Any) -> str:
 
 
 class _Columns:
-    """All columns that the rows have had so far; of each, the columns inside it."""
+    """All columns that the rows have had so far, each with its nested columns."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.num_names = 0
 
     def add(self, row: dict[str, Any]) -> str | None:
-        """What there is too much of, if anything."""
+        """Add a row's columns; describes a limit that they exceed, if any."""
         left: list[tuple[dict[str, Any], Any, int]] = [(self.names, row, 1)]
         while left:
             names, value, level = left.pop()
@@ -104,7 +104,7 @@ def _values(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_line(line: bytes) -> tuple[Any] | None:
-    """The line's value; None where it goes on in the next line, or has another value behind it."""
+    """The line's value; None if it continues in the next line, or if another value follows."""
     try:
         return (json.loads(line, strict=False),)
     except json.JSONDecodeError as error:
@@ -114,7 +114,7 @@ def _of_line(line: bytes) -> tuple[Any] | None:
 
 
 def _over_lines(text: str, line: int) -> Iterator[tuple[str, Any]]:
-    """Values with nothing but blanks between them; of an array, its elements."""
+    """Values with only blanks between them; for an array, its elements."""
     decoder = json.JSONDecoder(strict=False)
     end = 0
     while (start := _BLANKS.match(text, end).end()) < len(text):

@@ -1,4 +1,4 @@
-"""Documents into sequences of equal length, all at once or as they stream by, and what is padding in them."""
+"""Packs documents into sequences of equal length, all at once or as a stream, and counts their padding."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ APART = ("block_diagonal", "multipack")
 
 
 def packing_of(asked: str, *, is_chat: bool) -> str:
-    """What `auto` means: pre-training joins documents, chats are kept whole."""
+    """The packing; `auto` joins documents of plain text, and keeps chats whole."""
     if asked != "auto":
         return asked
     return "multipack" if is_chat else "concat"
@@ -30,10 +30,10 @@ def packing_of(asked: str, *, is_chat: bool) -> str:
 def fill(
     documents: list[Document], packing: str, seq_len: int, *, is_chat: bool
 ) -> tuple[list[list[Document]], list[Document]]:
-    """The documents, or pieces of them, of each sequence; and what is not enough for one more.
+    """The documents, or pieces of them, of each sequence; and the rest, which does not fill another one.
 
-    concat and block_diagonal cut documents where a sequence is full. The others keep them whole; one that is
-    longer than a sequence is cut, a chat's end, which has lost its question, is left out.
+    concat and block_diagonal cut documents where a sequence is full. The others keep documents whole, unless
+    one is longer than a sequence: it is cut, and the rest of a chat, without its question, is left out.
     """
     if packing in ("concat", "block_diagonal"):
         return _joined(documents, seq_len)
@@ -46,11 +46,11 @@ def fill(
 def columns_of(
     sequences: Iterable[list[Document]], packing: str, seq_len: int, *, has_labels: bool, pad_token: int
 ) -> Columns:
-    """input_ids of each sequence and, where they say more than those, labels, position_ids and padding.
+    """input_ids of each sequence and, where needed, labels, position_ids and padding.
 
-    labels: with `has_labels` (not every token has a loss), and wherever documents are kept apart: the first
-    token of each is predicted by none. position_ids: counted from 0 in each document, from which attention
-    sees where one begins; padding is a document of its own. padding: tokens of it, a number.
+    labels: with `has_labels` (not every token has a loss), and wherever documents are kept apart, since no
+    token predicts the first one of a document. position_ids: counted from 0 in each document, so that
+    attention sees where one begins; padding is a document of its own. padding: its number of tokens.
     """
     apart = packing in APART
     columns: Columns = {"input_ids": []}
@@ -106,7 +106,7 @@ def _piece(document: Document, start: int, end: int) -> Document:
 
 
 def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
-    """Bins of at most `seq_len` tokens: the longest first, each where it leaves least free.
+    """Bins of at most `seq_len` tokens: the longest document first, each into the bin with the least room.
 
     Best-fit decreasing: within 11/9 of the fewest bins possible (D. S. Johnson, 1973).
     """
@@ -122,18 +122,18 @@ def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
             left, number = seq_len, len(bins)
             bins.append([document])
         insort(free, (left - length, number))
-    # or the first were those of long documents, and the held-out last ones those of short
+    # or long documents would come first, and the held-out end would have only short ones
     random.Random(len(bins)).shuffle(bins)
     return bins
 
 
 ROWS_AT_ONCE = 1000
-"that are packed together"
+"how many rows are packed together"
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows, by column, to the columns of sequences; all that decides them is in it, for `datasets`' cache."""
+    """Turns rows, by column, into columns of sequences; its fields are the key of `datasets`' cache."""
 
     tokenizer: Any
     kind: str
@@ -143,29 +143,29 @@ class Pack:
     loss_on: str
     vocab_size: int
     version: int = 1
-    "of formats.py and packing.py: to be raised when they make other sequences, or caches hide it"
+    "of formats.py and packing.py: raise it when they make other sequences, or caches return the old ones"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])
 
     def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
-        """Raises ValueError for a row that is not what its format wants."""
+        """The documents of some rows. Raises ValueError for a row that does not fit its format."""
         columns = {"text_column": self.text_column, "loss_on": self.loss_on}
         try:
             with unreadable_text():
-                found = documents_of(rows, self.kind, self.tokenizer, **columns)
-        except (AttributeError, KeyError, TypeError) as error:  # of a value of another kind
+                documents = documents_of(rows, self.kind, self.tokenizer, **columns)
+        except (AttributeError, KeyError, TypeError) as error:  # for a value of another type
             raise ValueError(
                 f"not what the format {self.kind} wants: {error}\nhint: mend the row, or leave it out"
             ) from error
         if self.kind == "tokens":
-            most = max((max(*document.tokens, *document.labels) for document in found), default=0)
+            most = max((max(*document.tokens, *document.labels) for document in documents), default=0)
             if most >= self.vocab_size:
                 raise ValueError(
                     f"a row has token {most}, the model knows {self.vocab_size}\n"
                     "hint: the data was made with another tokenizer"
                 )
-        return found
+        return documents
 
     def fill(self, documents: list[Any]) -> tuple[list[list[Any]], list[Any]]:
         return fill(documents, self.packing, self.seq_len, is_chat=self.kind in CHATS)
@@ -212,7 +212,7 @@ def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
-    """The first of `rows`, which follow `first` others, that is not what its format wants; counted from 1."""
+    """An error that names the first row that does not fit its format; `rows` follow `first` other rows."""
     number, rows = first, iter(rows)
     while True:
         number += 1

@@ -1,4 +1,4 @@
-"""The rows of a dataset: local files of several kinds, a folder that `datasets` saved, or the hub."""
+"""Reads the rows of a dataset: from local files, a folder that `datasets` saved, or the hub."""
 
 import contextlib
 import glob
@@ -21,7 +21,7 @@ STREAM_ABOVE_BYTES = 2**30
 def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
     """The rows of one dataset through `datasets`, whether they are streamed, and their format.
 
-    Raises ValueError, with a hint, for data that isn't there, can't be read or holds nothing.
+    Raises ValueError, with a hint, for data that does not exist, can't be read or is empty.
     """
     rows, streaming = _load(source, config)
     with unreadable_text():
@@ -88,11 +88,9 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
         ) from None
     except BadData:
         raise
-    except (
-        Exception
-    ) as error:  # datasets raises its own and pyarrow's for files that are not what their names say
+    except Exception as error:  # datasets raises its own errors and pyarrow's for files of another content
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
-            raise error.__cause__ from None  # of the cache
+            raise error.__cause__ from None  # the disk of the cache is full
         reason = fault_in(files) or first_line(error.__cause__ or error)
         raise ValueError(
             f"can't read dataset {source.path!r}: {reason}\nhint: is it UTF-8 and well-formed?"
@@ -101,10 +99,10 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
 
 
 def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
-    """Bytes of each file.
+    """The size of each file in bytes.
 
-    Raises ValueError for one that went away meanwhile, is a link to nowhere, would be unpacked by `datasets`
-    (2 MB may become 2 GB) or has too many columns.
+    Raises ValueError for a file that is gone, is a broken link, would be unpacked by `datasets` (2 MB may
+    become 2 GB) or has too many columns.
     """
     try:
         for file in files:
@@ -121,23 +119,23 @@ def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
 
 
 def _packed_as(file: str) -> str | None:
-    """The kind of archive or compressed file for which `datasets` would take and unpack it."""
+    """The kind of archive that `datasets` would take a file for, and unpack; None if it would not."""
     from datasets.utils.extract import Extractor
 
     try:
         return Extractor.infer_extractor_format(file)
     except OSError:
         raise
-    except Exception:  # of what unpacks it: EOFError, zlib.error, ...
+    except Exception:  # raised while unpacking: EOFError, zlib.error, ...
         return "an archive that is cut off or damaged"
 
 
 def _check_parquet(file: str) -> None:
-    """Raises ValueError for more columns than `datasets` takes in some seconds."""
+    """Raises ValueError for more columns than `datasets` reads in some seconds."""
     import pyarrow
     import pyarrow.parquet
 
-    with contextlib.suppress(pyarrow.ArrowException, OSError):  # what is wrong is said when it is read
+    with contextlib.suppress(pyarrow.ArrowException, OSError):  # reading it will name the fault
         _check_columns(file, pyarrow.parquet.read_metadata(file).num_columns)
 
 
@@ -150,11 +148,11 @@ def _check_columns(file: str, num_columns: int) -> None:
 
 
 def _saved(folder: Path) -> Any:
-    """What `Dataset.save_to_disk` wrote. Raises ValueError for what it did not, or not whole."""
+    """A dataset that `Dataset.save_to_disk` wrote. Raises ValueError if it can't be loaded."""
     from datasets import load_from_disk
 
     try:
         return load_from_disk(str(folder))
-    except Exception as error:  # its own, pyarrow's and KeyErrors, by what is missing
+    except Exception as error:  # its own errors, pyarrow's or a KeyError, depending on what is missing
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"can't read dataset {str(folder)!r}: {reason}\nhint: save it again") from None

@@ -1,4 +1,4 @@
-"""Token sequences generated from a seed, the same on every machine."""
+"""Makes token sequences from a seed, the same on every machine."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 class MarkovTokens(Dataset):
     """Sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
 
-    With probability 0.5 the next token is the present one's fixed successor, else one drawn from a Zipf law.
-    A model first learns how often each token comes, then who follows whom, so that losses fall from the
+    With probability 0.5 the next token is the current one's fixed successor, else one drawn from a Zipf law.
+    A model first learns how often each token comes, then which token follows which, so losses fall from the
     first steps on.
     Item i is (seq_len,) int64 and depends on seed, i and vocabulary only.
     """
@@ -34,16 +34,15 @@ class MarkovTokens(Dataset):
         rng = np.random.default_rng([self.seed, 1, self.first + index])
         drawn = rng.random(self.seq_len) >= self.FOLLOW
         drawn[0] = True
-        places = np.searchsorted(
-            self.cumulative, rng.random(self.seq_len)
-        )  # where on the cycle a drawn token sits
+        # the place of each drawn token on the cycle
+        places = np.searchsorted(self.cumulative, rng.random(self.seq_len))
         last_draw = np.maximum.accumulate(np.where(drawn, np.arange(self.seq_len), 0))
         places = places[last_draw] + np.arange(self.seq_len) - last_draw
         return {"input_ids": torch.from_numpy(self.cycle[places % len(self.cycle)])}
 
 
 class CopiedPhrases(Dataset):
-    """Documents of random tokens in which phrases come again, foreseen only by attending to the first time.
+    """Documents of random tokens with repeated phrases, which only attention to their first copy predicts.
 
     Item i depends on seed, i, vocabulary and length only. input_ids, labels and position_ids are (seq_len,)
     int64. A sequence holds several documents of different lengths; position_ids count from 0 in each, and the

@@ -1,4 +1,4 @@
-"""The tokenizer that a run asks for."""
+"""Loads the tokenizer of a run, and refuses one that the model or this machine can't use."""
 
 import contextlib
 import json
@@ -17,15 +17,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"of tokenizers that have none: every turn ends with the end-of-text token, so that generation stops there"
-
-
+"for tokenizers without one: every turn ends with the end-of-text token, so that generation stops there"
 MOST_GROWTH = 10_000
-"of a text by its tokenizer's replacements: 30 of `a` by `aaaa` would make 10^18 characters of one"
+"of a text by its tokenizer's replacements: 30 times `a` by `aaaa` would turn one character into 10^18"
 
 
 def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
-    """The folder or hub id of the tokenizer asked for, or of the model's own; None: bytes."""
+    """The folder or hub id of the tokenizer in --tokenizer_name, or of the model's own; None for bytes."""
     if config.tokenizer_name is not None:
         return None if config.tokenizer_name == "byte" else config.tokenizer_name
     if spec.path is None:
@@ -36,7 +34,7 @@ def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
 
 
 def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
-    """The tokenizer asked for, the model's own, or ByT5's bytes, which need no download."""
+    """The tokenizer of --tokenizer_name, the model's own, or ByT5's bytes, which need no download."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     name = tokenizer_of(config, spec)
@@ -80,7 +78,7 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
 
 @contextlib.contextmanager
 def tokenizer_errors(what: str) -> Iterator[None]:
-    """Raises ValueError for what a tokenizer raises: a bare Exception, or Rust's panic, a BaseException."""
+    """Turns a tokenizer's errors, bare Exceptions and Rust's panics (BaseExceptions), into ValueError."""
     try:
         yield
     except BaseException as error:
@@ -90,7 +88,7 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def _growth(normalizer: dict[str, Any]) -> float:
-    """The most characters that a normalizer's replacements may make of one."""
+    """The most characters into which a normalizer's replacements may turn one."""
     if normalizer["type"] == "Replace":
         length = len(normalizer["content"])
         replaced = len(normalizer["pattern"].get("String", ""))

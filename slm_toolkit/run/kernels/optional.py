@@ -1,4 +1,4 @@
-"""Kernels of packages that not everybody has: Liger's in Triton, torchao's float8 matrix products."""
+"""Kernels of optional packages: Liger's in Triton, torchao's float8 matrix products."""
 
 import dataclasses
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def check_optional(config: RunConfig) -> None:
-    """Raises ValueError where this machine lacks the GPU or the package that a flag of `config` needs."""
+    """Raises ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
     if config.tf32 and not torch.cuda.is_available():
         raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16 on a CPU, too")
     if config.use_liger_kernel:

@@ -1,4 +1,4 @@
-"""Adapters: small trained weights beside frozen ones, by peft; the frozen ones in 4 bits if asked."""
+"""Adds peft's adapters, small trained weights, to a frozen model, which --peft qlora holds in 4 bits."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slm_toolkit.config.run_config import RunConfig
 
 MERGED = "merged"
-"the folder, in the adapter's own, of the base model with the adapter merged in"
+"the folder, inside the adapter's, of the base model with the adapter merged in"
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Raises ValueError where a package that `--peft` needs is not installed."""
+    """Raises ValueError if a package that `--peft` needs is not installed."""
     needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
     if missing := [package for package in needed if find_spec(package) is None]:
         raise ValueError(
@@ -24,11 +24,11 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put the decoder layers' linear weights into 4 bits (NF4, scales in 8), in place; they are frozen.
+    """Quantize the decoder layers' linear weights to 4 bits (NF4, scales in 8), in place, and freeze them.
 
-    They lie in bf16 storage, of which FSDP and DeepSpeed make shards and casts without knowing what it holds
-    (bitsandbytes' default, uint8, stops both). Quantized where they will be: on this rank's GPU, if there is
-    one.
+    Their storage is in bf16, which FSDP and DeepSpeed can shard and cast without knowing its content
+    (bitsandbytes' default, uint8, stops both). They are quantized where they stay: on this rank's GPU, if
+    there is one.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -39,7 +39,9 @@ def quantize(model: PreTrainedModel) -> None:
         has_bias = module.bias is not None
         with torch.device("meta"):
             in_4_bits = Linear4bit(
-                *(module.in_features, module.out_features, has_bias),
+                module.in_features,
+                module.out_features,
+                has_bias,
                 compute_dtype=torch.bfloat16,
                 compress_statistics=True,
                 quant_type="nf4",
@@ -62,7 +64,7 @@ def quantize(model: PreTrainedModel) -> None:
 def _without_scales(
     module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *rest: Any
 ) -> None:
-    """A checkpoint's weights are those that are here: what quantizing them gave beside is not loaded."""
+    """Do not load the scales of quantized weights: a checkpoint has the same weights, so the same scales."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
         del state_dict[name]
 
@@ -70,14 +72,14 @@ def _without_scales(
 def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) -> None:
     """Freeze `model` and put trained adapters into it, in place; its class and its modules' names stay.
 
-    `base`: where the frozen weights can be found again; it is written beside the adapter.
-    Raises ValueError where peft finds none of the modules named.
+    `base`: the place of the frozen weights, which is saved with the adapter.
+    Raises ValueError if peft finds none of the modules in --lora_target_modules.
     """
     from peft import IA3Config, LoraConfig
 
     names = config.lora_target_modules
     targets: Any = names if names == "all-linear" else [name.strip() for name in names.split(",")]
-    if config.peft == "ia3":  # None: those of its paper, which peft knows for each architecture
+    if config.peft == "ia3":  # with None, peft takes its paper's modules for each architecture
         chosen = None if targets == "all-linear" else targets
         down = [name for name in chosen or () if name.endswith(("down_proj", "fc2"))]
         feedforward = None if chosen is None else down
@@ -106,16 +108,16 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
         raise ValueError(
             f"--lora_target_modules {names}: embedding and head are {why}\nhint: modules of the layers"
         )
-    # a folder by its whole path: peft looks for it from wherever the adapter is loaded
+    # a folder's whole path, since peft looks for it from wherever the adapter is loaded
     is_folder = base is not None and Path(base).expanduser().exists()
     adapter.base_model_name_or_path = str(Path(base).expanduser().resolve()) if is_folder else base
 
 
 def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], adapter_dir: Path) -> Path:
-    """Write the base model with the adapter of `adapter_dir` merged in, in the dtype computed with.
+    """Write the base model with the adapter of `adapter_dir` merged in, in the dtype of the computation.
 
-    `state_dict` is the whole of `model`, gathered. Weights of 4 bits are merged as what they stand for: the
-    adapter has learnt to correct those, not the ones they were made of. Added in fp32, then rounded once.
+    `state_dict`: all of `model`, gathered. 4-bit weights are merged as dequantized: the adapter has learnt to
+    correct those, not the weights before quantization. They are added in fp32, then rounded once.
     """
     from peft import PeftModel
 
@@ -141,7 +143,7 @@ def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], ada
 def _dequantized(
     model: PreTrainedModel, state_dict: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and weights, in fp32, of the modules that hold theirs in 4 bits."""
+    """Name and fp32 weights of the modules whose weights are in 4 bits."""
     if find_spec("bitsandbytes") is None:
         return
     from bitsandbytes.functional import dequantize_4bit

@@ -1,4 +1,4 @@
-"""Attention as transformers is to run it: SDPA without a mask to build, and held to one backend if asked."""
+"""Registers attention with transformers: SDPA without building a mask, on the backend of the flag."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,18 +16,18 @@ SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"values of --attn_implementation; sdpa itself takes the fastest that serves"
+"values of --attn_implementation; sdpa itself takes the fastest backend that fits"
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
 def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
-    """What transformers is to be asked for: SDPA and its backends are made known to it under names of ours.
+    """The name by which transformers knows the attention; registers SDPA and its backends under our names.
 
-    Where every layer of `config` attends to all that came before, as our batches without padding allow,
-    transformers is given no mask function: looking whether it needs a mask, it would read position ids off
+    If every layer of `config` attends to all earlier tokens, which batches without padding allow,
+    transformers gets no mask function: to find out whether it needs a mask, it would read position ids off
     the device in every forward, and the host would wait for the GPU. `documents_apart`: sequences hold
-    several documents that must not see each other, which it finds out just so.
-    Raises ValueError where this machine's PyTorch has no such backend for training.
+    several documents that must not see each other, so transformers has to find out.
+    Raises ValueError if this machine's PyTorch has no such backend for training.
     """
     if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
         return kernel
@@ -49,7 +49,7 @@ def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart:
 
 
 def _has_windows(config: PretrainedConfig) -> bool:
-    """Whether some layers see a part of the sequence only."""
+    """Whether some layers see only a part of the sequence."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
 

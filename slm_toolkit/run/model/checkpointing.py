@@ -1,4 +1,4 @@
-"""Activation checkpointing: which decoder layers, or which operators in them, backward computes again."""
+"""Activation checkpointing: backward recomputes some decoder layers, or some operators in them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -26,12 +26,12 @@ _ALWAYS_SAVED = (
 
 
 def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -> None:
-    """Let backward compute activations again, as `--gradient_checkpointing` says.
+    """Let backward recompute activations, as `--gradient_checkpointing` says.
 
-    full: all of every decoder layer but its input. selective_layer: all of every second one, the second, the
-    fourth, ... as torchtitan counts. selective_op: of every layer all but its input and the results of
-    attention and of every second matrix product, the first, third, ...: those of query, value, gate and down
-    are saved; key, output and up are computed again. (Nothing needs down's again; torchtitan saves it too.)
+    full: everything in every decoder layer but its input. selective_layer: everything in every second layer,
+    the second, the fourth, ... as torchtitan counts. selective_op: in every layer everything but its input
+    and the results of attention and of every second matrix product: query, value, gate and down are saved;
+    key, output and up are recomputed. (Backward does not need down's result; torchtitan saves it, too.)
     """
     if mode == "none":
         return
@@ -43,11 +43,11 @@ def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A layer's forward that backward computes again, with torch.compile's and the engine's hooks around it.
+    """A layer's forward that backward recomputes, inside of torch.compile's and the engine's hooks.
 
-    transformers 5.17 has its own checkpoint around all of these: compiled layers then run where operators
-    can't be chosen ("Tensor cached during selective activation checkpoint has been mutated"). A function,
-    since torch.compile does not look into a partial of `checkpoint`.
+    transformers 5.17 puts its own checkpoint outside of them, where compiled layers can't choose operators
+    ("Tensor cached during selective activation checkpoint has been mutated"). This is a function, since
+    torch.compile does not look into a partial of `checkpoint`.
     """
 
     @wraps(forward)
@@ -58,21 +58,19 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _contexts() -> tuple["_Save", "_Replay"]:
-    """One for a layer's forward, one for its recomputation.
+    """Two contexts, for a layer's forward and for its recomputation.
 
-    PyTorch's own pair wants the same operators in both, all of them; under ZeRO-3 a layer's forward also
-    gathers parameters, more of them in one than in the other, and PyTorch's then fails.
+    PyTorch's own pair requires the same operators in both. Under ZeRO-3 a layer's forward also gathers
+    parameters, more in one than in the other, and PyTorch's pair fails.
     """
     results: deque[Any] = deque()
     return _Save(results), _Replay(results)
 
 
 def _contexts_for_compiler() -> tuple[Any, Any]:
-    """PyTorch's own pair, which alone tells torch.compile what to save."""
-    is_saved = {
-        False: _policy(),
-        True: _policy(),
-    }  # by whether it is the recomputation; torch 2.13 never asks then
+    """PyTorch's own pair, the only one from which torch.compile learns what to save."""
+    # by whether it is the recomputation, for which torch 2.13 does not call the policy
+    is_saved = {False: _policy(), True: _policy()}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = is_saved[context.is_recompute](op)
@@ -82,7 +80,7 @@ def _contexts_for_compiler() -> tuple[Any, Any]:
 
 
 def _policy() -> Callable[[Any], bool]:
-    """Whether the result of an operator is saved, asked of each operator of one layer in turn."""
+    """A function that decides whether to save an operator's result; call it for all operators in order."""
     num_matmuls = 0
 
     def is_saved(op: Any) -> bool:
@@ -106,12 +104,12 @@ class _Save(TorchDispatchMode):
         if changes:  # in place, as DeepSpeed's linear layer adds its bias
             self._keep(args[0])
         result = op(*args, **(kwargs or {}))
-        if self.is_saved(op):  # detached: the tensor itself is about to get its place in autograd's graph
+        if self.is_saved(op):  # detached, since the tensor itself is about to join autograd's graph
             self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
         return result
 
     def _keep(self, changing: torch.Tensor) -> None:
-        """Save a copy in the place of what is about to change."""
+        """Replace a saved result that is about to change by a copy."""
         memory = changing.untyped_storage()._cdata
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The fp32 loss of each micro-step, kept before an engine's output cast rounds it."""
+"""Keeps the fp32 loss of each micro-step before an engine's output cast rounds it."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX, LossHead, token_l
 class RecordedLoss:
     """The model's loss function, which also keeps its last value.
 
-    FSDP2's mixed precision hands a bf16 copy of whatever the model returns back to the script, the loss
-    included, so the value to report is taken where it is computed.
+    FSDP2's mixed precision casts everything that the model returns to bf16, the loss included, so the value
+    to report is taken where it is computed.
     """
 
     def __init__(self, model: PreTrainedModel, *, of_tokens: bool = False) -> None:
@@ -21,27 +21,27 @@ class RecordedLoss:
         self.head = model.get_output_embeddings()
         self.of_tokens = of_tokens
         self.limit: float | None = None
-        "a loss above it makes its gradients no numbers, which every engine leaves out"
+        "a larger loss makes its gradients NaN; every engine then leaves the step out"
         self.last: torch.Tensor | None = None
         self.last_of_tokens: torch.Tensor | None = None
-        "[sequences, tokens], each at the token before the one that it is for"
+        "[sequences, tokens]; each loss is at the place of the token before the predicted one"
         self.num_tokens = 0
         "trained on so far, counted where the loss is computed"
         self._num_items: torch.Tensor | None = None
         model.loss_function = self
 
     def divide_by(self, num_items: torch.Tensor | None) -> None:
-        """What the sum over the next micro-steps' tokens is divided by; None: by those with a label.
+        """Divide the sum over the next micro-steps' tokens by `num_items`; None: by their number of labels.
 
-        Where ranks and micro-steps have different numbers of labels, a mean of their means would weigh
-        tokens differently.
+        If ranks and micro-steps have different numbers of labels, a mean of their means would weigh tokens
+        differently.
         """
         self._num_items = num_items
         if isinstance(self.head, LossHead):
             self.head.num_items = num_items
 
     def expect(self, tokens: torch.Tensor) -> None:
-        """Say which tokens the next micro-step has, before its forward."""
+        """Prepare for the tokens of the next micro-step. Call it before the forward."""
         if self.of_tokens and isinstance(self.head, LossHead):
             self.last_of_tokens = torch.empty(tokens.shape, device=tokens.device, dtype=torch.float32)
             self.head.token_losses = self.last_of_tokens.view(-1)

@@ -1,4 +1,4 @@
-"""The Hugging Face model of a ModelSpec, weights drawn from the seed or loaded, in the numerics' dtype."""
+"""Builds the Hugging Face model of a ModelSpec, with random or loaded weights, in the numerics' dtype."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -23,11 +23,11 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
-    """The transformers configuration of `spec`; a user's own configuration is taken whole."""
+    """The transformers configuration of `spec`; a user's own configuration stays as it is."""
     if spec.path is not None:
         try:
             return AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
-        except Exception as error:  # its checks of a user's file raise KeyErrors, TypeErrors and their own
+        except Exception as error:  # checks of a user's file raise KeyErrors, TypeErrors and others
             raise _not_loaded(spec.path, error) from None
     return AutoConfig.for_model(
         spec.model_type,
@@ -51,20 +51,20 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     that bf16 can hold, so that runs of every numerics start from the same. The dtype is bf16 for `--numerics
     aligned` and `pure_bf16` (where the master weights start from the same rounding under every engine), else
     fp32. `documents_apart`: batches have position_ids that start again with each document.
-    Raises ValueError where the attention kernel is unknown or not installed, or a fused kernel does not fit.
+    Raises ValueError if the attention kernel is unknown or not installed, or a fused kernel does not fit.
     """
     set_seed(config.seed)
     check_attention(spec, config)
-    asked = hf_config(spec, seq_len=config.seq_len)
-    attention = transformers_name(config.attn_implementation, asked, documents_apart=documents_apart)
+    shape = hf_config(spec, seq_len=config.seq_len)
+    attention = transformers_name(config.attn_implementation, shape, documents_apart=documents_apart)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if has_weights(spec) and config.rehearse is None:
         model = _with_weights(spec.path, options)
     else:
-        model = drawn_model(asked, config, options)
+        model = drawn_model(shape, config, options)
     model.config.use_cache = False
     if model.generation_config is not None:
-        model.generation_config.use_cache = True  # of the saved model, which will generate
+        model.generation_config.use_cache = True  # in the saved model, which will generate
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
     use_kernels(
         model,
@@ -93,14 +93,14 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     return model.train()
 
 
-def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights that bf16 can hold, the same from a seed under every strategy.
+def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with random weights that bf16 can hold, the same for a seed under every strategy.
 
-    Under zero3_init_flag transformers draws each tensor in the compute dtype, on a GPU where there is one, so
-    its numbers differ. Rank 0 then draws the whole model on its CPU, as every other strategy does, and all
+    Under zero3_init_flag, transformers draws each tensor in the compute dtype, on a GPU if there is one, so
+    its numbers differ. Rank 0 then draws the whole model on its CPU, as under every other strategy, and all
     ranks take their pieces of it, tensor by tensor. A rehearsal, which has no losses, keeps its numbers.
     """
-    model = AutoModelForCausalLM.from_config(asked, **options)
+    model = AutoModelForCausalLM.from_config(shape, **options)
     draw_again = partial(_draw_apart, seed=config.seed) if config.parity_task else nullcontext
     if len(_whole_params(model)) == len(list(model.parameters())):
         draw_again(model)
@@ -113,13 +113,13 @@ def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, A
         if torch.distributed.get_rank() == 0:
             set_seed(config.seed)
             with set_zero3_state():  # not in pieces
-                whole = AutoModelForCausalLM.from_config(asked, **options)
+                whole = AutoModelForCausalLM.from_config(shape, **options)
             draw_again(whole)
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 if whole is not None:
                     param.data.copy_(whole.get_parameter(name).bfloat16())
-        # what is drawn next, of adapters for one, is drawn from the same state as elsewhere
+        # so that the next random numbers, as of adapters, are the same as under other strategies
         torch.set_rng_state(gather_to_all(torch.get_rng_state())[0])
     return model
 
@@ -128,10 +128,10 @@ def drawn_model(asked: PretrainedConfig, config: RunConfig, options: dict[str, A
 def _draw_apart(model: PreTrainedModel, *, seed: int) -> None:
     """Random weights with which every part of the model matters for the loss, for `--parity_task`.
 
-    As transformers draws them (deviation 0.02), attention is all but uniform and norms do nothing: wrong
-    positions, masks or scales would hardly move the loss. Here attention's logits have a deviation of about 2
-    (queries and keys of 1.5 each), norms scale each channel by 0.5 to 1.5, and each block adds about as much
-    to the residual stream as there is.
+    With transformers' own (deviation 0.02), attention is nearly uniform and norms do nothing: wrong
+    positions, masks or scales would hardly change the loss. Here attention's logits have a deviation of about
+    2 (queries and keys of 1.5 each), norms scale each channel by 0.5 to 1.5, and each block adds about as
+    much to the residual stream as there is.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
@@ -147,9 +147,9 @@ def _draw_apart(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with its own weights; no code of the folder's or the hub's runs, nor of a pickle's.
+    """The model with its own weights; no code of the folder, the hub or a pickle runs.
 
-    Raises ValueError for weights that can't be read or are not all there: transformers draws the others.
+    Raises ValueError for weights that can't be read or are incomplete: transformers would draw the rest.
     """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -174,18 +174,18 @@ def _not_loaded(path: str, error: Exception) -> ValueError:
 
 
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:
-    """Raises ValueError where the attention kernel is unknown, not installed or not for this architecture."""
+    """Raises ValueError if the attention kernel is unknown, not installed or not for this architecture."""
     kernel = config.attn_implementation
     if kernel == "flex_attention" and config.rehearse is None and not torch.cuda.is_available():
         raise ValueError(
             "--attn_implementation flex_attention trains on a GPU only: PyTorch has no backward for a CPU\n"
             "hint: sdpa works everywhere"
         )
-    asked = hf_config(spec, seq_len=config.seq_len)
-    name = transformers_name(kernel, asked)
+    shape = hf_config(spec, seq_len=config.seq_len)
+    name = transformers_name(kernel, shape)
     try:
-        with torch.device("meta"), set_zero3_state():  # which: not in pieces, also with zero3_init_flag
-            AutoModelForCausalLM.from_config(asked, attn_implementation=name)
+        with torch.device("meta"), set_zero3_state():  # the state: not in pieces, even with zero3_init_flag
+            AutoModelForCausalLM.from_config(shape, attn_implementation=name)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
@@ -194,5 +194,5 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
 
 
 def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """All but those that zero3_init_flag made in pieces, in the dtype of DeepSpeed's own configuration."""
+    """Parameters that zero3_init_flag did not make in pieces; pieces have the dtype of the JSON."""
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
