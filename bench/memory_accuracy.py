@@ -18,7 +18,8 @@ from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.peak import MemoryEstimate, estimate_memory
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import find_strategy
 
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
@@ -85,12 +86,8 @@ def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
         if name not in _NOT_FLAGS
     }
     config = RunConfig(**flags).with_defaults(has_gpu=True)
-    return estimate_memory(
-        find_model(model_named(row["model"])),
-        find_strategy(row["strategy"]),
-        config,
-        num_gpus=int(row["num_gpus"]),
-    )
+    spec, strategy = find_model(model_named(row["model"])), find_strategy(row["strategy"])
+    return peak(Setup(spec, strategy, config, num_gpus=int(row["num_gpus"])))
 
 
 def model_named(name: str) -> str:

@@ -17,7 +17,8 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory.gpu import allocator_slack, context_bytes
-from slm_toolkit.predict.memory.peak import estimate_memory
+from slm_toolkit.predict.memory.peak import peak
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import find_strategy
 
 TABLE = Path(__file__).parent / "data" / "published_memory.csv"
@@ -96,18 +97,12 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
         loss_kernel=row["loss_kernel"],
         optim=row["optim"],
     ).with_defaults(has_gpu=True)
-    num_gpus = int(row["num_gpus"])
     strategy = find_strategy("fsdp_full_shard")
-    estimate = estimate_memory(spec, strategy, config, num_gpus=num_gpus)
-    num_tokens = config.seq_len * config.per_device_train_batch_size
-    ours = estimate.peak_bytes + int(row["extra_bytes_per_token"]) * num_tokens
+    setup = Setup(spec, strategy, config, num_gpus=int(row["num_gpus"]))
+    memory = peak(setup)
+    ours = memory.peak_bytes + int(row["extra_bytes_per_token"]) * setup.num_tokens
     if row["metric"] == "reserved":
-        ours += allocator_slack(
-            *(spec, strategy, config, estimate),
-            allocated=ours,
-            num_ranks=num_gpus,
-            optimizer_on_gpu=True,
-        )
+        ours += allocator_slack(setup, memory, allocated=ours)
     return ours / (float(row["published_gib"]) * 2**30) - 1, ours
 
 
@@ -124,12 +119,14 @@ def fits(case: tuple[Any, ...], *, software: str) -> bool:
     ).with_defaults(has_gpu=True)
     usable = gpu_of_name(gpu).memory_bytes - context_bytes(num_gpus=num_gpus)
     peaks = [
-        estimate_memory(
-            find_model(model),
-            find_strategy(strategy),
-            config,
-            num_gpus=1 if strategy == "single" else num_gpus,
-            software=software,
+        peak(
+            Setup(
+                find_model(model),
+                find_strategy(strategy),
+                config,
+                num_gpus=1 if strategy == "single" else num_gpus,
+                software=software,
+            )
         ).peak_bytes
         for strategy in strategies
     ]

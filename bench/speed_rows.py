@@ -20,9 +20,9 @@ from pathlib import Path
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
+from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.host import Placement
-from slm_toolkit.predict.speed.bandwidth import Cluster, cluster_of
+from slm_toolkit.predict.setup.setup import Setup, Site
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
@@ -113,21 +113,16 @@ def _gpu(name: str) -> Gpu:
 
 
 def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
-    nodes = {"num_gpus": row.num_gpus, "gpus_per_node": min(row.num_gpus, GPUS_PER_NODE)}
-    each = software.reduces_each_micro_step
-    time = step_time(
+    setup = Setup(
         row.spec,
         row.strategy,
         row.config,
-        gpu=row.gpu,
-        cluster=row.cluster,
-        transfers=transfers(
-            *(row.spec, row.strategy, row.config, Placement()), **nodes, reduces_each_micro_step=each
-        ),
         num_gpus=row.num_gpus,
-        num_shards=row.num_gpus,
-        software=software,
-        loss_kernel=row.loss_kernel,
+        gpus_per_node=GPUS_PER_NODE,
+        gpu=row.gpu,
+        site=Site(row.cluster),
     )
+    sent = transfers(setup, reduces_each_micro_step=software.reduces_each_micro_step)
+    time = step_time(setup, sent, software, loss_kernel=row.loss_kernel)
     assert time is not None
     return time.tokens_per_second / row.num_gpus

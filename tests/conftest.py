@@ -15,10 +15,10 @@ import pytest
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.hardware.network import cluster_of
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.deployment import Site
-from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.predict.setup.setup import Site
 from slm_toolkit.recommend.plans import GpuOffer, Job, Plan, search
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.run_record import RunRecord, model_facts

@@ -32,9 +32,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.calibration import COLUMNS, FILE, Calibration, rows_of
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.host import Placement
-from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
-from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
 from slm_toolkit.predict.speed.roofline import LOGIT_BYTES
 from slm_toolkit.predict.speed.software import TODAY, calibrated
@@ -420,15 +418,13 @@ def steps_of(archive: Archive, gpu: Gpu) -> list[Step]:
 def _predictor(result: dict[str, Any], gpu: Gpu) -> Callable[[Calibration], float]:
     known = {each.name for each in dataclasses.fields(RunConfig) if each.init}
     asked = {name: value for name, value in result["asked"].items() if name in known}
-    strategy = strategy_as_launched(find_strategy(result["strategy"]))
-    config = config_as_launched(RunConfig(**asked).with_defaults(has_gpu=True), strategy)
-    spec = find_model(config.model)
-    sent = transfers(spec, strategy, config, Placement(), num_gpus=1, gpus_per_node=1)
+    config = RunConfig(**asked).with_defaults(has_gpu=True)
+    strategy = find_strategy(result["strategy"])
+    setup = Setup(find_model(config.model), strategy, config, num_gpus=1, gpu=gpu).launched
+    sent = transfers(setup)
 
     def predict(calibration: Calibration) -> float:
-        software = calibrated(TODAY, calibration)
-        on = {"gpu": gpu, "cluster": cluster_of(gpu), "num_gpus": 1, "num_shards": 1}
-        return step_time(spec, strategy, config, transfers=sent, software=software, **on).step_seconds
+        return step_time(setup, sent, calibrated(TODAY, calibration)).step_seconds
 
     return predict
 

@@ -11,7 +11,7 @@ from slm_toolkit.config.parser import positive_number, price_per_hour
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
     from slm_toolkit.hardware.network import MeasuredNetwork
-    from slm_toolkit.predict.deployment import Site
+    from slm_toolkit.predict.setup.setup import Site
 
 _KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
 
@@ -51,7 +51,7 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
 def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
     """The Site of each GPU under these flags. Raises ValueError for flags that contradict each other, files
     that can't be read, and a measured network of other GPUs."""
-    from slm_toolkit.predict.deployment import Site
+    from slm_toolkit.predict.setup.setup import Site
 
     usd, path, kind, provider = (
         getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
@@ -85,8 +85,8 @@ def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
     def site_of(gpu: "Gpu | None") -> "Site":
         if gpu is None:
             return Site()
+        from slm_toolkit.hardware.network import cluster_of
         from slm_toolkit.hardware.prices import Price, price_of
-        from slm_toolkit.predict.speed.bandwidth import cluster_of
 
         if measured is not None:
             _check_measured(measured, gpu, args.network)

@@ -123,7 +123,7 @@ def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
     """Raises one ValueError with all that can't be read or had."""
     from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
     from slm_toolkit.hardware.prices import Price
-    from slm_toolkit.predict.deployment import Site
+    from slm_toolkit.predict.setup.setup import Site
     from slm_toolkit.recommend.plans import GpuOffer
 
     site_of = sites_of(args)
@@ -304,17 +304,24 @@ def _recommend(args: argparse.Namespace) -> int:
 
 def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
     """What aligned widths would give on each GPU type, and what else would move the first plan."""
-    from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers
-    from slm_toolkit.predict.setup import Setting, alignment_gain
+    from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
+    from slm_toolkit.predict.setup.setup import Setup
 
-    def setting_of(plan: "Plan") -> Setting:
-        gpu = next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu)
-        shape = (plan.estimate.num_gpus, args.gpus_per_node)
-        return Setting(plan.spec, plan.config, plan.strategy, gpu, *shape, plan.site, args.software)
+    def setup_of(plan: "Plan") -> Setup:
+        return Setup(
+            plan.spec,
+            plan.strategy,
+            plan.config,
+            num_gpus=plan.estimate.num_gpus,
+            gpus_per_node=args.gpus_per_node,
+            gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
+            software=args.software,
+            site=plan.site,
+        )
 
     lines = []
     for name in dict.fromkeys(plan.estimate.gpu for plan in ranked):
-        gain = alignment_gain(setting_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
+        gain = alignment_gain(setup_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
         if gain is not None and gain.speedup >= WORTH_SAYING:
             lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")
     if (hub_id := ranked[0].spec.hub_id) is not None:
@@ -323,10 +330,8 @@ def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Names
             f"the command starts from the weights of {hub_id}; from random ones: --model {name} "
             f"--tokenizer_name {hub_id}"
         )
-    winner = setting_of(ranked[0])
     bound = ranked[0].estimate.bottleneck.replace("_", " ")
-    found = levers(lambda spec, config: winner.estimate(spec, config), winner.spec, winner.config)
-    for lever in [lever for lever in found if lever.change.startswith("--")][:2]:
+    for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
         if not lever.change.startswith("--per_device"):  # that would make other steps of it
             lines.append(
                 f"the first is bound by {bound}: {lever.change} should give {lever.speedup - 1:+.0%}"

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.compare.grid import PlannedRun, with_batch
-from slm_toolkit.compare.predicted import estimator_of
+from slm_toolkit.compare.predicted import setup_of
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
-from slm_toolkit.predict.setup import config_as_launched
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -74,12 +73,8 @@ def find_largest_batch(
 
 def estimated_batch(run: PlannedRun) -> int | None:
     """The largest batch that fits on this machine's GPU, says the estimate; None where it can't say."""
-    estimate_of = estimator_of(run)
-    if estimate_of is None:
-        return None
-    return largest_batch(
-        estimate_of, config_as_launched(run.config, run.strategy)
-    ).per_device_train_batch_size
+    setup = setup_of(run)
+    return largest_batch(setup).per_device_train_batch_size if setup else None
 
 
 def flags_of_trials(

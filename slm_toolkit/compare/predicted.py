@@ -1,45 +1,36 @@
 """What the estimate says of a planned run on this machine's GPUs, and the record of one it lets us skip."""
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import planned_record
-from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
+from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE
 from slm_toolkit.hardware.gpus import find_gpu
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
-from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.memory.coverage import unknown_to_estimates
-from slm_toolkit.predict.memory.host import placement_of
-from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.predict.setup.placement import placement_of
+from slm_toolkit.predict.setup.setup import Setup, config_as_launched, strategy_as_launched
 from slm_toolkit.record.run_record import RunRecord
 
 
-def estimator_of(run: PlannedRun) -> Callable[[RunConfig], Estimate] | None:
-    """What estimates `run` with other settings on its GPU; None where nothing can be said of it."""
+def setup_of(run: PlannedRun) -> Setup | None:
+    """The setup of a planned run; None where no closed form covers its GPU, flags or strategy."""
     gpu = find_gpu(run.gpu)
     if gpu is None or unknown_to_estimates(run.config):
         return None
     try:
-        placement = placement_of(run.strategy)
+        placement_of(run.strategy)
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
     num_gpus = run.asked["num_processes"]
-
-    def estimate_of(config: RunConfig) -> Estimate:
-        return estimate(
-            run.spec,
-            strategy_as_launched(run.strategy),
-            placement,
-            config,
-            num_gpus=num_gpus,
-            gpus_per_node=min(num_gpus, REHEARSED_RANKS_PER_NODE) if run.config.rehearse else num_gpus,
-            gpu=gpu,
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=ESTIMATOR_VERSION,
-        )
-
-    return estimate_of
+    return Setup(
+        run.spec,
+        strategy_as_launched(run.strategy),
+        config_as_launched(run.config, run.strategy),
+        num_gpus=num_gpus,
+        gpus_per_node=REHEARSED_RANKS_PER_NODE if run.config.rehearse else num_gpus,
+        gpu=gpu,
+    )
 
 
 def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
@@ -64,8 +55,8 @@ def skipped_record(run: PlannedRun) -> RunRecord | None:
 
     A strategy that nobody has launched names no engine: all that was not observed stays unknown.
     """
-    estimate_of = estimator_of(run)
-    found = estimate_of(config_as_launched(run.config, run.strategy)) if estimate_of else None
+    setup = setup_of(run)
+    found = estimate(setup) if setup else None
     if found is None or found.fits is not False:
         return None
     usable_bytes = found.headroom_bytes + found.peak_allocated_bytes

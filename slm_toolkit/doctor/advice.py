@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.finding import Finding, gravest_first
-from slm_toolkit.predict.bottleneck import WORTH_SAYING, levers, misaligned_widths
-from slm_toolkit.predict.estimate import Estimate, largest_batch
-from slm_toolkit.predict.setup import Setting, alignment_gain
+from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
+from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
+from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 _CLEARLY_FASTER = 1.05
@@ -15,27 +14,27 @@ _CLEARLY_FASTER = 1.05
 _MUCH_FASTER = 1.15
 
 
-def needless(setting: Setting) -> Iterator[Finding]:
+def needless(setup: Setup) -> Iterator[Finding]:
     """Sharding and offload of what fits without: the paper's answer is DDP first."""
-    if setting.strategy.offloads:
-        row = dataclasses.replace(setting, strategy=without_offload(setting.strategy)).estimate()
+    if setup.strategy.offloads:
+        row = estimate(dataclasses.replace(setup, strategy=without_offload(setup.strategy)).launched)
         if row.verdict == "fits":
             yield Finding(
                 name="offload-of-what-fits",
                 topic="strategy",
                 severity="unwise",
-                gpu=setting.gpu.name,
-                strategy=setting.strategy.name,
-                sentence=f"{setting.spec.name} fits on {setting.num_gpus} x {setting.gpu.name} without "
-                f"offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under {setting.strategy.name}",
+                gpu=setup.gpu.name,
+                strategy=setup.strategy.name,
+                sentence=f"{setup.spec.name} fits on {setup.num_gpus} x {setup.gpu.name} without "
+                f"offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under {setup.strategy.name}",
                 why="offload sends the training state over the host's bus at every step",
                 change="the same strategy without its offload keys",
             )
         return
-    if not setting.strategy.sharded_parts:
+    if not setup.strategy.sharded_parts:
         return
-    plain = find_strategy("ddp" if setting.num_gpus > 1 else "single")
-    before, after = setting.estimate(), dataclasses.replace(setting, strategy=plain).estimate()
+    plain = find_strategy("ddp" if setup.num_gpus > 1 else "single")
+    before, after = (estimate(each.launched) for each in (setup, dataclasses.replace(setup, strategy=plain)))
     if after.verdict != "fits" or before.tokens_per_second is None or after.tokens_per_second is None:
         return
     speedup = after.tokens_per_second / before.tokens_per_second
@@ -44,10 +43,10 @@ def needless(setting: Setting) -> Iterator[Finding]:
             name="sharding-of-what-fits",
             topic="strategy",
             severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
-            gpu=setting.gpu.name,
-            strategy=setting.strategy.name,
-            sentence=f"{setting.spec.name} fits on each of {setting.num_gpus} x {setting.gpu.name} whole: "
-            f"{plain.name} gives {speedup - 1:+.0%} tokens/s over {setting.strategy.name}",
+            gpu=setup.gpu.name,
+            strategy=setup.strategy.name,
+            sentence=f"{setup.spec.name} fits on each of {setup.num_gpus} x {setup.gpu.name} whole: "
+            f"{plain.name} gives {speedup - 1:+.0%} tokens/s over {setup.strategy.name}",
             why="shards are sent around to be put together again; the paper's advice for small models is DDP "
             "while it fits",
             change=f"--strategy {plain.name}",
@@ -68,13 +67,13 @@ def without_offload(strategy: Strategy) -> Strategy:
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-def faster_strategies(settings: list[Setting]) -> Iterator[Finding]:
+def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
     """Where another of the strategies asked about fits too and is clearly faster; plain ones: `needless`."""
     groups: dict[tuple, list[Estimate]] = {}
-    for setting in settings:
-        row = setting.estimate()
+    for setup in setups:
+        row = estimate(setup.launched)
         if row.fits and row.tokens_per_second is not None:
-            groups.setdefault((setting.gpu.name, setting.num_gpus, setting.spec.name), []).append(row)
+            groups.setdefault((setup.gpu.name, setup.num_gpus, setup.spec.name), []).append(row)
     for group in groups.values():
         best = max(group, key=lambda row: row.tokens_per_second)
         for row in group:
@@ -99,34 +98,34 @@ _LOGIT_BYTES = 10
 "per token and word, in transformers' loss: bf16 logits, an fp32 copy, its log-softmax"
 
 
-def findings(settings: list[Setting]) -> list[Finding]:
-    """Of all settings, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
-    found = [finding for setting in settings for check in _OF_EACH for finding in check(setting)]
-    found += [f for setting in _fastest(settings) for check in _OF_FASTEST for f in check(setting)]
-    found += faster_strategies(settings)
+def findings(setups: list[Setup]) -> list[Finding]:
+    """Of all setups, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
+    found = [finding for setup in setups for check in _OF_EACH for finding in check(setup)]
+    found += [f for setup in _fastest(setups) for check in _OF_FASTEST for f in check(setup)]
+    found += faster_strategies(setups)
     return gravest_first(found)
 
 
-def _fastest(settings: list[Setting]) -> list[Setting]:
-    by_gpu: dict[str, list[tuple[float, Setting]]] = {}
-    for setting in settings:
-        row = setting.estimate()
+def _fastest(setups: list[Setup]) -> list[Setup]:
+    by_gpu: dict[str, list[tuple[float, Setup]]] = {}
+    for setup in setups:
+        row = estimate(setup.launched)
         rate = (row.tokens_per_second or 0.0) if row.fits else -1.0
-        by_gpu.setdefault(setting.gpu.name, []).append((rate, setting))
+        by_gpu.setdefault(setup.gpu.name, []).append((rate, setup))
     return [max(rated, key=lambda pair: pair[0])[1] for rated in by_gpu.values()]
 
 
-def _alignment(setting: Setting) -> Iterator[Finding]:
-    gain = alignment_gain(setting)
+def _alignment(setup: Setup) -> Iterator[Finding]:
+    gain = alignment_gain(setup)
     if gain is None or gain.speedup < WORTH_SAYING:
         return
-    widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setting.spec).items())
+    widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(setup.spec).items())
     yield Finding(
         name="widths-off-tensor-cores",
         topic="alignment",
         severity="wrong" if gain.speedup >= 1.25 else "unwise",
         gpu=gain.gpu,
-        sentence=f"{setting.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
+        sentence=f"{setup.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
         f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
         why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS "
         "takes kernels that load one number at a time",
@@ -137,16 +136,12 @@ def _alignment(setting: Setting) -> Iterator[Finding]:
     )
 
 
-def _memory(setting: Setting) -> Iterator[Finding]:
-    row = setting.estimate()
-    gpu, strategy = setting.gpu.name, setting.strategy.name
+def _memory(setup: Setup) -> Iterator[Finding]:
+    row = estimate(setup.launched)
+    gpu, strategy = setup.gpu.name, setup.strategy.name
     size = row.peak_allocated_bytes / 2**30
     if row.verdict == "does not fit":
-
-        def of_batch(config: RunConfig) -> Estimate:
-            return setting.estimate(config=config)
-
-        most = largest_batch(of_batch, setting.config).per_device_train_batch_size
+        most = largest_batch(setup.launched).per_device_train_batch_size
         remedy = f"--per_device_train_batch_size {most} does" if most else "not even one sequence does"
         yield Finding(
             name="does-not-fit",
@@ -173,10 +168,10 @@ def _memory(setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _network(setting: Setting) -> Iterator[Finding]:
-    row = setting.estimate()
-    gpu, strategy = setting.gpu.name, setting.strategy.name
-    if setting.strategy.offloads:
+def _network(setup: Setup) -> Iterator[Finding]:
+    row = estimate(setup.launched)
+    gpu, strategy = setup.gpu.name, setup.strategy.name
+    if setup.strategy.offloads:
         yield Finding(
             name="offload-time-unknown",
             topic="kernels",
@@ -212,39 +207,39 @@ def _network(setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _logits(setting: Setting) -> Iterator[Finding]:
+def _logits(setup: Setup) -> Iterator[Finding]:
     """Logits and their loss against the model's weights, where they make the peak."""
-    config, params = setting.config, setting.spec.num_params
+    config, params = setup.config, setup.spec.num_params
     if config.loss_kernel != "hf":
         return
     tokens = config.per_device_train_batch_size * config.seq_len
-    logits = _LOGIT_BYTES * tokens * setting.spec.vocab_size
-    chunked = dataclasses.replace(config, loss_kernel="fused_linear")
-    before = setting.estimate().peak_allocated_bytes
-    saved = before - setting.estimate(config=chunked).peak_allocated_bytes
+    logits = _LOGIT_BYTES * tokens * setup.spec.vocab_size
+    chunked = with_flags(setup, loss_kernel="fused_linear")
+    before = estimate(setup.launched).peak_allocated_bytes
+    saved = before - estimate(chunked.launched).peak_allocated_bytes
     if logits > 2 * params and saved > 0.05 * before:
         yield Finding(
             name="logits-larger-than-model",
             topic="kernels",
             severity="unwise",
-            gpu=setting.gpu.name,
-            strategy=setting.strategy.name,
+            gpu=setup.gpu.name,
+            strategy=setup.strategy.name,
             sentence=f"logits and their loss take {logits / 2**30:.1f} GiB at once, the weights of "
-            f"{setting.spec.name} {2 * params / 2**30:.1f}",
-            why=f"{tokens:,} tokens x {setting.spec.vocab_size:,} words x {_LOGIT_BYTES} bytes; in chunks "
+            f"{setup.spec.name} {2 * params / 2**30:.1f}",
+            why=f"{tokens:,} tokens x {setup.spec.vocab_size:,} words x {_LOGIT_BYTES} bytes; in chunks "
             f"the peak is {saved / 2**30:.1f} GiB lower",
             change="--loss_kernel fused_linear",
         )
 
 
-def _saturation(setting: Setting) -> Iterator[Finding]:
+def _saturation(setup: Setup) -> Iterator[Finding]:
     """A batch of which a smaller one trains as many tokens per second: the GPU was full before."""
-    size, row = setting.config.per_device_train_batch_size, setting.estimate()
+    size, row = setup.config.per_device_train_batch_size, estimate(setup.launched)
     if row.tokens_per_second is None or not row.fits:
         return
 
     def of(batch: int) -> Estimate:
-        return setting.estimate(config=dataclasses.replace(setting.config, per_device_train_batch_size=batch))
+        return estimate(with_flags(setup, per_device_train_batch_size=batch).launched)
 
     enough = size
     while enough % 2 == 0 and of(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second:
@@ -254,35 +249,34 @@ def _saturation(setting: Setting) -> Iterator[Finding]:
     smaller = of(enough)
     gain = row.tokens_per_second / smaller.tokens_per_second - 1
     more = (row.peak_allocated_bytes - smaller.peak_allocated_bytes) / 2**30
-    steps = setting.config.gradient_accumulation_steps * size // enough
+    steps = setup.config.gradient_accumulation_steps * size // enough
     yield Finding(
         name="batch-past-saturation",
         topic="kernels",
         severity="unwise",
-        gpu=setting.gpu.name,
-        strategy=setting.strategy.name,
+        gpu=setup.gpu.name,
+        strategy=setup.strategy.name,
         sentence=f"--per_device_train_batch_size {size} gives {gain:+.1%} tokens/s over {enough} on "
-        f"{setting.gpu.name} under {setting.strategy.name}",
+        f"{setup.gpu.name} under {setup.strategy.name}",
         why=f"the GPU is full before: the rest takes {more:.1f} GiB and no time off",
         change=f"--per_device_train_batch_size {enough}; --gradient_accumulation_steps {steps} keeps the "
         "tokens per step",
     )
 
 
-def _kernels(setting: Setting) -> Iterator[Finding]:
-    row = setting.estimate()
+def _kernels(setup: Setup) -> Iterator[Finding]:
+    row = estimate(setup.launched)
     if not row.fits or row.tokens_per_second is None:
         return
-    found = levers(lambda spec, config: setting.estimate(spec, config), setting.spec, setting.config)
-    for lever in [lever for lever in found if lever.change.startswith("--")][:_MOST_LEVERS]:
+    for lever in [lever for lever in levers(setup) if lever.change.startswith("--")][:_MOST_LEVERS]:
         bound = row.bottleneck.replace("_", " ")
         yield Finding(
             name="faster-flag",
             topic="kernels",
             severity="could be faster",
-            gpu=setting.gpu.name,
-            strategy=setting.strategy.name,
-            sentence=f"bound by {bound} on {setting.gpu.name} under {setting.strategy.name}: {lever.change} "
+            gpu=setup.gpu.name,
+            strategy=setup.strategy.name,
+            sentence=f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "
             f"should give {lever.speedup - 1:+.0%} tokens/s",
             why=f"of a step's time most goes to {bound}",
             change=lever.change,

@@ -17,10 +17,10 @@ from slm_toolkit.doctor.launch_faults import group_faults, launch_faults, machin
 from slm_toolkit.doctor.machine_faults import host_ram_faults, machine_faults
 from slm_toolkit.doctor.zero_sizes import zero_size_faults
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
-from slm_toolkit.predict.deployment import Site
+from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.memory.coverage import known_to_estimates, unlike_the_model
-from slm_toolkit.predict.setup import Setting
+from slm_toolkit.predict.setup.setup import Setup, Site
 from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
 
 _CHECKS = {  # with the topic of findings that have none
@@ -78,19 +78,19 @@ def examine_all(
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Each case, the findings of all, the gravest first, and notes on what could not be looked at."""
     notes: list[str] = []
-    examined, settings = [], []
+    examined, setups = [], []
     for case in cases:
         one = examine(case)
-        of_case = _settings(one, site_of=site_of, software=software, notes=notes)
+        of_case = _setups(one, site_of=site_of, software=software, notes=notes)
         short = [
             located(finding, one.corrected, "machine")
-            for setting in of_case
-            for finding in host_ram_faults(one.corrected, setting)
+            for setup in of_case
+            for finding in host_ram_faults(one.corrected, setup)
         ]
         corrected = mended(one.corrected, edits_of(short))
         examined.append(dataclasses.replace(one, corrected=corrected, found=[*one.found, *short]))
-        settings += of_case
-    found = [finding for one in examined for finding in one.found] + findings(settings)
+        setups += of_case
+    found = [finding for one in examined for finding in one.found] + findings(setups)
     return examined, gravest_first(found), list(dict.fromkeys(notes))
 
 
@@ -124,7 +124,7 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
         grouped = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
-    except ValueError:  # no estimate of it: `_settings` has a note on it
+    except ValueError:  # no estimate of it: `_setups` has a note on it
         grouped = []
     refused += [
         _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
@@ -138,9 +138,7 @@ def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, chan
     return located(wrong(name, sentence, why=why, change=change, file="yaml"), case, topic)
 
 
-def _settings(
-    one: Examined, *, site_of: Callable[[Gpu], Site], software: str, notes: list[str]
-) -> list[Setting]:
+def _setups(one: Examined, *, site_of: Callable[[Gpu], Site], software: str, notes: list[str]) -> list[Setup]:
     """The corrected case on each GPU type it is meant for, as far as there are closed forms for it."""
     if one.strategy is None:
         return []
@@ -150,13 +148,20 @@ def _settings(
     notes += [f"note: {sentence}" for sentence in unknown]
     made = []
     for gpu in map(gpu_of_name, case.gpu_names):
-        setting = Setting(
-            *(spec, config, one.strategy, gpu, case.num_ranks, case.gpus_per_node, site_of(gpu), software)
+        setup = Setup(
+            spec,
+            one.strategy,
+            config,
+            num_gpus=case.num_ranks,
+            gpus_per_node=case.gpus_per_node,
+            gpu=gpu,
+            software=software,
+            site=site_of(gpu),
         )
         try:
-            setting.estimate()
+            estimate(setup.launched)
         except ValueError as error:
             notes.append(f"note: {str(error).splitlines()[0]}")
             continue
-        made.append(setting)
+        made.append(setup)
     return made

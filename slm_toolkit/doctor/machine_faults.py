@@ -1,6 +1,5 @@
 """What the machine lacks that a strategy is to run on: disks, libraries, RAM, GPUs of the right kind."""
 
-import dataclasses
 import os
 import re
 import shutil
@@ -10,9 +9,8 @@ from pathlib import Path
 from slm_toolkit.doctor.case import Case, shown
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, unwise, wrong
-from slm_toolkit.predict.memory.host import Placement, host_bytes_per_node, placement_of
-from slm_toolkit.predict.setup import Setting
-from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.predict.memory.host_ram import host_bytes
+from slm_toolkit.predict.setup.setup import Setup
 
 _WITHOUT_BF16 = r"V100|\bT4\b|P100|P40\b|RTX 20\d\d|GTX |TITAN|Quadro RTX"
 "the driver's names of GPUs before Ampere"
@@ -144,25 +142,17 @@ def _quantized(case: Case) -> Iterator[Finding]:
         )
 
 
-def host_ram_faults(case: Case, setting: Setting) -> Iterator[Finding]:
+def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
     """What the ranks of a node need against the RAM of `case.host`, where that is known."""
     total, free = case.host.ram_bytes, case.host.free_ram_bytes
     if total is None:
         return
-    per_node = min(setting.num_gpus, setting.gpus_per_node)
-    strategy = fit_groups(setting.strategy, num_ranks=setting.num_gpus, ranks_per_node=per_node)
-    placement = placement_of(strategy)
-
-    def needed_with(placement: Placement) -> int:
-        ranks = placement.ranks_of_a_copy(num_gpus=setting.num_gpus, gpus_per_node=per_node)
-        return host_bytes_per_node(
-            *(setting.spec, strategy, setting.config, placement), num_ranks=ranks, gpus_per_node=per_node
-        )
-
-    needed, left = needed_with(placement), total if free is None else free
+    setup = setup.launched
+    placement, strategy = setup.placement, setup.strategy
+    needed, left = host_bytes(setup), total if free is None else free
     if needed <= left:
         return
-    in_pieces = needed_with(dataclasses.replace(placement, zero_init=True))
+    in_pieces = host_bytes(setup, zero_init=True)
     keeps_state = placement.optimizer_device == "cpu" or placement.parameter_device == "cpu"
     edits, change, then = [], None, ""
     if strategy.zero_stage == 3 and in_pieces <= left:
@@ -177,8 +167,8 @@ def host_ram_faults(case: Case, setting: Setting) -> Iterator[Finding]:
     yield fault(
         "wrong" if needed > total else "unwise",
         "host-ram",
-        f"{needed / 2**30:.0f} GiB of host RAM for {per_node} ranks, there are {total / 2**30:.0f}"
-        + ("" if needed > total else f", {free / 2**30:.0f} of them free"),
+        f"{needed / 2**30:.0f} GiB of host RAM for {setup.ranks_per_node} ranks, "
+        f"there are {total / 2**30:.0f}" + ("" if needed > total else f", {free / 2**30:.0f} of them free"),
         *edits,
         why="the optimizer's state, and what else is offloaded, lies there"
         if keeps_state and in_pieces >= needed

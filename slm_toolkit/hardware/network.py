@@ -1,13 +1,15 @@
-"""MeasuredNetwork: how long collectives take among real ranks, by size, as JSON or as a fitted line."""
+"""The network between GPUs: its rates by data sheet, or how long collectives took among real ranks."""
 
 import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import json_of, read_text
+from slm_toolkit.hardware.gpus import Gpu
 
 NETWORK_FILE = "network.json"
 PROBE_SECONDS = 30.0
@@ -105,6 +107,52 @@ def seconds(network: MeasuredNetwork, collective: str, num_bytes: int) -> float:
         return line.latency_seconds
     sent = num_bytes * bus_factor(collective, network.world_size)
     return line.latency_seconds + sent / line.bus_bytes_per_second
+
+
+LINK_SHARE = 0.7
+"of the one-way link rate that a node's collectives reach on the bus; fixed"
+NODE_NETWORK_SHARE = 0.8
+"of a node's network rate; ml-engineering's advice is to plan on 0.80 to 0.85 of what is advertised"
+USUAL_GPUS_PER_NODE = 8
+"of the nodes that a GPU's usual network is of; smaller ones are taken to have as much for each GPU"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the ranks are connected by. Bytes per second are one way."""
+
+    link_bytes_per_second: float
+    "of a GPU to the others of its node, by its data sheet"
+    given_node_bytes_per_second: float | None
+    "of a whole node, as the user says"
+    usual_node_bytes_per_second: float | None = None
+    "of a node of USUAL_GPUS_PER_NODE, as AWS rents it; None where we know none"
+    measured: MeasuredNetwork | None = None
+
+    def node_bytes_per_second(self, gpus_per_node: int) -> float | None:
+        """Of a node's network: measured between nodes (at all_gather), given, or usual; None: unknown."""
+        if self.measured is not None and self.measured.num_nodes > 1:
+            rate = self.fits["all_gather"].bus_bytes_per_second
+            return None if rate is None else rate / NODE_NETWORK_SHARE
+        if self.given_node_bytes_per_second is not None or self.usual_node_bytes_per_second is None:
+            return self.given_node_bytes_per_second
+        return self.usual_node_bytes_per_second * min(1.0, gpus_per_node / USUAL_GPUS_PER_NODE)
+
+    def is_measured(self, *, num_nodes: int) -> bool:
+        """Whether the measurement stands for a group on so many nodes: both cross nodes, or neither does."""
+        return self.measured is not None and (self.measured.num_nodes > 1) == (num_nodes > 1)
+
+    @cached_property
+    def fits(self) -> dict[str, LinkFit]:
+        return {name: fit(self.measured, name) for name in COLLECTIVES} if self.measured else {}
+
+
+def cluster_of(
+    gpu: Gpu, *, inter_node_gbps: float | None = None, measured: MeasuredNetwork | None = None
+) -> Cluster:
+    """The GPU's own links; the node's network as given (gigabit per second), else as AWS rents it."""
+    given = None if inter_node_gbps is None else inter_node_gbps * 1e9 / 8
+    return Cluster(gpu.link_bytes_per_second, given, gpu.node_network_bytes_per_second, measured)
 
 
 def write_network(network: MeasuredNetwork, path: Path) -> None:

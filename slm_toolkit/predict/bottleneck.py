@@ -1,16 +1,13 @@
 """What a step's time goes to most, and what would move it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
+from slm_toolkit.predict.estimate import estimate
+from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
-
-if TYPE_CHECKING:
-    from slm_toolkit.predict.estimate import Estimate
 
 ALIGNED_TO = 64
 "what a width off the multiple of 8 is rounded to: a tile's edge, and no more than 32 elements away"
@@ -29,38 +26,39 @@ class Lever:
     "with the change; None where the GPU's memory is unknown"
 
 
-def levers(
-    estimate_of: Callable[[ModelSpec, RunConfig], "Estimate"], spec: ModelSpec, config: RunConfig
-) -> list[Lever]:
-    """Changes that make a step's tokens faster, best first; `estimate_of` needs a GPU.
+def levers(setup: Setup) -> list[Lever]:
+    """Changes that make the tokens of a setup's step faster, best first; the setup needs a GPU.
 
     Each is tried alone, and what no longer fits is left out. Kernels change no arithmetic, alignment changes
     the model, a larger batch the training.
     """
-    before = estimate_of(spec, config)
+    before = estimate(setup.launched)
     if before.tokens_per_second is None:
         return []
-    found = []
-    for words, changed_spec, changed_config in _changes(spec, config):
-        after = estimate_of(changed_spec, changed_config)
+    tried = []
+    for words, changed in _changes(setup):
+        after = estimate(changed.launched)
         if before.fits and not after.fits:
             continue
-        found.append(Lever(words, after.tokens_per_second / before.tokens_per_second, after.fits))
-    worth = [lever for lever in found if lever.speedup >= WORTH_SAYING]
+        tried.append(Lever(words, after.tokens_per_second / before.tokens_per_second, after.fits))
+    worth = [lever for lever in tried if lever.speedup >= WORTH_SAYING]
     return sorted(worth, key=lambda lever: -lever.speedup)
 
 
-def _changes(spec: ModelSpec, config: RunConfig) -> Iterator[tuple[str, ModelSpec, RunConfig]]:
-    def changed(**flags: object) -> tuple[str, ModelSpec, RunConfig]:
+def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    spec, config = setup.spec, setup.config
+
+    def changed(**flags: object) -> tuple[str, Setup]:
         words = " ".join(
             f"--{name}" + ("" if value is True else f" {value}") for name, value in flags.items()
         )
-        return words, spec, dataclasses.replace(config, **flags)
+        return words, with_flags(setup, **flags)
 
     aligned = aligned_sibling(spec)
     trains_all = config.peft == "none"  # else the weights are what they are
     if aligned != spec and trains_all:
-        yield f"widths in multiples of 8: {describe_alignment(spec, aligned)}", aligned, config
+        words = f"widths in multiples of 8: {describe_alignment(spec, aligned)}"
+        yield words, dataclasses.replace(setup, spec=aligned)
     if config.attn_implementation == "eager":
         yield changed(attn_implementation="sdpa")
     if not config.torch_compile and trains_all:
@@ -74,6 +72,34 @@ def _changes(spec: ModelSpec, config: RunConfig) -> Iterator[tuple[str, ModelSpe
     if config.gradient_checkpointing != "none":
         yield changed(gradient_checkpointing="none")
     yield changed(per_device_train_batch_size=2 * config.per_device_train_batch_size)
+
+
+@dataclass(frozen=True)
+class AlignmentGain:
+    """What widths that tensor cores like give on one GPU type."""
+
+    gpu: str
+    sibling: str
+    "the model, and what is other in it"
+    speedup: float
+
+
+def alignment_gain(setup: Setup) -> AlignmentGain | None:
+    """Against the preset's hardware-friendly sibling, else the same shape rounded; None where all is well,
+    and for weights that are there already.
+
+    Tokens per second of both; the siblings' parameters differ by up to 11 % (slm-100m), which is in it.
+    """
+    spec = setup.spec
+    if not misaligned_widths(spec) or setup.config.peft != "none":
+        return None
+    sibling = hw_sibling(spec) or aligned_sibling(spec)
+    before, after = estimate(setup.launched), estimate(dataclasses.replace(setup, spec=sibling).launched)
+    if before.tokens_per_second is None or after.tokens_per_second is None:
+        return None
+    changed = describe_alignment(spec, sibling)
+    name = f"{sibling.name} ({changed})" if sibling.name != spec.name else changed
+    return AlignmentGain(setup.gpu.name, name, after.tokens_per_second / before.tokens_per_second)
 
 
 def misaligned_widths(spec: ModelSpec) -> dict[str, int]:

@@ -3,6 +3,7 @@
 Both count model states only: neither activations, nor logits, nor communication buffers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 ESTIMATOR_VERSION = (
@@ -87,6 +88,17 @@ def live_deepspeed_needs(
     else:
         return None
     return DeepSpeedNeeds(gpu_bytes, host_bytes)
+
+
+@dataclass(frozen=True)
+class DeepSpeedEstimator:
+    """A function like `deepspeed_needs`, and the version of DeepSpeed that it stands for."""
+
+    needs: Callable[..., DeepSpeedNeeds | None]
+    version: str
+
+
+BY_ARITHMETIC = DeepSpeedEstimator(deepspeed_needs, ESTIMATOR_VERSION)
 
 
 def deepspeed_version() -> str | None:

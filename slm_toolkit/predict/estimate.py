@@ -4,14 +4,11 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.calibration import calibration_of
-from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.deepspeed_estimator import DeepSpeedNeeds
-from slm_toolkit.predict.deployment import Site, speed_and_cost
-from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
+from slm_toolkit.hardware.network import NODE_NETWORK_SHARE, Cluster
+from slm_toolkit.model.flops import model_flops_utilization
+from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC, DeepSpeedEstimator
 from slm_toolkit.predict.memory.gpu import (
     allocated_band,
     allocator_slack,
@@ -20,9 +17,15 @@ from slm_toolkit.predict.memory.gpu import (
     verdict_of,
     workspace_bytes,
 )
-from slm_toolkit.predict.memory.host import Placement, host_bytes_per_node, memory_of_rank
-from slm_toolkit.predict.memory.peak import MemoryEstimate
+from slm_toolkit.predict.memory.host_ram import host_bytes
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.setup import Setup, with_flags
+from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from slm_toolkit.predict.speed.software import Software
+    from slm_toolkit.predict.speed.step import StepTime
 
 LARGEST_BATCH_TRIED = 2**20
 
@@ -116,53 +119,35 @@ class Estimate:
 
 
 def estimate(
-    spec: ModelSpec,
-    strategy: Strategy,
-    placement: Placement,
-    config: RunConfig,
+    setup: Setup,
     *,
-    num_gpus: int,
-    gpus_per_node: int,
-    gpu: Gpu | None,
-    deepspeed_needs: Callable[..., DeepSpeedNeeds | None],
-    deepspeed_version: str | None,
-    software: str = "2026",
-    site: Site | None = None,
     memory: MemoryEstimate | None = None,
+    deepspeed: DeepSpeedEstimator = BY_ARITHMETIC,
 ) -> Estimate:
-    """`config` has its defaults, `gpus_per_node` divides `num_gpus`; `deepspeed_needs`: ours or live;
-    `memory`: what `memory_of_rank` says, where that is known already from another GPU."""
-    num_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
+    """The Estimate of a setup as it is launched.
+
+    `memory`: `peak(setup)`, where it is known already from another GPU.
+    """
+    spec, strategy, config, gpu = setup.spec, setup.strategy, setup.config, setup.gpu
+    placement, adapters = setup.placement, setup.adapters
     if memory is None:
-        memory = memory_of_rank(spec, strategy, config, placement, num_ranks=num_ranks, software=software)
-    calibration = calibration_of(gpu.name if gpu else None, software)
+        memory = peak(setup)
     held = {**memory.parts, "workspace": workspace_bytes(gpu)}
     allocated = allocated_band(held)
-    slack = allocator_slack(
-        spec,
-        strategy,
-        config,
-        memory,
-        allocated=allocated.middle,
-        num_ranks=num_ranks,
-        optimizer_on_gpu=placement.optimizer_device == "none",
-        calibration=calibration,
-    )
+    slack = allocator_slack(setup, memory, allocated=allocated.middle)
     reserved = reserved_band(allocated.middle, slack)
-    context = context_bytes(num_gpus=num_gpus, calibration=calibration)
+    context = context_bytes(num_gpus=setup.num_gpus, calibration=setup.calibration)
     usable = verdict = None
     if gpu is not None:
         usable = gpu.memory_bytes - context
         verdict = verdict_of(held, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
-    adapters = adapters_of(spec, config)
-    weights = weights_of(spec, adapters)
     stage = deepspeed_stage(strategy) if adapters is None else None
-    needs = deepspeed_needs(
+    needs = deepspeed.needs(
         spec.num_params,
         spec.largest_layer_params,
         zero_stage=stage,
-        num_gpus_per_node=gpus_per_node,
-        num_nodes=num_gpus // gpus_per_node,
+        num_gpus_per_node=setup.ranks_per_node,
+        num_nodes=setup.num_nodes,
         offload_optimizer=placement.optimizer_device != "none",
         offload_params=placement.parameter_device != "none",
         zero_init=placement.zero_init,
@@ -172,8 +157,8 @@ def estimate(
         strategy=strategy.name,
         evidence="estimated",
         gpu=gpu.name if gpu else None,
-        num_gpus=num_gpus,
-        gpus_per_node=gpus_per_node,
+        num_gpus=setup.num_gpus,
+        gpus_per_node=setup.ranks_per_node,
         per_device_train_batch_size=config.per_device_train_batch_size,
         seq_len=config.seq_len,
         attn_implementation=config.attn_implementation,
@@ -190,18 +175,16 @@ def estimate(
         lora_r=adapters.rank if adapters and adapters.rank else None,
         lora_dropout=config.lora_dropout if adapters and adapters.rank else None,
         adapted_modules=list(adapters.targets) if adapters else None,
-        num_trainable_params=weights.trained,
-        software=software,
-        calibration=calibration.described,
+        num_trainable_params=setup.weights.trained,
+        software=setup.software,
+        calibration=setup.calibration.described,
         peak_allocated_bytes=allocated.middle,
         peak_allocated_low_bytes=allocated.low,
         peak_allocated_high_bytes=allocated.high,
         peak_reserved_bytes=reserved.middle,
         peak_reserved_low_bytes=reserved.low,
         peak_reserved_high_bytes=reserved.high,
-        host_bytes_per_node=host_bytes_per_node(
-            spec, strategy, config, placement, num_ranks=num_ranks, gpus_per_node=gpus_per_node
-        ),
+        host_bytes_per_node=host_bytes(setup),
         parts={**held, "allocator_slack": slack, "cuda_context": context},
         peak_instant=memory.peak_instant,
         fits=None if verdict is None else verdict != "does not fit",
@@ -212,29 +195,19 @@ def estimate(
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
         deepspeed_stage=stage,
         deepspeed_stands_in=stage is not None and strategy.engine != "deepspeed",
-        deepspeed_version=deepspeed_version if needs else None,
-        **speed_and_cost(
-            spec,
-            strategy,
-            config,
-            placement,
-            num_gpus=num_gpus,
-            gpus_per_node=gpus_per_node,
-            gpu=gpu,
-            software=software,
-            site=site or Site(),
-        ),
+        deepspeed_version=deepspeed.version if needs else None,
+        **_speed_and_cost(setup),
     )
 
 
-def largest_batch(estimate_of: Callable[[RunConfig], Estimate], config: RunConfig) -> Estimate:
-    """The Estimate of the largest batch that fits; `estimate_of` needs a GPU of known memory.
+def largest_batch(setup: Setup, *, deepspeed: DeepSpeedEstimator = BY_ARITHMETIC) -> Estimate:
+    """The Estimate of the largest batch that fits the setup's GPU, whose memory must be known.
 
     More samples never take less memory, so that bisection finds it.
     """
 
     def of(size: int) -> Estimate:
-        return estimate_of(dataclasses.replace(config, per_device_train_batch_size=size))
+        return estimate(with_flags(setup, per_device_train_batch_size=size), deepspeed=deepspeed)
 
     def largest(is_small_enough: Callable[[Estimate], bool], most: int) -> int:
         return bisect_left(range(1, most + 1), True, key=lambda size: not is_small_enough(of(size)))
@@ -252,3 +225,109 @@ def deepspeed_stage(strategy: Strategy) -> int | None:
         return strategy.zero_stage if strategy.zero_stage in (2, 3) else None
     is_full_shard = strategy.engine in ("fsdp1", "fsdp2") and strategy.reshard_after_forward is not False
     return 3 if is_full_shard else None
+
+
+def _speed_and_cost(setup: Setup) -> dict[str, Any]:
+    """The Estimate's fields from traffic_bytes on. What takes time to import is left alone without a GPU."""
+    sent = transfers(setup)
+    time = software = None
+    if setup.gpu is not None and not setup.strategy.offloads:
+        from slm_toolkit.predict.speed.software import SOFTWARE, calibrated
+        from slm_toolkit.predict.speed.step import step_time
+
+        software = calibrated(SOFTWARE[setup.software], setup.calibration)
+        time = step_time(setup, sent, software)
+    return {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
+
+
+def _traffic(setup: Setup, sent: tuple[Transfer, ...], time: "StepTime | None") -> dict[str, Any]:
+    inter_node, cluster = sum(transfer.inter_node_bytes for transfer in sent), setup.cluster
+    network = cluster.node_bytes_per_second(setup.ranks_per_node) if cluster and inter_node else None
+    needed = _gbps_needed(sent, time, setup.ranks_per_node) if inter_node and time else None
+    return {
+        "traffic_bytes": {
+            **{transfer.name: transfer.sent_bytes for transfer in sent},
+            "intra_node": sum(transfer.intra_node_bytes for transfer in sent),
+            "inter_node": inter_node,
+        },
+        "inter_node_gbps": network * 8 / 1e9 if network else None,
+        "inter_node_gbps_needed": needed,
+        "network_evidence": _network_evidence(sent, cluster) if time is not None and sent else None,
+    }
+
+
+def _gbps_needed(sent: tuple[Transfer, ...], time: "StepTime", gpus_per_node: int) -> float:
+    """What is sent once hides behind the last micro-step, all together behind all of them; what follows the
+    optimizer hides behind nothing and asks for nothing."""
+
+    def bytes_of(transfers: list[Transfer]) -> float:
+        return gpus_per_node * sum(transfer.inter_node_bytes for transfer in transfers)
+
+    hideable = [transfer for transfer in sent if transfer.overlaps]
+    late = [transfer for transfer in hideable if transfer.in_last_micro_step]
+    of_last = bytes_of(late) / time.last_micro_step_seconds
+    of_all = bytes_of(hideable) / time.overlappable_seconds
+    return max(of_last, of_all) / NODE_NETWORK_SHARE * 8 / 1e9
+
+
+def _network_evidence(sent: tuple[Transfer, ...], cluster: Cluster) -> str:
+    measured = [cluster.is_measured(num_nodes=transfer.num_nodes) for transfer in sent]
+    if any(measured):
+        return "measured" if all(measured) else "measured in part"
+    is_given = cluster.given_node_bytes_per_second is not None
+    return "given" if is_given and any(transfer.num_nodes > 1 for transfer in sent) else "data sheet"
+
+
+def _speed(setup: Setup, time: "StepTime | None", software: "Software | None") -> dict[str, Any]:
+    if time is None:
+        names = (
+            "step_seconds",
+            "step_low_seconds",
+            "step_high_seconds",
+            "parts_seconds",
+            *("mfu", "bottleneck", "misaligned_seconds", "tokens_per_second", "tokens_per_second_per_gpu"),
+        )
+        return dict.fromkeys(names)
+    from slm_toolkit.predict.speed.step import bottleneck_of
+
+    seconds, rate = time.step_seconds, time.tokens_per_second
+    weights, config = setup.weights, setup.config
+    return {
+        "step_seconds": seconds,
+        "step_low_seconds": seconds / software.high,
+        "step_high_seconds": seconds / software.low,
+        "parts_seconds": time.parts_seconds,
+        "misaligned_seconds": time.misaligned_seconds,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / setup.num_gpus,
+        "mfu": None
+        if config.numerics == "fp32"  # of which we know no peak with tensor cores off
+        else model_flops_utilization(
+            setup.spec,
+            seq_len=config.seq_len,
+            gpu=setup.gpu,
+            tokens_per_second_per_gpu=rate / setup.num_gpus,
+            adapter_params=weights.trained if weights.is_frozen else None,
+        ),
+        "bottleneck": bottleneck_of(time),
+    }
+
+
+def _cost(setup: Setup, time: "StepTime | None") -> dict[str, Any]:
+    price = setup.site.price
+    per_million = per_usd = None
+    if time is not None and price is not None:
+        from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
+
+        paid = {
+            "tokens_per_second": time.tokens_per_second,
+            "usd_per_gpu_hour": price.usd_per_gpu_hour,
+            "num_gpus": setup.num_gpus,
+        }
+        per_million, per_usd = usd_per_million_tokens(**paid), tokens_per_usd(**paid)
+    return {
+        "usd_per_gpu_hour": price.usd_per_gpu_hour if price else None,
+        "price_source": price.source if price else None,
+        "usd_per_million_tokens": per_million,
+        "tokens_per_usd": per_usd,
+    }

@@ -107,7 +107,7 @@ def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gp
 
 def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_per_node: int) -> list[str]:
     """Shards and copies that don't divide the GPUs."""
-    from slm_toolkit.predict.memory.host import placement_of
+    from slm_toolkit.predict.setup.placement import placement_of
 
     found = []
     for strategy, count in itertools.product(strategies, num_gpus):

@@ -4,7 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     placement_problems,
 )
-from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
-    from slm_toolkit.predict.deployment import Site
+    from slm_toolkit.predict.deepspeed_estimator import DeepSpeedEstimator
     from slm_toolkit.predict.estimate import Estimate
+    from slm_toolkit.predict.setup.setup import Site
 
 
 def estimates(
@@ -43,10 +43,9 @@ def estimates(
     A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
-    from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
+    from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.memory.host import placement_of
-    from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+    from slm_toolkit.predict.setup.setup import Setup, Site, strategy_as_launched
 
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
@@ -78,49 +77,40 @@ def estimates(
     if problems:
         raise all_of(problems)
 
-    needs, version = deepspeed_needs, ESTIMATOR_VERSION
-    if live_deepspeed:
-        needs, version = _live_deepspeed()
-    placed = {
-        count: [
-            (strategy_as_launched(fitted), placement_of(fitted))
-            for strategy in strategies
-            for fitted in [fit_groups(strategy, num_ranks=count, ranks_per_node=min(count, gpus_per_node))]
-        ]
-        for count in num_gpus
-    }
+    estimate_of = largest_batch if find_largest_batch else estimate
+    deepspeed = _live_deepspeed() if live_deepspeed else BY_ARITHMETIC
     rows: dict[tuple, Estimate] = {}
     for number, config in enumerate(configs):
-        for gpu, count, index in itertools.product(found_gpus, num_gpus, range(len(strategies))):
-            strategy, placement = placed[count][index]
+        for gpu, count, (index, strategy) in itertools.product(found_gpus, num_gpus, enumerate(strategies)):
             count = 1 if strategy.engine == "single" else count
             key = (number, gpu and gpu.name, count, index)
             if key in rows:
                 continue
-            estimate_of = partial(
-                estimate,
+            setup = Setup(
                 specs[config.model],
                 strategy,
-                placement,
+                config,
                 num_gpus=count,
-                gpus_per_node=min(count, gpus_per_node),
+                gpus_per_node=gpus_per_node,
                 gpu=gpu,
-                deepspeed_needs=needs,
-                deepspeed_version=version,
                 software=software,
-                site=sites(gpu) if sites else None,
+                site=sites(gpu) if sites else Site(),
             )
-            launched = config_as_launched(config, strategy)
-            rows[key] = largest_batch(estimate_of, launched) if find_largest_batch else estimate_of(launched)
+            rows[key] = estimate_of(setup.launched, deepspeed=deepspeed)
     return list(rows.values())
 
 
-def _live_deepspeed() -> tuple[Callable[..., Any], str]:
-    from slm_toolkit.predict.deepspeed_estimator import deepspeed_version, live_deepspeed_needs
+def _live_deepspeed() -> "DeepSpeedEstimator":
+    """DeepSpeed's installed functions. Raises ValueError where DeepSpeed is not installed."""
+    from slm_toolkit.predict.deepspeed_estimator import (
+        DeepSpeedEstimator,
+        deepspeed_version,
+        live_deepspeed_needs,
+    )
 
     version = deepspeed_version()
     if version is None:
         raise ValueError("--deepspeed live: DeepSpeed is not installed here\nhint: leave --deepspeed out")
     with redirect_stdout(sys.stderr):  # it greets on stdout, which is for results
         import_module("deepspeed.runtime.zero.stage3")
-    return lru_cache(maxsize=None)(live_deepspeed_needs), version
+    return DeepSpeedEstimator(lru_cache(maxsize=None)(live_deepspeed_needs), version)

@@ -10,11 +10,8 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import budget
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
-from slm_toolkit.predict.deployment import Site
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.memory.host import placement_of
-from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.predict.setup.setup import Setup, Site, config_as_launched, strategy_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
@@ -144,8 +141,17 @@ def search(
                     for config, steps in micro_steps.items()
                     if steps is not None
                 ]
-                nodes = {"num_gpus": count, "gpus_per_node": min(count, gpus_per_node)}
-                _search_strategy(job, offer, strategy, considered, nodes, observations, software, found)
+                setup = Setup(
+                    job.spec,
+                    strategy,
+                    configs[0],  # each of `considered` takes its place
+                    num_gpus=count,
+                    gpus_per_node=gpus_per_node,
+                    gpu=offer.gpu,
+                    software=software,
+                    site=offer.site,
+                )
+                _search_strategy(job, offer, setup, considered, observations, found)
     found.left_out[:] = dict.fromkeys(found.left_out)
     return found
 
@@ -153,21 +159,21 @@ def search(
 def _search_strategy(
     job: Job,
     offer: GpuOffer,
-    strategy: Strategy,
+    setup: Setup,
     configs: list[RunConfig],
-    nodes: dict[str, int],
     observations: Observations,
-    software: str,
     found: Search,
 ) -> None:
-    where = f"{nodes['num_gpus']} x {offer.gpu.name} {strategy.name}"
+    """Add the plans of one strategy on one number of GPUs; `setup` with any of the `configs`."""
+    count, strategy = setup.num_gpus, setup.strategy
+    where = f"{count} x {offer.gpu.name} {strategy.name}"
     try:
-        strategy = fit_groups(strategy, num_ranks=nodes["num_gpus"], ranks_per_node=nodes["gpus_per_node"])
+        strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
     except ValueError as error:
         found.left_out.append(str(error).splitlines()[0])
         return
-    placement, launched_strategy = placement_of(strategy), strategy_as_launched(strategy)
-    if problems := placement.problems(**nodes):
+    setup = dataclasses.replace(setup, strategy=strategy_as_launched(strategy))
+    if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
         found.left_out.extend(f"{where}: {problem}" for problem in problems)
         return
     if strategy.offloads:
@@ -178,27 +184,16 @@ def _search_strategy(
         if problems := contradictions(strategy, config):
             found.left_out.extend(problems)
             continue
-        launched = config_as_launched(config, launched_strategy)
-        observed = _observed(job, offer, nodes["num_gpus"], launched_strategy, launched, observations)
+        launched = dataclasses.replace(setup, config=config_as_launched(config, setup.strategy))
+        observed = _observed(launched, observations)
         batch, accumulates = config.per_device_train_batch_size, config.gradient_accumulation_steps > 1
         alike = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
         if observed is None and batch >= smallest_that_failed.get((alike, accumulates), math.inf):
             continue
-        row = estimate(
-            job.spec,
-            launched_strategy,
-            placement,
-            launched,
-            **nodes,
-            gpu=offer.gpu,
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=ESTIMATOR_VERSION,
-            software=software,
-            site=offer.site,
-        )
+        row = estimate(launched)
         if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
             reason = "the network between nodes is not known (--inter_node_gbps)"
-            found.left_out.append(f"{nodes['num_gpus']} x {offer.gpu.name}: {reason}")
+            found.left_out.append(f"{count} x {offer.gpu.name}: {reason}")
             continue
         if not row.fits and observed is None:
             smallest_that_failed[alike, accumulates] = batch
@@ -207,18 +202,14 @@ def _search_strategy(
             found.plans.append(plan)
 
 
-def _observed(
-    job: Job,
-    offer: GpuOffer,
-    num_gpus: int,
-    strategy: Strategy,
-    config: RunConfig,
-    observations: Observations,
-) -> Observed | None:
+def _observed(setup: Setup, observations: Observations) -> Observed | None:
     """Of this GPU type; else what was rehearsed without a GPU, which every type would take."""
     if not observations:
         return None
-    keys = (observation_key(job.spec, name, num_gpus, strategy, config) for name in (offer.gpu.name, None))
+    keys = (
+        observation_key(setup.spec, name, setup.num_gpus, setup.strategy, setup.config)
+        for name in (setup.gpu.name, None)
+    )
     return next((observations[key] for key in keys if key in observations), None)
 
 

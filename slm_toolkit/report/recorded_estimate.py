@@ -9,12 +9,9 @@ import orjson
 
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import find_gpu
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.deepspeed_estimator import ESTIMATOR_VERSION, deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.memory.host import Placement, memory_of_rank, placement_of
-from slm_toolkit.predict.memory.peak import MemoryEstimate
-from slm_toolkit.predict.setup import config_as_launched, strategy_as_launched
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.setup import Setup, config_as_launched, strategy_as_launched
 from slm_toolkit.record.check import LARGEST
 from slm_toolkit.record.run_record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy.groups import fit_groups
@@ -50,12 +47,8 @@ def _facts(record: RunRecord) -> dict[str, Any]:
 class _Ran:
     """What runs of one configuration have in common on all GPUs."""
 
-    spec: ModelSpec
-    strategy: Strategy
-    placement: Placement
-    config: RunConfig
-    num_gpus: int
-    gpus_per_node: int
+    setup: Setup
+    "without a GPU"
     memory: MemoryEstimate
 
 
@@ -70,34 +63,20 @@ def _what_ran(facts: bytes) -> _Ran | None:
         spec, config = spec_of(record), config_that_ran(record)
         num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
-        nodes = {"num_gpus": num_ranks, "gpus_per_node": max(1, per_node)}
-        strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=nodes["gpus_per_node"])
-        placement = placement_of(strategy)
-        memory = memory_of_rank(
-            spec, strategy, config, placement, num_ranks=placement.ranks_of_a_copy(**nodes)
-        )
-        return _Ran(spec, strategy, placement, config, **nodes, memory=memory)
+        per_node = max(1, per_node)
+        strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
+        setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node)
+        return _Ran(setup, peak(setup))
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
 
 
 @cache
 def _estimate_on(ran: _Ran, gpu: str | None) -> Estimate | None:
-    if ran.strategy.offloads and gpu is None:
+    if ran.setup.strategy.offloads and gpu is None:
         return None
     try:
-        found = estimate(
-            ran.spec,
-            ran.strategy,
-            ran.placement,
-            ran.config,
-            num_gpus=ran.num_gpus,
-            gpus_per_node=ran.gpus_per_node,
-            gpu=find_gpu(gpu),
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=ESTIMATOR_VERSION,
-            memory=ran.memory,
-        )
+        found = estimate(dataclasses.replace(ran.setup, gpu=find_gpu(gpu)), memory=ran.memory)
     except ValueError:  # what is sent has no closed form
         return None
     return found if found.peak_reserved_high_bytes <= LARGEST else None  # of a model that nobody trained

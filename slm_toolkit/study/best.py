@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from slm_toolkit.hardware.gpus import gpu_of_name
+from slm_toolkit.hardware.network import cluster_of
 from slm_toolkit.hardware.prices import Price, price_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING
-from slm_toolkit.predict.deployment import Site
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.predict.setup.setup import Site
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 from slm_toolkit.study.published import GPUS_PER_NODE, MODELS, SEQ_LEN
 

@@ -23,10 +23,8 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.cost import PAPER_PRICES, paper_token_per_dollar
-from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.estimate import estimate
-from slm_toolkit.predict.memory.host import Placement
-from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.software import PAPER, Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
@@ -150,23 +148,22 @@ def config_of(cell: Cell) -> RunConfig:
     )
 
 
+def _setup_of(cell: Cell, spec: ModelSpec) -> Setup:
+    return Setup(
+        spec,
+        _strategy(cell.strategy),
+        config_of(cell),
+        num_gpus=cell.num_gpus,
+        gpus_per_node=GPUS_PER_NODE,
+        gpu=gpu_of_name(cell.gpu),
+        software="2024",
+    )
+
+
 @lru_cache(maxsize=16384)
 def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
     """By the memory of the paper's software."""
-    return bool(
-        estimate(
-            spec,
-            _strategy(cell.strategy),
-            Placement(),
-            config_of(cell),
-            num_gpus=cell.num_gpus,
-            gpus_per_node=min(cell.num_gpus, GPUS_PER_NODE),
-            gpu=gpu_of_name(cell.gpu),
-            deepspeed_needs=deepspeed_needs,
-            deepspeed_version=None,
-            software="2024",
-        ).fits
-    )
+    return bool(estimate(_setup_of(cell, spec)).fits)
 
 
 def cell_token_per_dollar(
@@ -176,20 +173,8 @@ def cell_token_per_dollar(
     out."""
     if not cell_fits(cell, spec):
         return 0.0
-    strategy, config, gpu = _strategy(cell.strategy), config_of(cell), gpu_of_name(cell.gpu)
-    nodes = {"num_gpus": cell.num_gpus, "gpus_per_node": min(cell.num_gpus, GPUS_PER_NODE)}
-    time = step_time(
-        spec,
-        strategy,
-        config,
-        gpu=gpu,
-        cluster=cluster_of(gpu),
-        transfers=transfers(spec, strategy, config, Placement(), **nodes),
-        num_gpus=cell.num_gpus,
-        num_shards=cell.num_gpus,
-        software=software,
-        first_step=first_step,
-    )
+    setup = _setup_of(cell, spec)
+    time = step_time(setup, transfers(setup), software, first_step=first_step)
     assert time is not None  # the paper's GPUs have a known network
     return paper_token_per_dollar(time.tokens_per_second / cell.num_gpus, cell.gpu)
 

@@ -16,7 +16,7 @@ HEAVY = {
 }
 LAYERS = (
     *("base", "hardware", "config", "model", "strategy", "record"),
-    *("predict/memory", "predict/speed", "predict", "launch"),
+    *("predict/setup", "predict/memory", "predict/speed", "predict", "launch"),
     *("run/peers", "run/kernels", "run/model", "run/engine", "run/checkpoint", "run/data", "run/observe"),
     *("run/rehearse", "run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),

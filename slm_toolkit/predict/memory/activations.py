@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import ATTENTION, FFN, Adapters, adapter_sizes, matrices_of
+from slm_toolkit.predict.setup.adapters import ATTENTION, FFN, Adapters, adapter_sizes, matrices_of
+from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16, FP32
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import Strategy
 
 SOFTWARE = ("2024", "2026")
@@ -28,10 +29,6 @@ copied logits once more"""
 EXTRA_OF_2024 = (
     17.5  # bytes per token, layer and element of h: fitted to the paper's figures 1 to 4, unexplained
 )
-
-BF16, AUTOCAST, FP32 = "bf16", "autocast", "fp32"
-"""how a step computes: bf16 weights and residual stream; fp32 ones under bf16 autocast (accelerate's DDP);
-all fp32"""
 
 
 @dataclass(frozen=True)
@@ -353,30 +350,24 @@ def _saved_results(spec: ModelSpec, element: int, adapters: Adapters) -> tuple[f
     return sum(saved.values()), sum(size for index, size in saved.items() if index >= last_needed)
 
 
-def layers_of(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    adapters: Adapters | None,
-    compute: str,
-    software: str,
-) -> list[LayerMemory]:
-    """`compute`: of `activations.py`; `adapters` None: all weights are trained."""
+def layers_of(setup: Setup) -> list[LayerMemory]:
+    """Each decoder layer, the first one first."""
+    spec, config, adapters = setup.spec, setup.config, setup.adapters
     checkpointing = config.gradient_checkpointing
     # of every pair the second is computed again: the second, the fourth, ...
     modes = ("none", "full") if checkpointing == "selective_layer" else (checkpointing, checkpointing)
     shape = {
         "seq_len": config.seq_len,
-        "compute": compute,
+        "compute": setup.compute,
         "eager": config.attn_implementation == "eager",
         "fused_norm": config.norm_kernel == "fused",
         "fused_mlp": config.mlp_kernel == "fused",
     }
     if adapters is None:
-        rest = {"compiled": config.torch_compile, "software": software}
+        rest = {"compiled": config.torch_compile, "software": setup.software}
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
-    kernels = Kernels(**shape, keeps_inputs=keeps_inputs(strategy))
+    kernels = Kernels(**shape, keeps_inputs=keeps_inputs(setup.strategy))
     return [
         frozen_layer_memory(
             *(spec, adapters, kernels),

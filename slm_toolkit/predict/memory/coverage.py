@@ -4,7 +4,7 @@ import dataclasses
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import unknown_targets
+from slm_toolkit.predict.setup.adapters import unknown_targets
 
 
 def unknown_to_estimates(config: RunConfig) -> list[str]:

@@ -13,26 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction, Where, backward_of
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Bytes per element; 0 where there is no such tensor."""
-
-    parameter: int
-    master: int
-    moments: int
-    "both of Adam's together"
-    compute: int
-    "gathered or cast parameters, as matrix products take them"
-    gradient: int
-    "as backward gives them"
-    reduced: int
-    "in the collectives"
-    kept_gradient: int
-    "as the optimizer takes them"
+from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
+from slm_toolkit.predict.setup.dtypes import Dtypes
+from slm_toolkit.predict.setup.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -77,24 +61,6 @@ class Step:
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
     "in whose backward most parameters are gathered"
-
-
-def dtypes_of(numerics: str, engine: str, *, fp32_reduction: bool) -> Dtypes:
-    """What `run/engine/engine.py` makes of `--numerics` under each engine (the README's table, "probed")."""
-    if numerics == "fp32":
-        own_master = 4 if engine == "deepspeed" else 0
-        return Dtypes(4, own_master, 8, 4, 4, 4, 4)
-    if engine == "deepspeed" and fp32_reduction:  # grad_accum_dtype: what is kept is fp32, too
-        own_master = 2 if numerics == "pure_bf16" else 4
-        return Dtypes(2, own_master, 2 * own_master, 2, 2, 4, 4)
-    if numerics == "pure_bf16":
-        own_master = 2 if engine == "deepspeed" else 0
-        return Dtypes(2, own_master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
-    if numerics == "aligned" or engine == "deepspeed":
-        return Dtypes(2, 4, 8, 2, 2, 4 if fp32_reduction else 2, 2)
-    if engine in ("fsdp1", "fsdp2"):  # fp32 shards, gathered in bf16
-        return Dtypes(4, 0, 8, 2, 2, 2, 4)
-    return Dtypes(4, 0, 8, 2, 4, 4, 4)  # autocast over fp32
 
 
 @dataclass(frozen=True)
@@ -433,25 +399,18 @@ CHUNK_ELEMENTS = 2**25
 "of gradients that `run/engine/optimizer.py` casts at a time: a test compares the two"
 
 
-def optimizer_temporary(
-    spec: ModelSpec,
-    weights: Weights,
-    dtypes: Dtypes,
-    *,
-    numerics: str,
-    engine: str,
-    optim: str,
-    num_shards: int,
-) -> float:
+def optimizer_temporary(setup: Setup) -> float:
     """Bytes on one rank. foreach AdamW makes one tensor per parameter that it updates, the fused one none.
 
     The toolkit's own AdamW (not in `stock`, not under DeepSpeed) goes through the parameters in chunks.
     """
-    foreach = optim == "adamw_torch"
-    if engine == "deepspeed" or numerics == "stock":
+    dtypes, weights, engine = setup.dtypes, setup.weights, setup.strategy.engine
+    num_shards = 1 if engine in ("single", "ddp") else setup.gpu_state_ranks
+    foreach = setup.config.optim == "adamw_torch"
+    if engine == "deepspeed" or setup.config.numerics == "stock":
         updated = dtypes.master or dtypes.parameter
         return weights.trained / num_shards * updated * foreach
-    elements = largest_chunk(spec, num_shards, weights.adapter_shapes)
+    elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)
     cast = dtypes.master if dtypes.master else 0
     temporary = (dtypes.master or dtypes.parameter) * foreach
     return elements * (cast + temporary)

@@ -10,13 +10,10 @@ gives back before it fails. The optimizer's step has no activations and so no su
 
 from dataclasses import dataclass
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
-from slm_toolkit.predict.memory.peak import MemoryEstimate, dtypes_asked
-from slm_toolkit.strategy.strategy import Strategy
+from slm_toolkit.predict.memory.peak import MemoryEstimate
+from slm_toolkit.predict.setup.setup import Setup
 
 CUDA_CONTEXT_BYTES = 500_000_000  # per process; unverified (0.3 GB and more since CUDA 11.7: pytorch#107667)
 NCCL_BYTES_OF_TWO = 544 * 2**20  # NVIDIA/nccl#964 of 2023-08: one all-reduce between 2 A100s over NVLink
@@ -72,31 +69,19 @@ def reserved_band(allocated: int, slack: int) -> Band:
     return Band(low, middle, middle + round(slack / 2 + BAND_ABOVE * allocated))
 
 
-def allocator_slack(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    memory: MemoryEstimate,
-    *,
-    allocated: int,
-    num_ranks: int,
-    optimizer_on_gpu: bool,
-    calibration: Calibration = NOT_CALIBRATED,
-) -> int:
+def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> int:
     """What the allocator keeps and nobody uses at the peak.
 
     Blocks of freed gradients (unless the optimizer's step, which has them, is the peak), a block of logits
     that transformers' loss leaves, and rounding.
     """
     gradients = 0.0
-    if optimizer_on_gpu and memory.peak_instant != "optimizer step":
-        dtypes = dtypes_asked(strategy, config)
-        shards = 1 if strategy.engine in ("single", "ddp") else num_ranks
-        trained = weights_of(spec, adapters_of(spec, config)).trained
-        gradients = trained / shards * dtypes.kept_gradient
-    num_tokens = config.per_device_train_batch_size * config.seq_len
-    of_loss = LOGITS_NOT_REUSED * spec.vocab_size * num_tokens if config.loss_kernel == "hf" else 0
-    return round((calibration.slack_factor or 1.0) * (gradients + of_loss + ROUNDING * allocated))
+    if setup.placement.optimizer_device == "none" and memory.peak_instant != "optimizer step":
+        shards = 1 if setup.strategy.engine in ("single", "ddp") else setup.shard_ranks
+        gradients = setup.weights.trained / shards * setup.dtypes.kept_gradient
+    is_hf = setup.config.loss_kernel == "hf"
+    of_loss = LOGITS_NOT_REUSED * setup.spec.vocab_size * setup.num_tokens if is_hf else 0
+    return round((setup.calibration.slack_factor or 1.0) * (gradients + of_loss + ROUNDING * allocated))
 
 
 def verdict_of(parts: dict[str, int], *, allocated: int, reserved: int, usable: int) -> str:

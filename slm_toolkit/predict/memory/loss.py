@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.activations import AUTOCAST, BF16, FP32
+from slm_toolkit.predict.memory.activations import keeps_inputs
+from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16, FP32
+from slm_toolkit.predict.setup.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,15 @@ class LossMemory:
     norm: float
 
 
-def loss_memory(
-    spec: ModelSpec,
-    config: RunConfig,
-    compute: str,
-    num_tokens: int,
-    software: str,
-    *,
-    is_frozen: bool,
-    keeps_inputs: bool,
-) -> LossMemory:
+def loss_memory(setup: Setup) -> LossMemory:
     """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient.
 
     In 2024 the fp32 copy was what the model handed back, and so stayed alive in backward. A frozen norm and
-    head keep neither what the norm scaled nor its output, which lives as long as forward does; `keeps_inputs`
-    (see `frozen_activations.Kernels`): but for the output.
+    head keep neither what the norm scaled nor its output, which lives as long as forward does; under ZeRO-3
+    (see `activations.Kernels`): but for the output.
     """
-    h, V, T = spec.hidden_size, spec.vocab_size, num_tokens
+    config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
+    h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
     e = 4 if compute == FP32 else 2
     fused_norm = config.norm_kernel == "fused"
     # kept by the final norm, the residual stream's gradient (as wide as the norm's input) included
@@ -51,7 +43,7 @@ def loss_memory(
     if is_frozen:
         kept = (2 if compute == BF16 and fused_norm else 4) * h + 4
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
-        if keeps_inputs and config.loss_kernel != "fused_linear":
+        if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
     apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
     if config.loss_kernel == "fused_linear":
@@ -71,7 +63,7 @@ def loss_memory(
         after = kept * T + e * V * T
         return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
-    backward = kept * T + (16 if software == "2024" else 12) * V * T
+    backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T
     return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
 

@@ -9,26 +9,17 @@ the last layer's backward, the embedding's, the optimizer's step - and the peak 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.activations import (
-    AUTOCAST,
-    BF16,
-    FP32,
     LayerMemory,
     Moment,
     gradients_made,
-    keeps_inputs,
     layers_of,
 )
-from slm_toolkit.predict.memory.adapters import Weights, adapters_of, weights_of
 from slm_toolkit.predict.memory.coverage import unknown_to_estimates
 from slm_toolkit.predict.memory.engine_bytes import (
     At,
     Copies,
-    Dtypes,
     Step,
-    dtypes_of,
     fsdp2,
     optimizer_temporary,
     replicated,
@@ -38,7 +29,8 @@ from slm_toolkit.predict.memory.engine_bytes import (
 )
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Where
-from slm_toolkit.strategy.strategy import Strategy
+from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16
+from slm_toolkit.predict.setup.setup import Setup
 
 BATCH_BYTES_PER_TOKEN = 24
 "token ids, shifted labels and positions, 8 bytes each"
@@ -57,42 +49,28 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def estimate_memory(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    *,
-    num_gpus: int,
-    state_ranks: int | None = None,
-    software: str = "2026",
-) -> MemoryEstimate:
-    """What `slm_toolkit.train` allocates at its peak on one of `num_gpus` ranks; CUDA's own is not counted.
+def peak(setup: Setup) -> MemoryEstimate:
+    """What `slm_toolkit.train` allocates at its peak on one rank's GPU; CUDA's own memory is not counted.
 
-    `config` has its defaults filled in. `state_ranks`: over which the training state counts as sharded, where
-    the host holds part of it (default: all). Raises ValueError for sizes that can't be, and for flags that no
-    closed form covers.
+    An offloaded optimizer takes gradients and master weights along; the parameters of ZeRO-3 may stay. hpZ
+    adds the share of a second copy of the parameters in 16 bits. Raises ValueError for sizes that can't be,
+    and for flags that no closed form covers.
     """
+    spec, config, compute = setup.spec, setup.config, setup.compute
     unknown = unknown_to_estimates(config)
-    if config.peft != "none" and software != "2026":
-        unknown.append(f"--software {software} with --peft {config.peft}: no closed form for it")
+    if config.peft != "none" and setup.software != "2026":
+        unknown.append(f"--software {setup.software} with --peft {config.peft}: no closed form for it")
     if unknown:
         raise ValueError("\n".join(unknown))
-    engine = strategy.engine
-    dtypes = dtypes_asked(strategy, config)
-    compute = compute_of(config.numerics, engine)
-    num_tokens = config.per_device_train_batch_size * config.seq_len
-    adapters = adapters_of(spec, config)
-    weights = weights_of(spec, adapters)
-    layers = layers_of(spec, strategy, config, adapters, compute, software)
-    ranks = (num_gpus, state_ranks or num_gpus)
-    step = _engine_step(spec, weights, strategy, config, engine, dtypes, compute, ranks)
-    frozen = {"is_frozen": weights.is_frozen, "keeps_inputs": keeps_inputs(strategy)}
-    loss = loss_memory(spec, config, compute, num_tokens, software, **frozen)
-    made_at = gradients_made(spec, adapters)
+    num_tokens, weights = setup.num_tokens, setup.weights
+    layers = layers_of(setup)
+    step = _engine_step(setup)
+    loss = loss_memory(setup)
+    made_at = gradients_made(spec, setup.adapters)
 
     sums = _saved_below(layers)
     saved = sums[-1] * num_tokens
-    fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(spec, config, compute)
+    fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(setup)
     best_total, best = -1.0, None
 
     def consider(instant: str, at: At, activations: float, logits: float) -> None:
@@ -152,7 +130,7 @@ def estimate_memory(
     instant, at, activations, logits = best
     state = step.state
     parts = {
-        "parameters": state.parameters + weights.scales_bytes,
+        "parameters": _parameters_here(setup, round(state.parameters + weights.scales_bytes)),
         "master_weights": state.master_weights,
         "gradients": state.gradients + at.gradients,
         "optimizer": state.optimizer,
@@ -174,30 +152,16 @@ def _in_hook(layer: LayerMemory, where: Where, made_at: Callable[[Moment], float
     return later[0].num_bytes if later else 0.0
 
 
-def dtypes_asked(strategy: Strategy, config: RunConfig) -> Dtypes:
-    """What flags and the JSON together ask for. Raises ValueError for what has no closed form."""
-    fp32_reduction = config.reduce_dtype == "fp32" or _accumulates_in_fp32(strategy)
-    return dtypes_of(config.numerics, strategy.engine, fp32_reduction=fp32_reduction)
-
-
-def _accumulates_in_fp32(strategy: Strategy) -> bool:
-    """Whether a DeepSpeed JSON asks for fp32 gradients under bf16 weights. Raises ValueError for ZeRO-1."""
-    data_types = (strategy.deepspeed_config or {}).get("data_types") or {}
-    if data_types.get("grad_accum_dtype") not in ("fp32", "float32"):
-        return False
-    if strategy.zero_stage == 1:
-        raise ValueError(
-            f"{strategy.path}: grad_accum_dtype fp32 makes ZeRO-1 another optimizer: no closed form for it\n"
-            "hint: rehearse it: --rehearse N"
-        )
-    return True
-
-
-def compute_of(numerics: str, engine: str) -> str:
-    """How matrix products and the residual stream run."""
-    if numerics == "fp32":
-        return FP32
-    return AUTOCAST if numerics == "stock" and engine in ("single", "ddp") else BF16
+def _parameters_here(setup: Setup, num_bytes: int) -> int:
+    """Bytes of parameters on the GPU, of `num_bytes` that would lie there without offload and hpZ."""
+    placement, stored = setup.placement, setup.weights.total
+    if placement.parameter_device != "none":
+        num_bytes = 0
+    elif placement.optimizer_device != "none" and setup.strategy.zero_stage == 3:
+        num_bytes = stored * setup.dtypes.parameter // setup.shard_ranks
+    if placement.secondary_ranks > 1:
+        num_bytes += 2 * stored // placement.secondary_ranks
+    return num_bytes
 
 
 def _saved_below(layers: list[LayerMemory]) -> list[float]:
@@ -208,60 +172,28 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
     return sums
 
 
-def _shared(spec: ModelSpec, config: RunConfig, compute: str) -> float:
+def _shared(setup: Setup) -> float:
     """What all layers share: RoPE's sine and cosine, and with eager attention each sequence's mask.
 
     A layer's backward does not need the mask, only its recomputation does. With adapters the mask always
     counts: their traces are nearer to that.
     """
-    e = 2 if compute == BF16 else 4
-    rope = 2 * config.seq_len * spec.head_dim * e
+    config = setup.config
+    e = 2 if setup.compute == BF16 else 4
+    rope = 2 * config.seq_len * setup.spec.head_dim * e
     recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
     if config.attn_implementation != "eager" or not recomputes:
         return rope
     return rope + config.per_device_train_batch_size * config.seq_len**2 * e
 
 
-def _engine_step(
-    spec: ModelSpec,
-    weights: Weights,
-    strategy: Strategy,
-    config: RunConfig,
-    engine: str,
-    dtypes: Dtypes,
-    compute: str,
-    ranks: tuple[int, int],
-) -> Step:
-    """`ranks`: that take part, and that share the training state."""
-    num_gpus, state_ranks = ranks
+def _engine_step(setup: Setup) -> Step:
+    """The bytes of parameters at each instant of a step, by the function of the setup's engine."""
+    spec, strategy, config = setup.spec, setup.strategy, setup.config
+    weights, dtypes, engine = setup.weights, setup.dtypes, setup.strategy.engine
     accumulates = config.gradient_accumulation_steps > 1
-    temporary = optimizer_temporary(
-        spec,
-        weights,
-        dtypes,
-        numerics=config.numerics,
-        engine=engine,
-        optim=config.optim,
-        num_shards=1 if engine in ("single", "ddp") else state_ranks,
-    )
+    temporary = optimizer_temporary(setup)
     if engine in ("single", "ddp"):
-        copies = Copies()
-        if compute == AUTOCAST:
-            checkpointing = config.gradient_checkpointing
-            recomputed = tuple(
-                number % 2 == 1 if checkpointing == "selective_layer" else checkpointing != "none"
-                for number in range(spec.num_layers)
-            )
-            of_layer = spec.matmul_params_per_layer
-            trained = weights.trained_layer if weights.is_frozen else of_layer
-            copies = Copies(
-                2 * (of_layer + trained * weights.is_frozen),
-                2 * trained,
-                2 * spec.embedding_params,
-                recomputed,
-                loss_is_outside=weights.is_frozen and config.loss_kernel == "fused_logits",
-                head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
-            )
         return replicated(
             spec,
             weights,
@@ -269,7 +201,7 @@ def _engine_step(
             has_buckets=engine == "ddp",
             reduces_copies=config.reduce_dtype == "fp32" and dtypes.gradient == 2,
             accumulates=accumulates,
-            copies=copies,
+            copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
             optimizer_temporary=temporary,
         )
     if engine in ("fsdp1", "fsdp2"):
@@ -277,19 +209,38 @@ def _engine_step(
             spec,
             weights,
             dtypes,
-            num_ranks=state_ranks,
-            gathering_ranks=num_gpus,
+            num_ranks=setup.gpu_state_ranks,
+            gathering_ranks=setup.shard_ranks,
             reshard_after_forward=strategy.reshard_after_forward is not False,
             accumulates=accumulates,
             optimizer_temporary=temporary,
         )
     zero = zero_of(strategy.deepspeed_config or {}, spec)
-    shares = {"num_ranks": state_ranks, "optimizer_temporary": temporary}
+    shares = {"num_ranks": setup.gpu_state_ranks, "optimizer_temporary": temporary}
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps
-        shares |= {"num_gpus": num_gpus, "num_micro_steps": num_micro_steps}
+        shares |= {"num_gpus": setup.shard_ranks, "num_micro_steps": num_micro_steps}
         return zero_1_or_2(spec, weights, dtypes, zero, **shares)
     goes_back = not weights.is_frozen or config.gradient_checkpointing != "none"
     return zero_3(
         spec, weights, dtypes, zero, **shares, accumulates=accumulates, has_embedding_gradient=goes_back
+    )
+
+
+def _autocast_copies(setup: Setup) -> Copies:
+    spec, config, weights = setup.spec, setup.config, setup.weights
+    checkpointing = config.gradient_checkpointing
+    recomputed = tuple(
+        number % 2 == 1 if checkpointing == "selective_layer" else checkpointing != "none"
+        for number in range(spec.num_layers)
+    )
+    of_layer = spec.matmul_params_per_layer
+    trained = weights.trained_layer if weights.is_frozen else of_layer
+    return Copies(
+        2 * (of_layer + trained * weights.is_frozen),
+        2 * trained,
+        2 * spec.embedding_params,
+        recomputed,
+        loss_is_outside=weights.is_frozen and config.loss_kernel == "fused_logits",
+        head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
     )

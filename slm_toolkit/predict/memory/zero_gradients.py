@@ -14,7 +14,7 @@ from math import prod
 from operator import itemgetter
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import Weights, matrices_of
+from slm_toolkit.predict.setup.adapters import Weights, matrices_of
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ S: sequence length. Constants that were fitted stand in `software.py`, those cou
 
 from dataclasses import dataclass
 
-from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.activations import AUTOCAST, FP32
-from slm_toolkit.predict.memory.adapters import NF4_BLOCK, Adapters, matrices_of, weights_of
 from slm_toolkit.predict.memory.loss import chunk_rows
+from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
+from slm_toolkit.predict.setup.dtypes import AUTOCAST, FP32
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds
 from slm_toolkit.predict.speed.software import Software
 
@@ -174,21 +174,13 @@ class Work:
         return on_weights + self.attention + self.memory_traffic + self.recomputation
 
 
-def micro_step_work(
-    spec: ModelSpec,
-    adapters: Adapters | None,
-    config: RunConfig,
-    rates: Rates,
-    software: Software,
-    compute: str,
-    gpu: Gpu,
-    loss_kernel: str,
-) -> Work:
-    tokens = config.per_device_train_batch_size * config.seq_len
+def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel: str) -> Work:
+    """Forward and backward of one micro-step; `loss_kernel`: a key of LOGIT_BYTES."""
+    spec, config, adapters, compute = setup.spec, setup.config, setup.adapters, setup.compute
+    tokens, compiled = setup.num_tokens, config.torch_compile
     element_bytes = 4 if compute == FP32 else 2
-    compiled = config.torch_compile
     if compute == FP32:
-        rates = _fp32_rates(rates, gpu)
+        rates = _fp32_rates(rates, setup.gpu)
     is_frozen, beside = adapters is not None, NO_ADAPTERS
     if is_frozen:
         beside = adapter_work(spec, adapters, tokens=tokens, rates=rates, element_bytes=element_bytes)
@@ -218,7 +210,7 @@ def micro_step_work(
     forward += spec.num_layers * beside.forward_seconds
     backward += spec.num_layers * beside.backward_seconds
     attention_forward, attention_backward = (
-        spec.num_layers * seconds for seconds in _attention(spec, config, tokens, rates, software)
+        spec.num_layers * seconds for seconds in _attention(setup, rates, software)
     )
     traffic = layer_traffic(
         spec,
@@ -231,8 +223,7 @@ def micro_step_work(
     per_token = traffic.bytes_per_token + beside.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
     logits = tokens * spec.vocab_size * LOGIT_BYTES[loss_kernel] / rates.loss_bytes(loss_kernel)
-    weights = weights_of(spec, adapters)
-    num_cast = (weights.total + weights.trained) * (compute == AUTOCAST)
+    num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
 
     unpacking = spec.num_layers * beside.unpacking_seconds
@@ -303,10 +294,9 @@ def _forward_and_backward(
     return seconds.forward, seconds.input_gradient if is_frozen else seconds.backward
 
 
-def _attention(
-    spec: ModelSpec, config: RunConfig, tokens: int, rates: Rates, software: Software
-) -> tuple[float, float]:
+def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, float]:
     """Forward and backward seconds of one layer's attention, projections not counted."""
+    spec, config, tokens = setup.spec, setup.config, setup.num_tokens
     width = spec.num_heads * spec.head_dim
     if config.attn_implementation != "eager":
         flop = 2.0 * config.seq_len * tokens * width  # half of 4 S T width: causal

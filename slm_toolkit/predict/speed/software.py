@@ -91,10 +91,6 @@ def calibrated(software: Software, calibration: Calibration) -> Software:
 
 MEMORY_SHARE = 0.85
 "of the memory's data-sheet rate that a kernel which only moves bytes reaches; fixed, not fitted"
-LINK_SHARE = 0.7
-"of the one-way link rate that a node's collectives reach on the bus; fixed"
-NODE_NETWORK_SHARE = 0.8
-"of a node's network rate; ml-engineering's advice is to plan on 0.80 to 0.85 of what is advertised"
 
 _MATMUL, _FLASH = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.316, hopper=0.180)
 "fitted to llm-foundry's and torchtitan's tables"

@@ -8,13 +8,9 @@ import math
 from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.activations import AUTOCAST, FP32
-from slm_toolkit.predict.memory.adapters import Weights, adapters_of, weights_of
-from slm_toolkit.predict.memory.engine_bytes import dtypes_of
-from slm_toolkit.predict.memory.peak import compute_of
-from slm_toolkit.predict.speed.bandwidth import Cluster, transfer_seconds
+from slm_toolkit.hardware.network import LINK_SHARE, NODE_NETWORK_SHARE, Cluster
+from slm_toolkit.predict.setup.dtypes import AUTOCAST, FP32, engine_dtypes
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import Rates, rates_of
 from slm_toolkit.predict.speed.roofline import micro_step_work
 from slm_toolkit.predict.speed.software import Software
@@ -29,6 +25,8 @@ PARTS = (
 accumulation; 4-bit weights to bf16; what checkpointing does again; the optimizer; communication not hidden;
 waiting for the host to launch kernels; what the host does between two steps"""
 
+CALL_SECONDS = 20e-6  # of a collective inside a node, beside its bytes; hand count, not fitted
+HOP_SECONDS = 10e-6  # more for each doubling of the nodes; hand count, not fitted
 _UNFUSED_ADAM = 1.8  # reads and writes of AdamW's for-each kernels over the fused one's; hand count
 _STEP_KERNELS = 30  # of a step beside its passes and parameters: loss and norm summed, tokens copied, counted
 _SHARDED_KERNELS = (
@@ -63,49 +61,41 @@ class StepTime:
 
 
 def step_time(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    *,
-    gpu: Gpu,
-    cluster: Cluster,
+    setup: Setup,
     transfers: tuple[Transfer, ...],
-    num_gpus: int,
-    num_shards: int,
     software: Software,
+    *,
     loss_kernel: str | None = None,
     first_step: bool = False,
 ) -> StepTime | None:
-    """None where the network between nodes is unknown.
+    """Seconds of one step on the setup's GPU; None where the network between nodes is unknown.
 
-    `num_shards`: ranks that the state is sharded over; `loss_kernel`: of LOGIT_BYTES, where it is none of the
-    trainer's; `first_step`: with what the paper's protocol adds.
+    `transfers`: what a rank sends in the step; `software`: its constants, of `setup.software` or others;
+    `loss_kernel`: of LOGIT_BYTES, where it is none of the trainer's; `first_step`: with what the paper's
+    protocol adds.
     """
-    rates = rates_of(gpu, software)
+    spec, strategy, config = setup.spec, setup.strategy, setup.config
+    rates = rates_of(setup.gpu, software)
     micro_steps = config.gradient_accumulation_steps
-    compute = compute_of(config.numerics, strategy.engine)
-    adapters = adapters_of(spec, config)
-    weights = weights_of(spec, adapters)
-    work = micro_step_work(
-        spec, adapters, config, rates, software, compute, gpu, loss_kernel or config.loss_kernel
-    )
+    work = micro_step_work(setup, rates, software, loss_kernel or config.loss_kernel)
     sharded = strategy.engine in ("fsdp1", "fsdp2") or strategy.zero_stage == 3
     num_kernels = work.num_kernels + (3 * spec.num_layers * _SHARDED_KERNELS if sharded else 0)
     device = work.total
-    optimizer_seconds = _optimizer_seconds(weights, strategy, config, rates, num_shards)
-    optimizer_launch = max(
-        0.0, _optimizer_kernels(spec, config) * software.kernel_seconds - optimizer_seconds
+    shards = setup.shard_ranks if strategy.sharded_parts else 1
+    optimizer_seconds = (
+        optimizer_bytes(strategy, config) * setup.weights.trained / shards / rates.optimizer_bytes
     )
+    optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
     communication = _communication(
-        transfers, cluster, software, beside=micro_steps * (device + launch), micro_steps=micro_steps
+        transfers, setup.cluster, software, beside=micro_steps * (device + launch), micro_steps=micro_steps
     )
     if communication is None:
         return None
     exposed, hidden = communication
-    if num_gpus > 1:
-        crowd = math.exp(-software.few_ranks / (num_gpus - 1))
+    if setup.num_gpus > 1:
+        crowd = math.exp(-software.few_ranks / (setup.num_gpus - 1))
         per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
         exposed += spec.num_layers * crowd * per_layer
         exposed += software.ddp_seconds if strategy.engine == "ddp" else 0
@@ -114,7 +104,7 @@ def step_time(
             "matmul": micro_steps * work.matmul,
             "attention": micro_steps * work.attention,
             "memory_traffic": micro_steps * work.memory_traffic
-            + (micro_steps - 1) * _accumulation_seconds(weights, compute, rates),
+            + (micro_steps - 1) * _accumulation_seconds(setup, rates),
             "dequantization": micro_steps * work.dequantization,
             "recomputation": micro_steps * work.recomputation,
             "optimizer": optimizer_seconds,
@@ -122,7 +112,7 @@ def step_time(
             "launch_overhead": micro_steps * launch + optimizer_launch,
             "fixed": software.step_seconds + (software.first_step_seconds if first_step else 0),
         },
-        tokens=num_gpus * micro_steps * config.per_device_train_batch_size * config.seq_len,
+        tokens=setup.num_gpus * micro_steps * setup.num_tokens,
         hidden_communication_seconds=hidden,
         overlappable_seconds=micro_steps * (device + launch),
         last_micro_step_seconds=device + launch,
@@ -162,12 +152,29 @@ def _exposed(seconds: float, beside: float, software: Software) -> float:
     return software.contention * min(seconds, beside) + max(0.0, seconds - beside)
 
 
-def _optimizer_seconds(
-    weights: Weights, strategy: Strategy, config: RunConfig, rates: Rates, num_shards: int
-) -> float:
-    shards = num_shards if strategy.sharded_parts else 1
-    per_param = optimizer_bytes(strategy, config)
-    return per_param * weights.trained / shards / rates.optimizer_bytes
+def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
+    """Latency and bytes of all calls; None between nodes of an unknown network.
+
+    On the bus all ranks send at once. Inside a node that is the link's rate; between nodes the rings of a
+    node's ranks share its network, and groups beside each other share it again.
+    """
+    if transfer.ranks == 1:
+        return 0.0
+    nodes = transfer.num_nodes
+    sharing = transfer.groups_per_node if nodes > 1 else 1
+    if cluster.is_measured(num_nodes=nodes):
+        line = cluster.fits[transfer.collective]
+        rate = line.bus_bytes_per_second or math.inf
+        return transfer.num_calls * line.latency_seconds + transfer.sent_bytes * sharing / rate
+    calls = transfer.num_calls * (CALL_SECONDS + HOP_SECONDS * math.log2(nodes))
+    in_node = transfer.sent_bytes / (LINK_SHARE * cluster.link_bytes_per_second)
+    if nodes == 1:
+        return calls + in_node
+    network = cluster.node_bytes_per_second(transfer.ranks_per_node * transfer.groups_per_node)
+    if network is None:
+        return None
+    between = transfer.sent_bytes * sharing / (NODE_NETWORK_SHARE * network)
+    return calls + max(between, in_node)
 
 
 def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
@@ -175,7 +182,8 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
 
     bf16's rounding is done by whoever holds the masters: `run/engine/optimizer.py`, DeepSpeed likewise.
     """
-    dtypes = dtypes_of(config.numerics, strategy.engine, fp32_reduction=config.reduce_dtype == "fp32")
+    fp32_reduction = config.reduce_dtype == "fp32"
+    dtypes = engine_dtypes(config.numerics, strategy.engine, fp32_reduction=fp32_reduction)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
     cast = gradient + updated if gradient != updated else 0
@@ -186,16 +194,16 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
     return norm + cast + clip + adamw + copy_back
 
 
-def _optimizer_kernels(spec: ModelSpec, config: RunConfig) -> int:
+def _optimizer_kernels(setup: Setup) -> int:
     """A gradient is cast by itself, all else is done for a list of them at once."""
-    num_params = spec.num_layers * (2 + 4 + spec.num_ffn_matrices) + 3
-    return _STEP_KERNELS + (num_params if config.numerics == "aligned" else 0)
+    num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
+    return _STEP_KERNELS + (num_params if setup.config.numerics == "aligned" else 0)
 
 
-def _accumulation_seconds(weights: Weights, compute: str, rates: Rates) -> float:
+def _accumulation_seconds(setup: Setup, rates: Rates) -> float:
     """A further micro-step reads the gradients there are, reads the new ones and writes their sum."""
-    element_bytes = 2 if compute not in (AUTOCAST, FP32) else 4
-    return 3 * element_bytes * weights.trained / rates.memory_bytes
+    element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
+    return 3 * element_bytes * setup.weights.trained / rates.memory_bytes
 
 
 BOTTLENECKS = (

@@ -10,15 +10,10 @@ after the step, are the adapters' alone.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
 from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
-from slm_toolkit.predict.memory.host import Placement
-from slm_toolkit.predict.memory.peak import dtypes_asked
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import Strategy
 
 INT8_SCALES = 1.0  # qwZ: one byte per parameter; its scales, one per some thousand, are not counted
@@ -68,43 +63,96 @@ class Transfer:
         return self.sent_bytes - self.inter_node_bytes
 
 
-def transfers(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    placement: Placement,
-    *,
-    num_gpus: int,
-    gpus_per_node: int,
-    reduces_each_micro_step: bool = False,
-) -> tuple[Transfer, ...]:
+def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[Transfer, ...]:
     """All that a rank communicates in one optimizer step; nothing for a single one.
 
     FSDP under accumulation reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
     micro-step. Raises ValueError for what has no closed form.
     """
-    if num_gpus == 1 or strategy.engine == "single":
+    strategy, engine = setup.strategy, setup.strategy.engine
+    if setup.num_gpus == 1 or engine == "single":
         return ()
-    dtypes = dtypes_asked(strategy, config)
-    shard_ranks = placement.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    weights = weights_of(spec, adapters_of(spec, config))
-    return _transfers(
-        weights.total,
-        weights.trained,
-        spec.num_layers + 2,
-        strategy.engine,
-        strategy.zero_stage,
-        strategy.reshard_after_forward is not False,
-        _zero_settings(strategy),
-        dtypes.compute,
-        dtypes.reduced,
-        config.gradient_accumulation_steps,
-        reduces_each_micro_step,
-        shard_ranks,
-        placement.secondary_ranks,
-        num_gpus,
-        gpus_per_node,
+    weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
+    micro_steps = setup.config.gradient_accumulation_steps
+    num_units = setup.spec.num_layers + 2
+    zero = _zero_settings(strategy)
+    gradients = weights.trained * dtypes.reduced
+    bucket_bytes = (zero.bucket_elements or 0) * dtypes.reduced or DDP_BUCKET_BYTES
+    buckets = max(1.0, gradients / bucket_bytes)
+
+    def transfer(
+        name: str,
+        collective: str,
+        num_bytes: float,
+        num_calls: float,
+        *,
+        times: int = 1,
+        ranks: int = setup.num_gpus,
+        stride: int = 1,
+        overlaps: bool = True,
+    ) -> Transfer:
+        # a group of every `stride`-th rank has so many in a node; where it doesn't divide one, some groups
+        # lie across two, and the slowest decides
+        places = max(1, setup.ranks_per_node // stride)
+        per_node = gcd(ranks, places)
+        groups = max(1, setup.ranks_per_node // per_node)
+        sizes = (times * num_bytes, ranks, per_node, groups)
+        return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
+
+    if engine == "ddp":
+        return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
+    if engine == "deepspeed" and strategy.zero_stage in (1, 2):
+        reduced = transfer(
+            "reduce_gradients",
+            "reduce_scatter",
+            gradients,
+            buckets,
+            times=micro_steps if strategy.zero_stage == 2 else 1,
+            overlaps=zero.overlaps,
+        )
+        updated = weights.trained * dtypes.compute
+        return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
+    secondary_ranks = setup.placement.secondary_ranks
+    whole = dtypes.compute if not zero.quantized_weights else INT8_SCALES
+    found = [
+        transfer(
+            "gather_forward",
+            "all_gather",
+            weights.total * whole,
+            num_units,
+            times=micro_steps,
+            ranks=shard_ranks,
+        )
+    ]
+    if strategy.reshard_after_forward is not False:
+        found.append(
+            transfer(
+                "gather_backward",
+                "all_gather",
+                weights.total * (dtypes.compute if secondary_ranks > 1 else whole),
+                num_units,
+                times=micro_steps,
+                ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
+            )
+        )
+    each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
+    reduced = weights.trained * INT4_SCALES if zero.quantized_gradients else gradients
+    found.append(
+        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
     )
+    if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between them
+        found.append(
+            transfer(
+                "reduce_between_copies",
+                "all_reduce",
+                gradients / shard_ranks,
+                num_units,
+                times=each,
+                ranks=setup.num_gpus // shard_ranks,
+                stride=shard_ranks,
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -129,100 +177,3 @@ def _zero_settings(strategy: Strategy) -> _ZeroSettings:
         bool(zero.get("overlap_comm", strategy.zero_stage == 3)),  # deepspeed 0.19's default
         None if bucket == "auto" else float(bucket),
     )
-
-
-@lru_cache(maxsize=65536)
-def _transfers(
-    num_params: int,
-    num_trained: int,
-    num_units: int,
-    engine: str,
-    zero_stage: int | None,
-    reshard_after_forward: bool,
-    zero: _ZeroSettings,
-    parameter_bytes: int,
-    reduced_bytes: int,
-    micro_steps: int,
-    reduces_each_micro_step: bool,
-    shard_ranks: int,
-    secondary_ranks: int,
-    num_gpus: int,
-    gpus_per_node: int,
-) -> tuple[Transfer, ...]:
-    updated, gradients = num_trained * parameter_bytes, num_trained * reduced_bytes
-    bucket_bytes = (zero.bucket_elements or 0) * reduced_bytes or DDP_BUCKET_BYTES
-    buckets = max(1.0, gradients / bucket_bytes)
-
-    def transfer(
-        name: str,
-        collective: str,
-        num_bytes: float,
-        num_calls: float,
-        *,
-        times: int = 1,
-        ranks: int = num_gpus,
-        stride: int = 1,
-        overlaps: bool = True,
-    ) -> Transfer:
-        # a group of every `stride`-th rank has so many in a node; where it doesn't divide one, some groups
-        # lie across two, and the slowest decides
-        places = max(1, gpus_per_node // stride)
-        per_node = gcd(ranks, places)
-        groups = max(1, gpus_per_node // per_node)
-        sizes = (times * num_bytes, ranks, per_node, groups)
-        return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
-
-    if engine == "ddp":
-        return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
-    if engine == "deepspeed" and zero_stage in (1, 2):
-        each = micro_steps if zero_stage == 2 else 1
-        return (
-            transfer(
-                *("reduce_gradients", "reduce_scatter", gradients, buckets),
-                times=each,
-                overlaps=zero.overlaps,
-            ),
-            transfer("gather_updated", "all_gather", updated, 1, overlaps=False),
-        )
-    found = []
-    whole = parameter_bytes if not zero.quantized_weights else INT8_SCALES
-    found.append(
-        transfer(
-            "gather_forward",
-            "all_gather",
-            num_params * whole,
-            num_units,
-            times=micro_steps,
-            ranks=shard_ranks,
-        )
-    )
-    if reshard_after_forward:
-        found.append(
-            transfer(
-                "gather_backward",
-                "all_gather",
-                num_params * (parameter_bytes if secondary_ranks > 1 else whole),
-                num_units,
-                times=micro_steps,
-                ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
-            )
-        )
-    each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
-    reduced = num_trained * INT4_SCALES if zero.quantized_gradients else gradients
-    found.append(
-        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
-    )
-    if shard_ranks < num_gpus:  # copies of the model: each shard's gradients are reduced between them
-        copies = num_gpus // shard_ranks
-        found.append(
-            transfer(
-                "reduce_between_copies",
-                "all_reduce",
-                gradients / shard_ranks,
-                num_units,
-                times=each,
-                ranks=copies,
-                stride=shard_ranks,
-            )
-        )
-    return tuple(found)

@@ -16,8 +16,8 @@ from slm_toolkit.doctor.finding import Edit, Finding
 from slm_toolkit.doctor.fix import mended, write_mended
 from slm_toolkit.doctor.host import Host
 from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.predict.deployment import Site
-from slm_toolkit.predict.speed.bandwidth import cluster_of
+from slm_toolkit.hardware.network import cluster_of
+from slm_toolkit.predict.setup.setup import Site
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, YAML_SETTINGS
 from slm_toolkit.strategy.strategy import find_strategy
 

@@ -16,7 +16,7 @@ from test_memory import BENCH, TINY, bench, estimate
 from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.memory.adapters import Adapters, adapters_of, weights_of
+from slm_toolkit.predict.setup.adapters import Adapters, adapters_of, weights_of
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 

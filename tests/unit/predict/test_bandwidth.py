@@ -14,23 +14,20 @@ from slm_toolkit.cli.deployment_flags import _KINDS
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
+    LINK_SHARE,
+    NODE_NETWORK_SHARE,
+    Cluster,
     CollectiveTiming,
     MeasuredNetwork,
     bus_factor,
+    cluster_of,
     write_network,
 )
 from slm_toolkit.hardware.prices import KINDS
-from slm_toolkit.predict.deployment import Site
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.speed.bandwidth import (
-    CALL_SECONDS,
-    HOP_SECONDS,
-    Cluster,
-    cluster_of,
-    transfer_seconds,
-)
-from slm_toolkit.predict.speed.software import LINK_SHARE, NODE_NETWORK_SHARE
+from slm_toolkit.predict.setup.setup import Site
+from slm_toolkit.predict.speed.step import CALL_SECONDS, HOP_SECONDS, transfer_seconds
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.tables.estimate import estimate_table
 from slm_toolkit.strategy.strategy import find_strategy

@@ -1,7 +1,6 @@
 """What binds a step, and the changes that move it."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 from test_estimate import estimated
@@ -11,31 +10,21 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.predict import bottleneck as bound
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, Lever, levers
-from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
-from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
-from slm_toolkit.predict.memory.host import Placement
+from slm_toolkit.predict.estimate import estimate, largest_batch
+from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.step import BOTTLENECKS
 from slm_toolkit.strategy.strategy import find_strategy
 
 LARGER_BATCH = "--per_device_train_batch_size"
 
 
-def estimate_of(spec: ModelSpec, config: RunConfig, *, gpu: str = "h100-80gb", nodes: int = 1) -> Estimate:
-    return estimate(
-        spec,
-        find_strategy("ddp"),
-        Placement(),
-        config,
-        num_gpus=8 * nodes,
-        gpus_per_node=8,
-        gpu=gpu_of_name(gpu),
-        deepspeed_needs=deepspeed_needs,
-        deepspeed_version=None,
-    )
+def setup_of(spec: ModelSpec, *, gpu: str = "h100-80gb", nodes: int = 1, **flags: object) -> Setup:
+    config = RunConfig(**{"seq_len": 1024, **flags})
+    return Setup(spec, find_strategy("ddp"), config, num_gpus=8 * nodes, gpu=gpu_of_name(gpu))
 
 
-def levers_of(model: str, **given: object) -> list[Lever]:
-    return levers(estimate_of, PRESETS[model], RunConfig(**{"seq_len": 1024, **given}))
+def levers_of(model: str, **flags: object) -> list[Lever]:
+    return levers(setup_of(PRESETS[model], **flags))
 
 
 @pytest.mark.parametrize(
@@ -66,24 +55,22 @@ def test_the_papers_500m_gets_an_ffn_that_tensor_cores_like() -> None:
     found = {lever.change: lever for lever in levers_of("slm-500m")}
     aligned = found["widths in multiples of 8: FFN 4160 for 4147"]
     wider = dataclasses.replace(PRESETS["slm-500m"], ffn_size=4160)
-    before, after = (estimate_of(spec, RunConfig(seq_len=1024)) for spec in (PRESETS["slm-500m"], wider))
+    before, after = (estimate(setup_of(spec)) for spec in (PRESETS["slm-500m"], wider))
     assert aligned.speedup == after.tokens_per_second / before.tokens_per_second > WORTH_SAYING
     assert not any("widths" in lever.change for lever in levers_of("slm-500m-hw"))
 
 
 def test_a_lever_that_no_longer_fits_is_left_out() -> None:
-    on_l4 = partial(estimate_of, gpu="l4")
-    spec, config = PRESETS["slm-500m-hw"], RunConfig(seq_len=1024, gradient_checkpointing="full")
-    largest = largest_batch(lambda changed: on_l4(spec, changed), config).per_device_train_batch_size
-    configs = [dataclasses.replace(config, per_device_train_batch_size=size) for size in (1, largest)]
-    small, full = ([lever.change.split()[0] for lever in levers(on_l4, spec, given)] for given in configs)
+    on_l4 = setup_of(PRESETS["slm-500m-hw"], gpu="l4", gradient_checkpointing="full")
+    largest = largest_batch(on_l4).per_device_train_batch_size
+    setups = [with_flags(on_l4, per_device_train_batch_size=size) for size in (1, largest)]
+    small, full = ([lever.change.split()[0] for lever in levers(setup)] for setup in setups)
     assert {LARGER_BATCH, "--gradient_checkpointing"} <= set(small)
     assert not {LARGER_BATCH, "--gradient_checkpointing"} & set(full)
 
 
 def test_an_unknown_network_has_no_levers() -> None:
-    two_nodes = partial(estimate_of, gpu="l4", nodes=2)
-    assert levers(two_nodes, PRESETS["slm-100m"], RunConfig(seq_len=1024)) == []
+    assert levers_of("slm-100m", gpu="l4", nodes=2) == []
 
 
 def test_misaligned_widths_are_named_and_rounded() -> None:

@@ -14,7 +14,8 @@ from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory import engine_bytes as optimizer_bytes
 from slm_toolkit.predict.memory import loss as loss_memory
-from slm_toolkit.predict.memory.peak import MemoryEstimate, estimate_memory
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy
 
 GIB = 2**30
@@ -26,9 +27,7 @@ def estimate(
     strategy: str, *, num_gpus: int, spec: ModelSpec | None = None, **flags: object
 ) -> MemoryEstimate:
     config = RunConfig(**{"model": "slm-100m", **flags}).with_defaults(has_gpu=True)
-    return estimate_memory(
-        spec or find_model(config.model), find_strategy(strategy), config, num_gpus=num_gpus
-    )
+    return peak(Setup(spec or find_model(config.model), find_strategy(strategy), config, num_gpus=num_gpus))
 
 
 def bench(name: str) -> ModuleType:
@@ -92,8 +91,8 @@ def test_buckets_of_a_users_own_json_count(tmp_path: Path) -> None:
     )
     config = RunConfig(model="slm-100m", gradient_checkpointing="full", loss_kernel="fused_linear")
     config = config.with_defaults(has_gpu=True)
-    mine = estimate_memory(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8)
-    ours = estimate_memory(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8)
+    mine = peak(Setup(find_model("slm-100m"), read_strategy(yaml_path), config, num_gpus=8))
+    ours = peak(Setup(find_model("slm-100m"), find_strategy("ds_zero2"), config, num_gpus=8))
     assert mine.parts["communication"] == 2 * 500_000_000 * 2
     assert ours.parts["communication"] == 2 * 13_107_200 * 2
 

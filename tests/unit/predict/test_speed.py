@@ -11,15 +11,15 @@ from conftest import made_record, own_strategy
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
+from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.deployment import Site
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.speed.bandwidth import Cluster, cluster_of, transfer_seconds
+from slm_toolkit.predict.setup.setup import Setup, Site
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
 from slm_toolkit.predict.speed.roofline import layer_traffic
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
-from slm_toolkit.predict.speed.step import PARTS, StepTime, optimizer_bytes, step_time
+from slm_toolkit.predict.speed.step import PARTS, StepTime, optimizer_bytes, step_time, transfer_seconds
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
@@ -199,17 +199,15 @@ def test_offload_has_no_time(tmp_path: Path) -> None:
 def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> StepTime:
     """DDP on eight H100s that costs no more than its compute and these transfers."""
     software = dataclasses.replace(TODAY, contention=contention, layer_seconds=0.0, ddp_seconds=0.0)
-    return step_time(
+    setup = Setup(
         PRESETS["slm-500m"],
         find_strategy("ddp"),
         RunConfig(seq_len=1024, gradient_accumulation_steps=micro_steps),
-        gpu=gpu_of_name("h100-80gb"),
-        cluster=Cluster(1e9, None),
-        transfers=transfers,
         num_gpus=8,
-        num_shards=1,
-        software=software,
+        gpu=gpu_of_name("h100-80gb"),
+        site=Site(Cluster(1e9, None)),
     )
+    return step_time(setup, transfers, software)
 
 
 def test_communication_shows_where_it_is_longer_than_compute_or_gets_in_its_way() -> None:

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import weights_of
 from slm_toolkit.predict.memory.zero_gradients import (
     Backward,
     Held,
@@ -23,6 +22,7 @@ from slm_toolkit.predict.memory.zero_gradients import (
     in_backward,
     tensors_of,
 )
+from slm_toolkit.predict.setup.adapters import weights_of
 
 BENCH = Path(__file__).parents[3] / "bench"
 # h = q = v = 8, i = 16, V = 40: a vocabulary matrix has 320 elements, a layer's seven 4 x 64 + 3 x 128 = 640,

@@ -1,22 +1,13 @@
-"""Where a strategy puts the training state: on which ranks, on the GPU or in the host's RAM.
+"""Placement: which ranks hold the training state, and whether it lies on the GPU or in the host's RAM.
 
-Offload, hybrid shards, hpZ and all host bytes are hypotheses: read off the engines' code, not measured.
+Offload, hybrid shards and hpZ are hypotheses: read off the engines' code, not measured.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.adapters import adapters_of, weights_of
-from slm_toolkit.predict.memory.peak import MemoryEstimate, dtypes_asked, estimate_memory
 from slm_toolkit.strategy.groups import check_groups, parallel_sizes, product_problem, shown_sizes
 from slm_toolkit.strategy.strategy import Strategy
-
-PROCESS_BYTES = round(0.75 * 2**30)
-"RSS of a training process without its model, torch and engine loaded; measured on CPU 2026-11-20"
-MANY_RANKS = 2**40
-"over so many ranks a share is less than a byte: what a rank still holds is not sharded"
 
 
 @dataclass(frozen=True)
@@ -97,85 +88,6 @@ def fsdp1_sharding(strategy: Strategy) -> str:
             f"hint: one of {', '.join(names[:2] + names[3:])}; without shards it is MULTI_GPU"
         )
     return name
-
-
-def memory_of_rank(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    placement: Placement,
-    *,
-    num_ranks: int,
-    software: str = "2026",
-) -> MemoryEstimate:
-    """`estimate_memory` with the state sharded over `num_ranks`, less what lies on the host.
-
-    An offloaded optimizer takes gradients and master weights along: as if every share were nothing. The
-    parameters of ZeRO-3 may stay. hpZ adds the share of a second copy in 16 bits.
-    """
-    offloads = placement.optimizer_device != "none"
-    state_ranks = MANY_RANKS if offloads else num_ranks
-    memory = estimate_memory(
-        spec, strategy, config, num_gpus=num_ranks, state_ranks=state_ranks, software=software
-    )
-    moved, stored = {}, weights_of(spec, adapters_of(spec, config)).total
-    if placement.parameter_device != "none":
-        moved["parameters"] = 0
-    elif offloads and strategy.zero_stage == 3:
-        moved["parameters"] = stored * dtypes_asked(strategy, config).parameter // num_ranks
-    if placement.secondary_ranks > 1:
-        here = moved.get("parameters", memory.parts["parameters"])
-        moved["parameters"] = here + 2 * stored // placement.secondary_ranks
-    return MemoryEstimate({**memory.parts, **moved}, memory.peak_instant) if moved else memory
-
-
-def host_bytes_per_node(
-    spec: ModelSpec,
-    strategy: Strategy,
-    config: RunConfig,
-    placement: Placement,
-    *,
-    num_ranks: int,
-    gpus_per_node: int,
-) -> int:
-    """RAM of one node at its worst: while every rank builds the model in fp32, or with what is offloaded.
-
-    With zero3_init_flag a rank builds a layer at a time, but rank 0 draws random weights whole.
-    DeepSpeed on cpu: master weights, moments and fp32 gradients of the rank's share. On nvme: its pinned
-    buffers only (deepspeed 0.19.8, runtime/zero/offload_config.py and runtime/swap_tensor).
-    """
-    weights = weights_of(spec, adapters_of(spec, config))
-    trained = weights.trained if weights.is_frozen else 0  # beside the model
-    building = 4 * ((spec.largest_layer_params if placement.zero_init else spec.num_params) + trained)
-    offloaded = _offloaded_bytes(spec, strategy, config, placement, num_ranks)
-    is_drawn = spec.path is None or spec.path.endswith(".json")
-    of_rank_0 = 4 * spec.num_params if placement.zero_init and is_drawn else 0
-    return gpus_per_node * (PROCESS_BYTES + max(building, round(offloaded))) + of_rank_0
-
-
-def _offloaded_bytes(
-    spec: ModelSpec, strategy: Strategy, config: RunConfig, placement: Placement, num_ranks: int
-) -> float:
-    if placement.optimizer_device == "none" and placement.parameter_device == "none":
-        return 0
-    dtypes = dtypes_asked(strategy, config)
-    weights = weights_of(spec, adapters_of(spec, config))
-    share = weights.trained / num_ranks
-    zero = (strategy.deepspeed_config or {}).get("zero_optimization", {})
-    of_optimizer = of_parameters = 0.0
-    if placement.optimizer_device == "cpu":
-        gradient = 4 if strategy.engine == "deepspeed" else dtypes.kept_gradient
-        of_optimizer = share * (dtypes.master + dtypes.moments + gradient)
-    elif placement.optimizer_device == "nvme":
-        buffers = zero["offload_optimizer"].get("buffer_count") or 4
-        of_optimizer = buffers * min(share, zero.get("sub_group_size") or 1e9) * 4
-    if placement.parameter_device == "cpu":
-        of_parameters = weights.total / num_ranks * dtypes.parameter
-    elif placement.parameter_device == "nvme":
-        section = zero["offload_param"]
-        elements = (section.get("buffer_count") or 5) * (section.get("buffer_size") or 1e8)
-        of_parameters = elements * dtypes.parameter
-    return of_optimizer + of_parameters
 
 
 def _device(section: dict[str, Any] | None) -> str:

@@ -1,0 +1,1 @@
+"""Bytes on a rank, by closed forms."""
