@@ -1,0 +1,50 @@
+"""Setup: what follows from a model, a strategy and flags on certain GPUs."""
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.memory.host_ram import PROCESS_BYTES, host_bytes
+from slm_toolkit.predict.setup.setup import Setup, with_flags
+from slm_toolkit.strategy.strategy import find_strategy
+
+P = 130_569_920  # of slm-100m, whose vocabulary matrices have 32,000 x 832 parameters
+
+
+def setup_of(strategy: str, *, num_gpus: int, **flags: object) -> Setup:
+    config = RunConfig(**{"per_device_train_batch_size": 4, "seq_len": 1024, **flags})
+    return Setup(PRESETS["slm-100m"], find_strategy(strategy), config, num_gpus=num_gpus)
+
+
+def test_equal_setups_are_one_key_of_a_dict() -> None:
+    first, second = (setup_of("ds_zero3", num_gpus=8) for _ in range(2))
+    assert {first: "here"}[second] == "here"
+    assert with_flags(first, seq_len=512) not in {first}
+
+
+def test_a_job_smaller_than_a_node_takes_part_of_it() -> None:
+    small, large = setup_of("ddp", num_gpus=4), setup_of("ddp", num_gpus=16)
+    assert (small.ranks_per_node, small.num_nodes) == (4, 1)
+    assert (large.ranks_per_node, large.num_nodes) == (8, 2)
+
+
+def test_a_launched_hybrid_shard_keeps_a_copy_per_node_or_two_on_one() -> None:
+    assert setup_of("fsdp_hybrid_shard", num_gpus=16).launched.shard_ranks == 8
+    assert setup_of("fsdp_hybrid_shard", num_gpus=8).launched.shard_ranks == 4
+    assert setup_of("fsdp_full_shard", num_gpus=16).launched.shard_ranks == 16
+
+
+def test_flags_decide_tokens_weights_and_dtypes() -> None:
+    whole = setup_of("ddp", num_gpus=2)
+    assert whole.num_tokens == 4 * 1024
+    assert (whole.adapters, whole.weights.trained, whole.dtypes.master) == (None, P, 4)
+    adapted = with_flags(whole, peft="lora", lora_r=8, lora_target_modules="q_proj", numerics="pure_bf16")
+    spec = whole.spec
+    width = spec.num_heads * spec.head_dim
+    assert adapted.weights.trained == spec.num_layers * 8 * (spec.hidden_size + width)  # A and B
+    assert adapted.dtypes.master == 0
+
+
+def test_host_bytes_can_assume_zero_init() -> None:
+    setup = setup_of("ddp", num_gpus=8)
+    # every rank builds all of it in fp32; in pieces of the largest layer, but for rank 0, which draws it
+    assert host_bytes(setup) == 8 * (PROCESS_BYTES + 4 * P)
+    assert host_bytes(setup, zero_init=True) == 8 * (PROCESS_BYTES + 4 * 32_000 * 832) + 4 * P
