@@ -36,10 +36,9 @@ def _use_strategy(strategy: Any, folder: Path) -> None:
     """All that is done with a strategy that was read: checked, counted, estimated, written out."""
     from slm_toolkit.predict.grid import estimates
     from slm_toolkit.record.run_record import everything_asked, identity_of
-    from slm_toolkit.strategy.strategy import contradictions, num_machines, on_nodes, write_resolved
+    from slm_toolkit.strategy.strategy import contradictions, on_nodes, write_resolved
 
     contradictions(strategy, RunConfig())
-    num_machines(strategy)
     identity_of(everything_asked(RunConfig(), strategy, 2), {}, None)
     write_resolved(strategy, folder / "out", 2)
     on_nodes(strategy, 2)

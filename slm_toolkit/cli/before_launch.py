@@ -15,7 +15,7 @@ from slm_toolkit.doctor.host import Host, look_here
 from slm_toolkit.hardware.gpus import Machine, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
-from slm_toolkit.strategy.strategy import Strategy, is_shipped, num_machines
+from slm_toolkit.strategy.strategy import Strategy, is_shipped
 
 _NOT_LOOKED_AT = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
 "fields of a RunConfig that no finding depends on: a grid over them is examined once"
@@ -71,7 +71,7 @@ def _case(
         flags=config,
         host=replace(host, is_meant=False) if is_rehearsal else host,
         num_gpus=num_ranks,
-        gpus_per_node=max(1, num_ranks // num_machines(strategy)),
+        gpus_per_node=max(1, num_ranks // strategy.num_machines),
         gpu_names=(gpu.name,) if gpu is not None else (),
     )
 

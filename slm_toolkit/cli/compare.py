@@ -40,7 +40,6 @@ from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     check_one_machine,
     find_strategy,
-    precision_asked,
     precision_note,
     shipped_strategies,
 )
@@ -339,7 +338,7 @@ def _plan(
     if args.skip_oom:
         check_skippable(runs, searching=args.largest_batch)
     notes = {
-        (run.strategy.path, precision_note(precision_asked(run.strategy), run.config)): None for run in runs
+        (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
     }
     print("".join(f"note: {path}: {note}\n" for path, note in notes if note), end="", file=sys.stderr)
     return runs, slots

@@ -20,7 +20,7 @@ from slm_toolkit.predict.flag_checks import (
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.memory.coverage import unlike_the_model
 from slm_toolkit.strategy.shipped import strategies_asked
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, precision_asked, shipped_strategies
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, shipped_strategies
 
 if TYPE_CHECKING:
     pass
@@ -118,13 +118,12 @@ def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
     found = []
     for strategy in strategies:
         in_bf16 = [name for name in numerics if name != "fp32"]
-        if precision_asked(strategy) == "no" and in_bf16:
+        if strategy.mixed_precision == "no" and in_bf16:
             found.append(
                 f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
             )
-        fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
-        policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")  # accelerate's default
-        if strategy.engine in ("fsdp1", "fsdp2") and policy != "TRANSFORMER_BASED_WRAP":
+        policy = strategy.fsdp.auto_wrap_policy if strategy.fsdp is not None else "TRANSFORMER_BASED_WRAP"
+        if policy != "TRANSFORMER_BASED_WRAP":
             found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
     return found
 

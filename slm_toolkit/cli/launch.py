@@ -245,7 +245,7 @@ def _added(asked: _Asked) -> list[str]:
         words += ["--rdzv_conf", f"timeout={round(patience_seconds())}"]
     if asked.strategy is None:
         return words
-    if asked.strategy.engine == "deepspeed" and asked.deepspeed_launcher is None:
+    if asked.strategy.is_deepspeed and asked.deepspeed_launcher is None:
         words += ["--deepspeed_multinode_launcher", "standard"]
     ranks_per_node = asked.num_processes // asked.num_machines
     fitted = fit_groups(asked.strategy, num_ranks=asked.num_processes, ranks_per_node=ranks_per_node)

@@ -14,7 +14,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
 from slm_toolkit.launch.training_command import MODULE, check_training
 from slm_toolkit.model.names import find_model
-from slm_toolkit.strategy.groups import fit_groups, group_options, is_hybrid
+from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
     Strategy,
     as_flags_say,
@@ -123,11 +123,11 @@ def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namesp
     GPU, or on a CPU two."""
     if args.num_processes is not None:
         return args.num_processes
-    if strategy.engine == "single" or config.rehearse is not None:
+    if strategy.is_single or config.rehearse is not None:
         return 1
     if not (strategy.is_bare_json or is_shipped(Path(strategy.path))):
         return strategy.num_processes
-    on_cpu = 2 * _CPU_PROCESSES if is_hybrid(strategy) else _CPU_PROCESSES
+    on_cpu = 2 * _CPU_PROCESSES if strategy.sharding.is_hybrid else _CPU_PROCESSES
     return (args.num_machines or 1) * (len(gpus_here()) or on_cpu)
 
 

@@ -22,8 +22,8 @@ from slm_toolkit.record.run_record import (
     installed_versions,
     run_name_of,
 )
-from slm_toolkit.strategy.groups import fit_groups, is_hybrid, parallel_problems
-from slm_toolkit.strategy.strategy import Strategy, as_flags_say, contradictions, find_strategy, num_machines
+from slm_toolkit.strategy.groups import fit_groups, parallel_problems
+from slm_toolkit.strategy.strategy import Strategy, as_flags_say, contradictions, find_strategy
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def plan_runs(
         for config in every_config(given)
     ]
     # a hybrid shard has two copies of two
-    default_processes = machine.num_gpus or (4 if any(map(is_hybrid, strategies)) else 2)
+    on_cpu = 4 if any(strategy.sharding.is_hybrid for strategy in strategies) else 2
+    default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
     if "rehearse" in given:
@@ -96,7 +97,7 @@ def plan_runs(
     if 0 < machine.num_gpus < processes:
         problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
     for strategy in strategies:
-        if strategy.engine == "fsdp1" and machine.num_gpus == 0:
+        if strategy.is_fsdp1 and machine.num_gpus == 0:
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
             problems += contradictions(strategy, config, has_gpu=machine.num_gpus > 0)
@@ -109,10 +110,10 @@ def plan_runs(
     versions = installed_versions()
     references, runs = [], []
     for config, strategy in itertools.product(configs, strategies):
-        count = 1 if strategy.engine == "single" else config.rehearse or processes
+        count = 1 if strategy.is_single else config.rehearse or processes
         if config.rehearse is not None:
             config = dataclasses.replace(config, rehearse=count)
-        nodes = num_machines(strategy)
+        nodes = strategy.num_machines
         per_node = min(count, REHEARSED_RANKS_PER_NODE) if config.rehearse else max(1, count // nodes)
         strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
         strategy, taken_out = as_flags_say(strategy, config)
@@ -158,7 +159,7 @@ def _rehearsal_problems(
     if any(config.torch_compile for config in configs) and not on_gpu:
         problems.append("--torch_compile with --rehearse, whose tensors can't be compiled without a GPU")
     most = max(config.rehearse for config in configs)
-    if most > 1 and all(strategy.engine == "single" for strategy in strategies):
+    if most > 1 and all(strategy.is_single for strategy in strategies):
         problems.append(f"--rehearse {most} with {strategies[0].name}, which is one process")
     return problems
 

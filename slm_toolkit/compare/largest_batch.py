@@ -102,7 +102,8 @@ def flags_of_trials(
         )
     key = "train_micro_batch_size_per_gpu"
     for strategy in strategies:
-        if (fixed := (strategy.deepspeed_config or {}).get(key, "auto")) != "auto":
+        fixed = strategy.deepspeed.micro_batch_size if strategy.deepspeed is not None else None
+        if fixed is not None:
             problems.append(f"{strategy.path}: the JSON says {key} {fixed}, --largest_batch looks for it")
     if problems:
         raise ValueError(

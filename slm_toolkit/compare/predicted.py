@@ -9,7 +9,7 @@ from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.memory.coverage import unknown_to_estimates
 from slm_toolkit.predict.setup.placement import placement_of
-from slm_toolkit.predict.setup.setup import Setup, config_as_launched, strategy_as_launched
+from slm_toolkit.predict.setup.setup import Setup, config_as_launched
 from slm_toolkit.record.run_record import RunRecord
 
 
@@ -25,7 +25,7 @@ def setup_of(run: PlannedRun) -> Setup | None:
     num_gpus = run.asked["num_processes"]
     return Setup(
         run.spec,
-        strategy_as_launched(run.strategy),
+        run.strategy,
         config_as_launched(run.config, run.strategy),
         num_gpus=num_gpus,
         gpus_per_node=REHEARSED_RANKS_PER_NODE if run.config.rehearse else num_gpus,

@@ -13,7 +13,7 @@ from slm_toolkit.compare.grid import PlannedRun
 from slm_toolkit.compare.outcome import LOG_FILE
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine
-from slm_toolkit.strategy.strategy import Strategy, num_machines, on_nodes, write_resolved
+from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
 SLURM_TEMPLATE = Path(__file__).parent / "slurm.sh"
 SCRIPT_FILE = "slurm.sh"
@@ -69,8 +69,8 @@ def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: P
 
 def strategy_on_nodes(strategy: Strategy, nodes: SlurmNodes) -> Strategy:
     """The strategy for so many nodes; one process is on one."""
-    num_nodes = 1 if strategy.engine == "single" else nodes.num_nodes
-    return strategy if num_machines(strategy) == num_nodes else on_nodes(strategy, num_nodes)
+    num_nodes = 1 if strategy.is_single else nodes.num_nodes
+    return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
 
 def script_path(run: PlannedRun) -> Path:
@@ -80,7 +80,7 @@ def script_path(run: PlannedRun) -> Path:
 def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) -> Path:
     """Write the run's YAML and its job's script; returns the script."""
     check_name(str(run.folder), "a run's folder")  # in a line of #SBATCH, which a newline would end
-    num_nodes = num_machines(run.strategy)
+    num_nodes = run.strategy.num_machines
     processes_per_node = run.num_processes // num_nodes
     filled = {
         "run_name": shlex.quote(run.run_name),

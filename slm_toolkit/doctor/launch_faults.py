@@ -7,7 +7,7 @@ from typing import Any
 from slm_toolkit.doctor.case import Case, is_count, is_true
 from slm_toolkit.doctor.finding import REMOVE, Finding, fault, in_yaml, unwise, wrong
 from slm_toolkit.doctor.keys import meant_by
-from slm_toolkit.strategy.groups import PREFIX, parallel_sizes, product_problem
+from slm_toolkit.strategy.sharding import PREFIX, parallel_sizes, product_problem
 from slm_toolkit.strategy.strategy import is_shipped, precision_problem
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")

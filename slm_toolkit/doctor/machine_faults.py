@@ -160,7 +160,7 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
         then = ": rank 0 alone holds the whole model, each other rank its piece"
     elif keeps_state:
         change = "--strategy ds_zero3_nvme, more machines, or no offload: --gradient_checkpointing full first"
-    elif strategy.engine == "fsdp2":
+    elif strategy.is_fsdp2:
         change = "a pretrained model with fsdp_cpu_ram_efficient_loading: true, which rank 0 alone loads"
     else:
         change = "--strategy ds_zero3 with zero3_init_flag: true, which builds the model in pieces"

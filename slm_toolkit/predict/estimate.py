@@ -194,7 +194,7 @@ def estimate(
         deepspeed_bytes=needs.gpu_bytes if needs else None,
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
         deepspeed_stage=stage,
-        deepspeed_stands_in=stage is not None and strategy.engine != "deepspeed",
+        deepspeed_stands_in=stage is not None and not strategy.is_deepspeed,
         deepspeed_version=deepspeed.version if needs else None,
         **_speed_and_cost(setup),
     )
@@ -221,10 +221,9 @@ def largest_batch(setup: Setup, *, deepspeed: DeepSpeedEstimator = BY_ARITHMETIC
 
 def deepspeed_stage(strategy: Strategy) -> int | None:
     """The stage whose estimator people use for a strategy: its own, 3 for FSDP full shard, else None."""
-    if strategy.engine == "deepspeed":
+    if strategy.is_deepspeed:
         return strategy.zero_stage if strategy.zero_stage in (2, 3) else None
-    is_full_shard = strategy.engine in ("fsdp1", "fsdp2") and strategy.reshard_after_forward is not False
-    return 3 if is_full_shard else None
+    return 3 if strategy.is_fsdp and strategy.sharding.reshard_after_forward else None
 
 
 def _speed_and_cost(setup: Setup) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gp
         found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
     key = "train_micro_batch_size_per_gpu"
     for strategy in strategies:
-        fixed = (strategy.deepspeed_config or {}).get(key, "auto")
-        if fixed != "auto":
+        fixed = strategy.deepspeed.micro_batch_size if strategy.deepspeed is not None else None
+        if fixed is not None:
             found.append(
                 f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
             )

@@ -45,7 +45,7 @@ def estimates(
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Setup, Site, strategy_as_launched
+    from slm_toolkit.predict.setup.setup import Setup, Site
 
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
@@ -67,7 +67,7 @@ def estimates(
     specs = {name: model_to_estimate(name) for name in dict.fromkeys(config.model for config in configs)}
     problems = [
         problem
-        for strategy in map(strategy_as_launched, strategies)
+        for strategy in strategies
         for config in configs
         for problem in contradictions(strategy, config)
     ]
@@ -82,7 +82,7 @@ def estimates(
     rows: dict[tuple, Estimate] = {}
     for number, config in enumerate(configs):
         for gpu, count, (index, strategy) in itertools.product(found_gpus, num_gpus, enumerate(strategies)):
-            count = 1 if strategy.engine == "single" else count
+            count = 1 if strategy.is_single else count
             key = (number, gpu and gpu.name, count, index)
             if key in rows:
                 continue

@@ -14,7 +14,7 @@ from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.recommend.plans import Plan
 from slm_toolkit.strategy.groups import group_options
-from slm_toolkit.strategy.strategy import config_dir, config_options, num_machines, on_nodes, write_resolved
+from slm_toolkit.strategy.strategy import config_dir, config_options, on_nodes, write_resolved
 
 SKYPILOT_FILE = "skypilot.yaml"
 # `sky gpus list -a`, skypilot-org/skypilot docs/source/compute/show-gpus-all.txt @1c9d60b, read 2026-11-20;
@@ -89,7 +89,7 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
     if num_nodes > 1:
         words[0] = "slm"  # which lets the nodes meet first, and adds DeepSpeed's launcher for several
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
-    if num_nodes > 1 or num_machines(plan.strategy) > 1:
+    if num_nodes > 1 or plan.strategy.num_machines > 1:
         words += ["--num_machines", str(num_nodes)]
     words += group_options(plan.strategy)
     flags = _flags(plan, measures_only=num_steps is not None)

@@ -11,7 +11,7 @@ from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.setup.setup import Setup, Site, config_as_launched, strategy_as_launched
+from slm_toolkit.predict.setup.setup import Setup, Site, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
@@ -96,7 +96,7 @@ def observation_key(
     """What must be equal for a record to stand for a configuration: shape, hardware, all that costs time."""
     shape = dataclasses.replace(spec, name="", source="", path=None)
     names = (name for name, flag in FLAGS.items() if flag.estimate == "counts" and name != "model")
-    sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.reshard_after_forward)
+    sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.sharding.reshard_after_forward)
     return shape, gpu_name, num_gpus, *sharding, *(getattr(config, name) for name in names)
 
 
@@ -134,7 +134,7 @@ def search(
                 asked = f"{job.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
                 found.left_out.append(f"{count} x {offer.gpu.name}: no batch comes near {asked}")
             for strategy in strategies:
-                if (strategy.engine == "single") != (count == 1):
+                if strategy.is_single != (count == 1):
                     continue
                 considered = [
                     dataclasses.replace(config, gradient_accumulation_steps=steps)
@@ -172,7 +172,7 @@ def _search_strategy(
     except ValueError as error:
         found.left_out.append(str(error).splitlines()[0])
         return
-    setup = dataclasses.replace(setup, strategy=strategy_as_launched(strategy))
+    setup = dataclasses.replace(setup, strategy=strategy)
     if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
         found.left_out.extend(f"{where}: {problem}" for problem in problems)
         return

@@ -11,7 +11,7 @@ from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
-from slm_toolkit.predict.setup.setup import Setup, config_as_launched, strategy_as_launched
+from slm_toolkit.predict.setup.setup import Setup, config_as_launched
 from slm_toolkit.record.check import LARGEST
 from slm_toolkit.record.run_record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy.groups import fit_groups
@@ -61,7 +61,7 @@ def _what_ran(facts: bytes) -> _Ran | None:
     try:
         strategy = strategy_that_ran(record)
         spec, config = spec_of(record), config_that_ran(record)
-        num_nodes = (strategy.accelerate_config or {}).get("num_machines") or 1
+        num_nodes = strategy.num_machines
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
         per_node = max(1, per_node)
         strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
@@ -89,7 +89,7 @@ def offloads(record: RunRecord) -> bool:
 
 def strategy_that_ran(record: RunRecord) -> Strategy:
     """Engine, stage and sharding as probed, all else as asked."""
-    strategy = Strategy(
+    return Strategy(
         name=record.strategy,
         engine=record.engine,
         num_processes=record.world_size,
@@ -99,7 +99,6 @@ def strategy_that_ran(record: RunRecord) -> Strategy:
         accelerate_config=record.asked.get("accelerate_config"),
         deepspeed_config=record.asked.get("deepspeed_config"),
     )
-    return strategy_as_launched(strategy)
 
 
 def config_that_ran(record: RunRecord) -> RunConfig:

@@ -32,7 +32,7 @@ def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) ->
     Raises ValueError for a hybrid shard on machines of one GPU each, which have nothing to shard over.
     """
     text = source.read_text()
-    if source.suffix == ".json" or (shipped := read_strategy(source)).engine == "single":
+    if source.suffix == ".json" or (shipped := read_strategy(source)).is_single:
         return text
     num_ranks = num_machines * gpus_per_node
     strategy = fit_groups(on_nodes(shipped, num_machines), num_ranks=num_ranks, ranks_per_node=gpus_per_node)

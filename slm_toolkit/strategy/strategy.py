@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
 from slm_toolkit.strategy.passed_on import refused_of_json, refused_of_yaml
+from slm_toolkit.strategy.settings import (
+    DeepSpeedSettings,
+    FsdpSettings,
+    deepspeed_settings,
+    fsdp_settings,
+)
+from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
 "what `slm compare` runs when it is not told otherwise"
@@ -24,7 +32,11 @@ STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1"
 
 @dataclass(frozen=True)
 class Strategy:
-    """What one accelerate configuration asks for: engine, sharding, processes."""
+    """What one accelerate configuration asks for: engine, sharding, processes.
+
+    All that depends on the YAML's or the JSON's content is parsed from these two, once for each Strategy:
+    `dataclasses.replace` with another content parses anew. So content and values agree.
+    """
 
     name: str
     engine: str
@@ -36,33 +48,136 @@ class Strategy:
     "FSDP2 only: True is full shard, False is shard grad-op"
     path: str | None = None
     "the YAML file, or the DeepSpeed JSON that was given without one"
-    accelerate_config: dict[str, Any] | None = None
-    deepspeed_config: dict[str, Any] | None = None
+    accelerate_config: dict[str, Any] | None = field(default=None, hash=False)
+    "the YAML's content, for the files that are written; None where the environment alone has the strategy"
+    deepspeed_config: dict[str, Any] | None = field(default=None, hash=False)
+    "the JSON's content, for the files that are written"
 
     @property
-    def offloads(self) -> bool:
-        """Whether part of the training state is to lie in the host's RAM or on its disk."""
-        zero = (self.deepspeed_config or {}).get("zero_optimization") or {}
-        devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
-        fsdp = (self.accelerate_config or {}).get("fsdp_config") or {}
-        to_host = str(fsdp.get("fsdp_offload_params")).lower() == "true"
-        return to_host or any(device not in (None, "none") for device in devices)
+    def is_single(self) -> bool:
+        """Whether one process trains without any engine."""
+        return self.engine == "single"
 
     @property
-    def is_bare_json(self) -> bool:
-        """Whether the user gave a DeepSpeed JSON without an accelerate YAML that names it."""
-        section = (self.accelerate_config or {}).get("deepspeed_config") or {}
-        named = section.get("deepspeed_config_file")
-        return self.path is not None and named == str(Path(self.path).resolve())
+    def is_replicated(self) -> bool:
+        """Whether each rank holds the whole training state: DDP, or a single process."""
+        return self.engine in ("single", "ddp")
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.engine in ("fsdp1", "fsdp2")
+
+    @property
+    def is_fsdp1(self) -> bool:
+        return self.engine == "fsdp1"
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.engine == "fsdp2"
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.engine == "deepspeed"
+
+    @cached_property
+    def deepspeed(self) -> DeepSpeedSettings | None:
+        """DeepSpeed's settings; None under other engines."""
+        if not self.is_deepspeed:
+            return None
+        flag = self._section("deepspeed_config").get("zero3_init_flag")
+        return deepspeed_settings(
+            self.deepspeed_config or {}, stage=self.zero_stage or 0, zero3_init_flag=flag
+        )
+
+    @cached_property
+    def fsdp(self) -> FsdpSettings | None:
+        """FSDP's settings; None under other engines."""
+        return fsdp_settings(self._section("fsdp_config")) if self.is_fsdp else None
+
+    @cached_property
+    def parallel_sizes(self) -> Mapping[str, int]:
+        """The five sizes of the YAML's parallelism_config, 1 where it names none."""
+        return parallel_sizes(self._section("parallelism_config"))
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The training state's placement."""
+        if deepspeed := self.deepspeed:
+            shards_parameters = deepspeed.stage == 3
+            return Sharding(
+                optimizer_device=deepspeed.optimizer_device,
+                parameter_device=deepspeed.parameter_device if shards_parameters else "none",
+                secondary_ranks=deepspeed.hpz_partition_size or 1 if shards_parameters else 1,
+                zero_init=shards_parameters and deepspeed.zero3_init_flag,
+            )
+        if self.fsdp is None:
+            return Sharding()
+        device = "cpu" if self.fsdp.offloads_params else "none"
+        if self.is_fsdp1:
+            return Sharding(
+                reshard_after_forward=self.fsdp.reshards,
+                optimizer_device=device,
+                parameter_device=device,
+                node_holds_copy="HYBRID" in str(self.fsdp.sharding_strategy),
+            )
+        copies, ranks = self.parallel_sizes["dp_replicate_size"], self.parallel_sizes["dp_shard_size"]
+        return Sharding(
+            reshard_after_forward=self.reshard_after_forward is not False,
+            optimizer_device=device,
+            parameter_device=device,
+            copy_ranks=ranks if ranks > 1 else None,
+            num_copies=copies if ranks > 1 else None,
+        )
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank holds only its share of the parameters between two steps."""
+        return "parameters" in self.sharded_parts
 
     @property
     def sharded_parts(self) -> tuple[str, ...]:
         """The parts of the training state that every rank holds only its share of, between two steps."""
-        if self.engine in ("fsdp1", "fsdp2") or self.zero_stage == 3:
+        if self.is_fsdp or self.zero_stage == 3:
             return ("parameters", "gradients", "master_weights", "optimizer")
         if self.zero_stage == 2:
             return ("gradients", "master_weights", "optimizer")
         return ("master_weights", "optimizer") if self.zero_stage == 1 else ()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether part of the training state is to lie in the host's RAM or on its disk."""
+        if self.deepspeed:
+            return (self.deepspeed.optimizer_device, self.deepspeed.parameter_device) != ("none", "none")
+        return self.fsdp is not None and self.fsdp.offloads_params
+
+    @property
+    def num_machines(self) -> int:
+        """Nodes that the YAML asks for."""
+        return (self.accelerate_config or {}).get("num_machines") or 1
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """The mixed_precision of the files: no, bf16, fp16 or fp8; None where no file has one."""
+        config = self.accelerate_config or {}
+        if (precision := config.get("mixed_precision")) is not None:
+            return "no" if precision is False else str(precision).lower()  # YAML reads a bare no as false
+        in_json = ((self.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
+        return "fp16" if config.get("fp16") or in_json else None  # accelerate's key before mixed_precision
+
+    @property
+    def deepspeed_config_file(self) -> str | None:
+        """The DeepSpeed JSON that the YAML names."""
+        named = self._section("deepspeed_config").get("deepspeed_config_file")
+        return None if named is None else str(named)
+
+    @property
+    def is_bare_json(self) -> bool:
+        """Whether the user gave a DeepSpeed JSON without an accelerate YAML that names it."""
+        return self.path is not None and self.deepspeed_config_file == str(Path(self.path).resolve())
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        section = (self.accelerate_config or {}).get(name)
+        return section if isinstance(section, Mapping) else {}
 
 
 def config_dir(kind: str) -> Path:
@@ -211,9 +326,8 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
 
 def check_passed_on(strategy: Strategy) -> None:
     """Raises one ValueError with all that a strategy's files may not pass on to accelerate and DeepSpeed."""
-    config = strategy.accelerate_config or {}
-    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    refused = [(strategy.path, one) for one in refused_of_yaml(config)]
+    named = strategy.deepspeed_config_file
+    refused = [(strategy.path, one) for one in refused_of_yaml(strategy.accelerate_config or {})]
     refused += [(named or strategy.path, one) for one in refused_of_json(strategy.deepspeed_config or {})]
     if not refused:
         return
@@ -227,7 +341,7 @@ def check_passed_on(strategy: Strategy) -> None:
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
     """Raises ValueError for a YAML that asks for several machines, of which `slm compare` here has one."""
     for strategy in strategies:
-        if (num := num_machines(strategy)) > 1:
+        if (num := strategy.num_machines) > 1:
             raise ValueError(
                 f"{strategy.path}: num_machines is {num}, and a comparison without Slurm is on one machine: "
                 "accelerate would connect to the main_process_ip of the file\n"
@@ -239,7 +353,7 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
     """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
     make_folder(folder)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
-    if strategy.engine == "deepspeed" and "deepspeed_config_file" in (config.get("deepspeed_config") or {}):
+    if strategy.is_deepspeed and strategy.deepspeed_config_file is not None:
         json_path = folder.resolve() / "deepspeed.json"
         write_new(json_path, json.dumps(strategy.deepspeed_config, indent=2) + "\n")
         config["deepspeed_config"] = {**config["deepspeed_config"], "deepspeed_config_file": str(json_path)}
@@ -253,8 +367,7 @@ def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str |
 
     The script makes the optimizer and sets the learning rate, by its flags.
     """
-    section = (strategy.accelerate_config or {}).get("deepspeed_config") or {}
-    name = str(section.get("deepspeed_config_file") or strategy.path or strategy.name)
+    name = strategy.deepspeed_config_file or strategy.path or strategy.name
     deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
     return (strategy if line is None else dataclasses.replace(strategy, deepspeed_config=deepspeed)), line
 
@@ -266,11 +379,6 @@ def config_options(path: str) -> list[str]:
     return ["--config_file", path]
 
 
-def num_machines(strategy: Strategy) -> int:
-    """Nodes that the strategy's YAML asks for."""
-    return (strategy.accelerate_config or {}).get("num_machines") or 1
-
-
 def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     """The same strategy on so many nodes, on each of which somebody starts `accelerate launch`.
 
@@ -279,21 +387,12 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     of_command = ("machine_rank", "main_process_ip", "main_process_port")
     config = {key: value for key, value in strategy.accelerate_config.items() if key not in of_command}
     config["num_machines"] = num_nodes
-    if num_nodes > 1 and strategy.engine == "deepspeed":  # its own launcher would start the others by pdsh
+    if num_nodes > 1 and strategy.is_deepspeed:  # its own launcher would start the others by pdsh
         config["deepspeed_config"] = {
             **(config.get("deepspeed_config") or {}),
             "deepspeed_multinode_launcher": "standard",
         }
     return dataclasses.replace(strategy, accelerate_config=config)
-
-
-def precision_asked(strategy: Strategy) -> str | None:
-    """The mixed_precision of the strategy's files: no, bf16, fp16 or fp8; None where no file has one."""
-    config = strategy.accelerate_config or {}
-    if (asked := config.get("mixed_precision")) is not None:
-        return "no" if asked is False else str(asked).lower()  # YAML reads a bare no as false
-    in_json = ((strategy.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
-    return "fp16" if config.get("fp16") or in_json else None  # fp16: accelerate's key before mixed_precision
 
 
 def precision_note(asked: str | None, config: RunConfig) -> str | None:
@@ -345,17 +444,18 @@ def contradictions(
         if deepspeed.get(key, "auto") not in ("auto", getattr(config, flag))
     ]
     problems += [f"{strategy.path}: {problem}" for problem in optimizer_problems(deepspeed, config)]
-    steps = deepspeed.get("gradient_accumulation_steps") if config.numerics == "stock" else None
-    steps = steps if isinstance(steps, int) else config.gradient_accumulation_steps
+    steps = config.gradient_accumulation_steps
+    if config.numerics == "stock" and strategy.deepspeed is not None:
+        steps = strategy.deepspeed.gradient_accumulation_steps or steps
     batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
     if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
         problems.append(
             f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags make {batch} x "
             f"{steps} micro-steps x {num_processes} processes"
         )
-    precision = mixed_precision or precision_asked(strategy)
+    precision = mixed_precision or strategy.mixed_precision
     if problem := precision_problem(precision, config, has_gpu=has_gpu):
-        of_files = precision == precision_asked(strategy)
+        of_files = precision == strategy.mixed_precision
         source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
         problems.append(f"{source}: {problem}")
     wanted = config.numerics != "fp32" and precision != "fp16"
@@ -365,28 +465,26 @@ def contradictions(
             f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
             f"--numerics {config.numerics} needs {str(wanted).lower()}"
         )
-    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
-    own_checkpointing = str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true"
+    own_checkpointing = strategy.fsdp is not None and strategy.fsdp.activation_checkpointing
     if own_checkpointing and config.gradient_checkpointing != "none":
         problems.append(
             f"{strategy.path}: fsdp_activation_checkpointing is full checkpointing already, "
             f"with --gradient_checkpointing {config.gradient_checkpointing}"
         )
     where = strategy.path or strategy.name
-    if config.fsdp_prefetch and strategy.engine != "fsdp2":
+    if config.fsdp_prefetch and not strategy.is_fsdp2:
         problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
-    if strategy.engine == "fsdp1" and (config.save_steps or config.resume_from_checkpoint):
+    if strategy.is_fsdp1 and (config.save_steps or config.resume_from_checkpoint):
         problems.append(
             f"{where}: no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: "
             "fsdp_version: 2"
         )
-    if strategy.engine == "deepspeed" and (config.save_steps or config.resume_from_checkpoint):
-        zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
+    if strategy.is_deepspeed and (config.save_steps or config.resume_from_checkpoint):
         if strategy.zero_stage == 0:
             problems.append(f"{where}: no checkpoints under ZeRO-0, which shards nothing: DDP has them")
-        if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) != 1.0:
+        if strategy.deepspeed.optimizer_ratio != 1.0:
             problems.append(f"{where}: no checkpoints with part of the optimizer offloaded: ratio 1.0")
-    if config.records_graphs and "parameters" in strategy.sharded_parts:
+    if config.records_graphs and strategy.shards_parameters:
         problems.append(
             f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
             "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"
@@ -396,7 +494,7 @@ def contradictions(
             f"{where}: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, "
             "DDP or one GPU"
         )
-    if strategy.engine == "deepspeed":
+    if strategy.is_deepspeed:
         stage = strategy.zero_stage
         # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
         # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all

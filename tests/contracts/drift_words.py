@@ -137,25 +137,33 @@ def _frames_of_threads() -> None:
 
 def _zero_defaults() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     from slm_toolkit.doctor import zero_sizes
-    from slm_toolkit.model.model_spec import PRESETS
-    from slm_toolkit.predict.memory.engine_bytes import zero_of
+    from slm_toolkit.strategy.settings import deepspeed_settings
 
+    same_names = (
+        *("stage", "reduce_bucket_size", "overlap_comm", "contiguous_gradients", "sub_group_size"),
+        *("max_live_parameters", "param_persistence_threshold", "prefetch_bucket_size"),
+        "memory_efficient_linear",
+    )
+    other_names = {
+        "hpz_partition_size": "zero_hpz_partition_size",
+        "quantized_weights": "zero_quantized_weights",
+        "quantized_gradients": "zero_quantized_gradients",
+    }
     for stage in (1, 2, 3):
-        theirs, ours = (
-            DeepSpeedZeroConfig(stage=stage),
-            zero_of({"zero_optimization": {"stage": stage}}, PRESETS["slm-1m"]),
-        )
-        assert ours.reduce_bucket == theirs.reduce_bucket_size
-        assert ours.max_live_parameters == theirs.max_live_parameters
-        assert ours.persistence_threshold == theirs.param_persistence_threshold
-        assert ours.sub_group_size == theirs.sub_group_size
-        assert (ours.overlap_comm, ours.contiguous_gradients) == (
-            theirs.overlap_comm,
-            theirs.contiguous_gradients,
-        )
-        assert ours.prefetches == (theirs.prefetch_bucket_size != 0)
+        theirs, ours = DeepSpeedZeroConfig(stage=stage), deepspeed_settings({}, stage=stage)
+        for our_name, their_name in {**{name: name for name in same_names}, **other_names}.items():
+            assert getattr(ours, our_name) == getattr(theirs, their_name), their_name
+    optimizer, parameters = DeepSpeedZeroOffloadOptimizerConfig(), DeepSpeedZeroOffloadParamConfig()
+    assert ours.optimizer_buffer_count == optimizer.buffer_count
+    assert ours.optimizer_ratio == optimizer.ratio
+    assert ours.parameter_buffer_count == parameters.buffer_count
+    assert ours.parameter_buffer_size == parameters.buffer_size
     for key, value in zero_sizes._DEFAULTS.items():
         assert getattr(theirs, key.removeprefix("stage3_")) == value, key
 
@@ -259,7 +267,7 @@ WORDS = (
         ("reduce_bucket_size", "stage3_max_live_parameters"),
         "predict memory under a JSON that is silent, in predict/memory/engine_bytes.py and "
         "doctor/zero_sizes.py",
-        "predict/memory/engine_bytes.py: zero_of; doctor/zero_sizes.py: _DEFAULTS; docs that name a default",
+        "strategy/settings.py: DeepSpeedSettings; doctor/zero_sizes.py: _DEFAULTS; docs that name a default",
         _zero_defaults,
     ),
     Leaning(

@@ -10,13 +10,13 @@ Read off allocation traces of deepspeed 0.19.8, on the rank that holds the first
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction, Where, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.dtypes import Dtypes
 from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.strategy.settings import DeepSpeedSettings
 
 
 @dataclass(frozen=True)
@@ -213,54 +213,11 @@ def fsdp2(
     )
 
 
-@dataclass(frozen=True)
-class Zero:
-    """What a DeepSpeed JSON says of memory, in elements, after accelerate has filled in "auto"."""
-
-    stage: int
-    reduce_bucket: int
-    overlap_comm: bool
-    contiguous_gradients: bool
-    max_live_parameters: int
-    persistence_threshold: int
-    "ZeRO-3: smaller parameters are whole on every rank"
-    prefetches: bool
-    sub_group_size: int
-    "ZeRO-3: elements that the optimizer steps at once"
-
-
-def zero_of(deepspeed: dict[str, Any], spec: ModelSpec) -> Zero:
-    """DeepSpeed's own defaults where the JSON is silent; "auto" as accelerate 1.15 fills it in."""
-    section = {
-        "reduce_bucket_size": int(5e8),
-        "stage3_max_live_parameters": int(1e9),
-        "stage3_param_persistence_threshold": int(1e5),
-        "stage3_prefetch_bucket_size": int(5e7),
-        "sub_group_size": int(1e9),
-        "contiguous_gradients": True,
-        "overlap_comm": deepspeed.get("zero_optimization", {}).get("stage") == 3,
-        **{
-            name: value for name, value in deepspeed.get("zero_optimization", {}).items() if value is not None
-        },
-    }
-    bucket, threshold = section["reduce_bucket_size"], section["stage3_param_persistence_threshold"]
-    return Zero(
-        stage=section.get("stage", 0),
-        reduce_bucket=spec.hidden_size**2 if bucket == "auto" else int(bucket),
-        overlap_comm=section["overlap_comm"],
-        contiguous_gradients=section["contiguous_gradients"],
-        max_live_parameters=int(section["stage3_max_live_parameters"]),
-        persistence_threshold=10 * spec.hidden_size if threshold == "auto" else int(threshold),
-        prefetches=section["stage3_prefetch_bucket_size"] != 0,
-        sub_group_size=int(section["sub_group_size"]),
-    )
-
-
 def zero_1_or_2(
     spec: ModelSpec,
     weights: Weights,
     dtypes: Dtypes,
-    zero: Zero,
+    zero: DeepSpeedSettings,
     *,
     num_gpus: int,
     num_ranks: int,
@@ -277,7 +234,7 @@ def zero_1_or_2(
     reduction = Reduction(
         stage=zero.stage,
         num_ranks=num_gpus if is_widened else num_ranks,
-        bucket=zero.reduce_bucket,
+        bucket=zero.reduce_bucket_size,
         overlap_comm=zero.overlap_comm,
         contiguous_gradients=zero.contiguous_gradients,
         parameter_bytes=w,
@@ -335,7 +292,7 @@ def zero_3(
     spec: ModelSpec,
     weights: Weights,
     dtypes: Dtypes,
-    zero: Zero,
+    zero: DeepSpeedSettings,
     *,
     num_ranks: int,
     accumulates: bool,
@@ -355,7 +312,7 @@ def zero_3(
         P / num_ranks * w,
         share * dtypes.master,
         share * dtypes.moments,
-        zero.reduce_bucket * w,
+        zero.reduce_bucket_size * w,
         share * dtypes.kept_gradient,
     )
     widest = weights.widest_trained * w
@@ -366,12 +323,13 @@ def zero_3(
     h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
     sizes += tuple((rows * columns, 1) for rows, columns in weights.adapter_shapes)
-    persistent = sum(size * count for size, count in sizes if size < zero.persistence_threshold) * L
+    persistent = sum(size * count for size, count in sizes if size < zero.param_persistence_threshold) * L
     in_use = 3 * h * spec.ffn_size + h * q
-    wanted = zero.max_live_parameters if zero.prefetches else in_use
+    prefetches = zero.prefetch_bucket_size != 0
+    wanted = zero.max_live_parameters if prefetches else in_use
     used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input
     live = max(E, min(used, wanted), persistent) * w if num_ranks > 1 else 0
-    most_live = max(min(P, wanted + E * zero.prefetches), persistent) * w if num_ranks > 1 else 0
+    most_live = max(min(P, wanted + E * prefetches), persistent) * w if num_ranks > 1 else 0
     turn_of_embedding = min(L - 1, int(zero.max_live_parameters / p))
 
     # as under ZeRO-1 and 2, but for a sub-group of the share at a time
@@ -404,10 +362,10 @@ def optimizer_temporary(setup: Setup) -> float:
 
     The toolkit's own AdamW (not in `stock`, not under DeepSpeed) goes through the parameters in chunks.
     """
-    dtypes, weights, engine = setup.dtypes, setup.weights, setup.strategy.engine
-    num_shards = 1 if engine in ("single", "ddp") else setup.gpu_state_ranks
+    dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
+    num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
     foreach = setup.config.optim == "adamw_torch"
-    if engine == "deepspeed" or setup.config.numerics == "stock":
+    if strategy.is_deepspeed or setup.config.numerics == "stock":
         updated = dtypes.master or dtypes.parameter
         return weights.trained / num_shards * updated * foreach
     elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)

@@ -77,7 +77,7 @@ def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> 
     """
     gradients = 0.0
     if setup.placement.optimizer_device == "none" and memory.peak_instant != "optimizer step":
-        shards = 1 if setup.strategy.engine in ("single", "ddp") else setup.shard_ranks
+        shards = 1 if setup.strategy.is_replicated else setup.shard_ranks
         gradients = setup.weights.trained / shards * setup.dtypes.kept_gradient
     is_hf = setup.config.loss_kernel == "hf"
     of_loss = LOGITS_NOT_REUSED * setup.spec.vocab_size * setup.num_tokens if is_hf else 0

@@ -35,18 +35,16 @@ def _offloaded_bytes(setup: Setup) -> float:
         return 0
     dtypes, weights = setup.dtypes, setup.weights
     share = weights.trained / setup.shard_ranks
-    zero = (setup.strategy.deepspeed_config or {}).get("zero_optimization", {})
+    zero = setup.strategy.deepspeed
     of_optimizer = of_parameters = 0.0
     if placement.optimizer_device == "cpu":
-        gradient = 4 if setup.strategy.engine == "deepspeed" else dtypes.kept_gradient
+        gradient = 4 if setup.strategy.is_deepspeed else dtypes.kept_gradient
         of_optimizer = share * (dtypes.master + dtypes.moments + gradient)
     elif placement.optimizer_device == "nvme":
-        buffers = zero["offload_optimizer"].get("buffer_count") or 4
-        of_optimizer = buffers * min(share, zero.get("sub_group_size") or 1e9) * 4
+        of_optimizer = zero.optimizer_buffer_count * min(share, zero.sub_group_size) * 4
     if placement.parameter_device == "cpu":
         of_parameters = weights.total / setup.shard_ranks * dtypes.parameter
     elif placement.parameter_device == "nvme":
-        section = zero["offload_param"]
-        elements = (section.get("buffer_count") or 5) * (section.get("buffer_size") or 1e8)
+        elements = zero.parameter_buffer_count * zero.parameter_buffer_size
         of_parameters = elements * dtypes.parameter
     return of_optimizer + of_parameters

@@ -25,7 +25,6 @@ from slm_toolkit.predict.memory.engine_bytes import (
     replicated,
     zero_1_or_2,
     zero_3,
-    zero_of,
 )
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Where
@@ -190,32 +189,32 @@ def _shared(setup: Setup) -> float:
 def _engine_step(setup: Setup) -> Step:
     """The bytes of parameters at each instant of a step, by the function of the setup's engine."""
     spec, strategy, config = setup.spec, setup.strategy, setup.config
-    weights, dtypes, engine = setup.weights, setup.dtypes, setup.strategy.engine
+    weights, dtypes = setup.weights, setup.dtypes
     accumulates = config.gradient_accumulation_steps > 1
     temporary = optimizer_temporary(setup)
-    if engine in ("single", "ddp"):
+    if strategy.is_replicated:
         return replicated(
             spec,
             weights,
             dtypes,
-            has_buckets=engine == "ddp",
+            has_buckets=not strategy.is_single,
             reduces_copies=config.reduce_dtype == "fp32" and dtypes.gradient == 2,
             accumulates=accumulates,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
             optimizer_temporary=temporary,
         )
-    if engine in ("fsdp1", "fsdp2"):
+    if strategy.is_fsdp:
         return fsdp2(
             spec,
             weights,
             dtypes,
             num_ranks=setup.gpu_state_ranks,
             gathering_ranks=setup.shard_ranks,
-            reshard_after_forward=strategy.reshard_after_forward is not False,
+            reshard_after_forward=setup.placement.reshard_after_forward,
             accumulates=accumulates,
             optimizer_temporary=temporary,
         )
-    zero = zero_of(strategy.deepspeed_config or {}, spec)
+    zero = strategy.deepspeed.of_width(spec.hidden_size)
     shares = {"num_ranks": setup.gpu_state_ranks, "optimizer_temporary": temporary}
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps

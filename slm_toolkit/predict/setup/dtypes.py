@@ -36,8 +36,7 @@ def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
 
 def _accumulates_in_fp32(strategy: Strategy) -> bool:
     """Whether a DeepSpeed JSON asks for fp32 gradients under bf16 weights. Raises ValueError for ZeRO-1."""
-    data_types = (strategy.deepspeed_config or {}).get("data_types") or {}
-    if data_types.get("grad_accum_dtype") not in ("fp32", "float32"):
+    if strategy.deepspeed is None or not strategy.deepspeed.accumulates_in_fp32:
         return False
     if strategy.zero_stage == 1:
         raise ValueError(

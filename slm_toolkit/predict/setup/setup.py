@@ -12,8 +12,9 @@ from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, weights_of
 from slm_toolkit.predict.setup.dtypes import Dtypes, compute_of, dtypes_of
-from slm_toolkit.predict.setup.placement import Placement, fsdp1_sharding, placement_of
+from slm_toolkit.predict.setup.placement import placement_of
 from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.sharding import Sharding
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ class Setup:
     def launched(self) -> "Setup":
         """The same setup as a launch runs it: groups of ranks sized, settings of the user's files applied."""
         strategy = fit_groups(self.strategy, num_ranks=self.num_gpus, ranks_per_node=self.ranks_per_node)
-        strategy = strategy_as_launched(strategy)
         return dataclasses.replace(self, strategy=strategy, config=config_as_launched(self.config, strategy))
 
     @property
@@ -68,7 +68,7 @@ class Setup:
         return self.num_gpus // self.ranks_per_node
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> Sharding:
         return placement_of(self.strategy)
 
     @cached_property
@@ -119,21 +119,12 @@ def with_flags(setup: Setup, **flags: Any) -> Setup:
     return dataclasses.replace(setup, config=dataclasses.replace(setup.config, **flags))
 
 
-def strategy_as_launched(strategy: Strategy) -> Strategy:
-    """FSDP1 says by another key what FSDP2 calls reshard_after_forward."""
-    if strategy.engine != "fsdp1":
-        return strategy
-    keeps = fsdp1_sharding(strategy) in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-    return dataclasses.replace(strategy, reshard_after_forward=not keeps)
-
-
 def config_as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
     """FSDP's own checkpointing, and in `stock` the JSON's accumulation."""
     changes: dict[str, Any] = {}
-    fsdp = (strategy.accelerate_config or {}).get("fsdp_config") or {}
-    if str(fsdp.get("fsdp_activation_checkpointing")).lower() == "true":
+    if strategy.fsdp is not None and strategy.fsdp.activation_checkpointing:
         changes["gradient_checkpointing"] = "full"
-    steps = (strategy.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
-    if config.numerics == "stock" and steps != "auto":
-        changes["gradient_accumulation_steps"] = int(steps)
+    steps = strategy.deepspeed.gradient_accumulation_steps if strategy.deepspeed else None
+    if config.numerics == "stock" and steps is not None:
+        changes["gradient_accumulation_steps"] = steps
     return dataclasses.replace(config, **changes) if changes else config

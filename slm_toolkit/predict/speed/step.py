@@ -78,7 +78,7 @@ def step_time(
     rates = rates_of(setup.gpu, software)
     micro_steps = config.gradient_accumulation_steps
     work = micro_step_work(setup, rates, software, loss_kernel or config.loss_kernel)
-    sharded = strategy.engine in ("fsdp1", "fsdp2") or strategy.zero_stage == 3
+    sharded = strategy.shards_parameters
     num_kernels = work.num_kernels + (3 * spec.num_layers * _SHARDED_KERNELS if sharded else 0)
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
@@ -98,7 +98,7 @@ def step_time(
         crowd = math.exp(-software.few_ranks / (setup.num_gpus - 1))
         per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
         exposed += spec.num_layers * crowd * per_layer
-        exposed += software.ddp_seconds if strategy.engine == "ddp" else 0
+        exposed += software.ddp_seconds if strategy.is_replicated and not strategy.is_single else 0
     return StepTime(
         parts_seconds={
             "matmul": micro_steps * work.matmul,

@@ -14,7 +14,7 @@ from math import gcd
 
 from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.strategy import Strategy
+from slm_toolkit.strategy.settings import DeepSpeedSettings
 
 INT8_SCALES = 1.0  # qwZ: one byte per parameter; its scales, one per some thousand, are not counted
 INT4_SCALES = 0.5
@@ -69,15 +69,16 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     FSDP under accumulation reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
     micro-step. Raises ValueError for what has no closed form.
     """
-    strategy, engine = setup.strategy, setup.strategy.engine
-    if setup.num_gpus == 1 or engine == "single":
+    strategy = setup.strategy
+    if setup.num_gpus == 1 or strategy.is_single:
         return ()
     weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
     micro_steps = setup.config.gradient_accumulation_steps
     num_units = setup.spec.num_layers + 2
-    zero = _zero_settings(strategy)
+    zero = strategy.deepspeed or DeepSpeedSettings()
     gradients = weights.trained * dtypes.reduced
-    bucket_bytes = (zero.bucket_elements or 0) * dtypes.reduced or DDP_BUCKET_BYTES
+    in_a_bucket = zero.reduce_bucket_size if strategy.is_deepspeed else None
+    bucket_bytes = DDP_BUCKET_BYTES if in_a_bucket is None else in_a_bucket * dtypes.reduced
     buckets = max(1.0, gradients / bucket_bytes)
 
     def transfer(
@@ -99,16 +100,16 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         sizes = (times * num_bytes, ranks, per_node, groups)
         return Transfer(name, collective, *sizes, times * num_calls, overlaps, times == 1)
 
-    if engine == "ddp":
+    if strategy.is_replicated:
         return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
-    if engine == "deepspeed" and strategy.zero_stage in (1, 2):
+    if strategy.zero_stage in (1, 2):
         reduced = transfer(
             "reduce_gradients",
             "reduce_scatter",
             gradients,
             buckets,
             times=micro_steps if strategy.zero_stage == 2 else 1,
-            overlaps=zero.overlaps,
+            overlaps=zero.overlap_comm,
         )
         updated = weights.trained * dtypes.compute
         return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
@@ -124,7 +125,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
             ranks=shard_ranks,
         )
     ]
-    if strategy.reshard_after_forward is not False:
+    if setup.placement.reshard_after_forward:
         found.append(
             transfer(
                 "gather_backward",
@@ -135,7 +136,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
                 ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
             )
         )
-    each = micro_steps if engine == "deepspeed" or reduces_each_micro_step else 1
+    each = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
     reduced = weights.trained * INT4_SCALES if zero.quantized_gradients else gradients
     found.append(
         transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
@@ -153,27 +154,3 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
             )
         )
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class _ZeroSettings:
-    """What a DeepSpeed JSON says of communication; hpZ is in the placement."""
-
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
-    overlaps: bool = True
-    bucket_elements: float | None = None
-
-
-def _zero_settings(strategy: Strategy) -> _ZeroSettings:
-    if strategy.engine != "deepspeed":
-        return _ZeroSettings()
-    zero = (strategy.deepspeed_config or {}).get("zero_optimization") or {}
-    zero = {key: value for key, value in zero.items() if value is not None}  # null is DeepSpeed's default
-    bucket = zero.get("reduce_bucket_size", "auto")
-    return _ZeroSettings(
-        bool(zero.get("zero_quantized_weights")),
-        bool(zero.get("zero_quantized_gradients")),
-        bool(zero.get("overlap_comm", strategy.zero_stage == 3)),  # deepspeed 0.19's default
-        None if bucket == "auto" else float(bucket),
-    )

@@ -111,8 +111,9 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
 def micro_steps(launch: Launch, config: RunConfig) -> int:
     """Micro-steps per step: the flags', or in `stock` the DeepSpeed JSON's if it has a number."""
-    in_json = (launch.strategy.deepspeed_config or {}).get("gradient_accumulation_steps")
-    json_wins = config.numerics == "stock" and isinstance(in_json, int)
+    deepspeed = launch.strategy.deepspeed
+    in_json = deepspeed.gradient_accumulation_steps if deepspeed is not None else None
+    json_wins = config.numerics == "stock" and in_json is not None
     return in_json if json_wins else config.gradient_accumulation_steps
 
 
@@ -212,7 +213,7 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
     if note is not None and os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr)
     # the module itself is bf16, with master weights in our optimizer; DeepSpeed has its own
-    return "bf16" if config.numerics != "fp32" and launch.strategy.engine == "deepspeed" else "no"
+    return "bf16" if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:

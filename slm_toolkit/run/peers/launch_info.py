@@ -11,8 +11,9 @@ import psutil
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.launch.accelerate_arguments import launch_arguments, option
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
-from slm_toolkit.strategy.groups import PARALLEL_SIZES, check_groups, not_run_yet, with_group_options
-from slm_toolkit.strategy.strategy import Strategy, num_machines, on_nodes, precision_asked, read_strategy
+from slm_toolkit.strategy.groups import check_groups, not_run_yet, with_group_options
+from slm_toolkit.strategy.sharding import PARALLEL_SIZES
+from slm_toolkit.strategy.strategy import Strategy, on_nodes, read_strategy
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Launch:
     @property
     def mixed_precision(self) -> str | None:
         """What the launcher's option, the files or the environment ask of accelerate; None: nothing."""
-        if asked := option(self.command, "mixed_precision") or precision_asked(self.strategy):
+        if asked := option(self.command, "mixed_precision") or self.strategy.mixed_precision:
             return asked.lower()
         in_environment = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         return None if in_environment == "no" else in_environment  # the launcher writes no where nobody asks
@@ -65,7 +66,7 @@ def find_launch() -> Launch:
             return Launch(_strategy_from_environment(), _world_size(), command)
         strategy = read_strategy(Path(folder, config_file))
         strategy = with_group_options(strategy, functools.partial(option, command))
-        machines = int(option(command, "num_machines") or num_machines(strategy))
+        machines = int(option(command, "num_machines") or strategy.num_machines)
         if machines > 1:  # without a machine's own number: the record is of them all
             strategy = on_nodes(strategy, machines)
         asked = option(command, "num_processes")
@@ -90,12 +91,12 @@ def check_environment(launch: Launch) -> None:
     if unknown := not_run_yet(_sizes_from_environment()):
         raise ValueError(f"PARALLELISM_CONFIG_* in the environment: {unknown[0]}\nhint: unset it")
     started = _strategy_from_environment()
-    engine = "ddp" if started.engine == "single" and launch.num_processes == 1 else started.engine
-    ddp_of_one = launch.strategy.engine in ("single", "ddp") and engine == "ddp"
+    engine = "ddp" if started.is_single and launch.num_processes == 1 else started.engine
+    ddp_of_one = launch.strategy.is_replicated and engine == "ddp"
     if started.num_processes == launch.num_processes and (engine == launch.strategy.engine or ddp_of_one):
         return
     hint = "launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
-    if num_machines(launch.strategy) > 1:
+    if launch.strategy.num_machines > 1:
         hint = "the same --num_processes, of all machines together, and --num_machines on every machine"
     raise ValueError(
         f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
@@ -110,14 +111,14 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
 
     A machine without any GPU is no error: its ranks are CPU processes.
     """
-    if launch.strategy.engine == "fsdp1" and num_gpus == 0:
+    if launch.strategy.is_fsdp1 and num_gpus == 0:
         raise ValueError(
             f"{launch.strategy.path} asks for FSDP1, which needs a GPU\n"
             "hint: write `fsdp_version: 2` under fsdp_config; without that key accelerate means 1"
         )
     if num_gpus == 0 or local_processes <= num_gpus:
         return
-    num_fit = num_gpus * num_machines(launch.strategy)
+    num_fit = num_gpus * launch.strategy.num_machines
     paste = f": {launch.command_for(num_fit)}" if launch.command else f" with {num_fit} processes"
     noun = "GPU" if num_gpus == 1 else "GPUs"
     raise ValueError(

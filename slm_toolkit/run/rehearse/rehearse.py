@@ -35,14 +35,14 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
             "hint: slm train --rehearse N, or accelerate launch --num_processes 1 --config_file ..."
         )
     strategy = launch.strategy
-    if strategy.engine == "single" and num_ranks > 1:
+    if strategy.is_single and num_ranks > 1:
         if strategy.accelerate_config is not None:
             raise ValueError(
                 f"--rehearse {num_ranks} with {strategy.path or strategy.name}, which is one process\n"
                 "hint: ddp, fsdp_full_shard, ds_zero2, ... have ranks"
             )
         strategy = dataclasses.replace(strategy, name="ddp", engine="ddp")  # started by python alone
-    if num_ranks > 1 or strategy.engine not in ("single", "ddp"):
+    if num_ranks > 1 or not strategy.is_replicated:
         local = min(num_ranks, REHEARSED_RANKS_PER_NODE)
         ranks = {"WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
         os.environ.update({name: str(value) for name, value in ranks.items()})

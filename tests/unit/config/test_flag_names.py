@@ -13,7 +13,7 @@ from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
 from slm_toolkit.launch.training_command import training_config
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
-from slm_toolkit.strategy.strategy import find_strategy, precision_asked, precision_problem
+from slm_toolkit.strategy.strategy import find_strategy, precision_problem
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -90,7 +90,7 @@ def test_what_the_hint_of_fp16_names_runs_fp16(tmp_path: Path) -> None:
         assert word in HINTS["fp16"]
     path = tmp_path / "half.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n")
-    asked = precision_asked(find_strategy(str(path)))
+    asked = find_strategy(str(path)).mixed_precision
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=True) is None
     assert precision_problem(asked, RunConfig(numerics="stock"), has_gpu=False) is not None
     assert precision_problem(asked, RunConfig(numerics="aligned"), has_gpu=True) is not None

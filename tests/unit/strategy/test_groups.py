@@ -11,16 +11,8 @@ from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.compare.grid import plan_runs
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.run.peers.launch_info import Launch, check_environment
-from slm_toolkit.strategy.groups import (
-    PARALLEL_SIZES,
-    PREFIX,
-    fit_groups,
-    group_options,
-    is_hybrid,
-    parallel_sizes,
-    product_problem,
-    with_group_options,
-)
+from slm_toolkit.strategy.groups import fit_groups, group_options, with_group_options
+from slm_toolkit.strategy.sharding import PARALLEL_SIZES, PREFIX, parallel_sizes, product_problem
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 
@@ -43,7 +35,7 @@ def test_a_hybrid_shard_keeps_a_copy_on_each_node(
     num_ranks: int, ranks_per_node: int, wanted: tuple[int, int]
 ) -> None:
     hybrid = find_strategy("fsdp_hybrid_shard")
-    assert is_hybrid(hybrid)
+    assert hybrid.sharding.is_hybrid
     fitted = fit_groups(hybrid, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     assert sizes(fitted) == wanted
     assert group_options(fitted) == [
