@@ -1,10 +1,10 @@
 """Bytes that belong to parameters, on one rank, at each instant of a step: what the engine makes of them.
 
 One function per engine, each read off the allocation traces of the real one (`slm_toolkit.train --rehearse`;
-torch 2.13, accelerate 1.15, deepspeed 0.19.8), with the engine's own words. P: parameters, p: those of a
-decoder layer, E: those of a vocabulary matrix, G, g and D: those of them that have gradients, N: ranks.
+torch 2.13, accelerate 1.15, deepspeed 0.19.8), on the rank that holds the first parameters.
 
-Read off allocation traces of deepspeed 0.19.8, on the rank that holds the first parameters.
+P: parameters, p: those of a decoder layer, E: those of a vocabulary matrix, G, g and D: those of them that
+have gradients, N: ranks.
 """
 
 from collections.abc import Callable

@@ -7,8 +7,8 @@ bf16, 4 where the code makes fp32 copies.
 Counted by hand from peft 0.21's and bitsandbytes 0.50's code, never timed. Bytes are of bf16, forward and
 backward together unless it says otherwise; fp32 is for the caller's slowdown to say.
 
-S: sequence length. Constants that were fitted stand in `software.py`, those counted by hand in `kernels.py`,
-`adapter_speed.py` or beside their use.
+S: sequence length. Constants that were fitted stand in `software.py`, those counted by hand beside their
+use.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Seconds of one optimizer step, by part: a roofline over its operations, and the communication that shows.
 
 Arithmetic alone, some tens of microseconds for each configuration. S: sequence length. Constants that were
-fitted stand in `software.py`, those counted by hand in `kernels.py` or beside their use.
+fitted stand in `software.py`, those counted by hand beside their use.
 """
 
 import math
