@@ -21,7 +21,6 @@ from slm_toolkit.convert.settings import (
     truth,
 )
 from slm_toolkit.convert.trainer_keys import (
-    ACCELERATE_KEYS,
     ALWAYS_SAID,
     ARGUMENTS_READ,
     FSDP1_ONLY,
@@ -31,6 +30,7 @@ from slm_toolkit.convert.trainer_keys import (
     XLA_KEYS,
 )
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path, is_deepspeed_config
+from slm_toolkit.strategy.passed_on import YAML_SETTINGS
 from slm_toolkit.strategy.strategy import config_dir, read_strategy, shipped_strategies
 
 _FSDP2 = "FSDP2 shards each parameter, FSDP1 a layer's flattened ones: the same bytes, the same traffic"
@@ -393,7 +393,7 @@ def _read_accelerate(
     config: dict[str, Any], path: Path, num_processes: int | None, gpus_per_node: int | None
 ) -> Draft:
     engine = read_strategy(path).engine  # with its checks, of the DeepSpeed JSON, too
-    if unknown := [key for key in config if key not in ACCELERATE_KEYS]:
+    if unknown := [key for key in config if key not in YAML_SETTINGS]:
         raise ValueError(f"{path}: accelerate refuses the key {unknown[0]}\nhint: is it one of another file?")
     if str(config.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
         raise ValueError(

@@ -68,21 +68,6 @@ SHARDING = {  # FSDP1's strategies, in the order of their numbers: (reshard afte
 }
 XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 
-ACCELERATE_KEYS = (  # ClusterConfig's; accelerate refuses a file with any other
-    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
-    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
-    *("same_network", "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config"),
-    *(
-        "fsdp_config",
-        "parallelism_config",
-        "megatron_lm_config",
-        "mpirun_config",
-        "downcast_bf16",
-        "tpu_name",
-    ),
-    *("tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env"),
-    *("dynamo_config", "dynamo_backend", "fp16"),  # the last two in files of earlier versions
-)
 LAUNCH = {  # of a YAML that converts from none; as our own YAMLs have it
     "num_machines": 1,
     "machine_rank": 0,

@@ -10,7 +10,8 @@ import pytest
 from conftest import FSDP2, ROOT, launch, record_under, run
 from conversions import converted
 
-from slm_toolkit.convert.trainer_keys import ACCELERATE_KEYS, FSDP_KEYS
+from slm_toolkit.convert.trainer_keys import FSDP_KEYS
+from slm_toolkit.strategy.passed_on import YAML_SETTINGS
 from slm_toolkit.strategy.strategy import find_strategy, shipped_strategies
 
 YAML_OF = {"fsdp2": "accelerate_fsdp", "deepspeed": "accelerate_deepspeed"}
@@ -136,7 +137,7 @@ def test_the_defaults_in_our_table_are_the_libraries_own(facts: dict[str, Any]) 
         assert trainer[fact] == of_key[key].trainer_default, key
     assert (launcher["wrap"], trainer["wrap"]) == (None, "transformer_auto_wrap_policy")
     assert (launcher["offload"], trainer["offload"]) == ("OffloadPolicy", "OffloadPolicy")
-    assert set(ACCELERATE_KEYS) - {"dynamo_backend", "fp16"} == set(facts["ClusterConfig"])
+    assert set(YAML_SETTINGS) - {"dynamo_backend", "fp16"} == set(facts["ClusterConfig"])
 
 
 def test_what_we_say_of_others_is_so(facts: dict[str, Any]) -> None:
