@@ -116,6 +116,7 @@ def run(
                 config.with_defaults(has_gpu=torch.cuda.is_available() or config.rehearse is not None),
                 arguments,
                 started,
+                watchdog.machines,
             )
     except SystemExit:
         if torch.distributed.is_initialized():
@@ -135,7 +136,7 @@ def run(
                     remove_earlier_run(job.run_dir, job.accelerator)
                 mark = None
             watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
-            with job.machines.recorded(record, job.run_dir, mark=mark), job.search:
+            with job.search:
                 if is_fake(job.config):
                     observed = rehearse(job, prepared)
                 else:
@@ -143,6 +144,7 @@ def run(
                 if job.config.rehearse is not None:
                     check_stepped(job.accelerator, prepared.model, prepared.optimizer)
             watchdog.rest()
+            watchdog.machines.part()
         record = dataclasses.replace(record, status="ok", **observed)
     except RunEnded as ended:
         if job.accelerator.is_main_process:

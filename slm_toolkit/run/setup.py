@@ -135,7 +135,6 @@ class Job:
     gpu_before: GpuBefore
     batch_described: str
     "how many sequences a step has, and what became of the learning rate"
-    machines: Machines
     search: BatchSizeSearch
     control_group: ProcessGroup | None
 
@@ -160,10 +159,12 @@ class Prepared:
     "where allocations are followed; it has seen what the engine made so far"
 
 
-def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job, RunRecord]:
+def set_up(
+    config: RunConfig, arguments: list[str], started: float, machines: Machines
+) -> tuple[Job, RunRecord]:
     """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
     request = _check_request(config)
-    folder = _claim_folder(request)
+    folder = _claim_folder(request, machines)
     start = _choose_start(request, folder)
     built = _build(request, start)
     job = Job(
@@ -180,7 +181,6 @@ def set_up(config: RunConfig, arguments: list[str], started: float) -> tuple[Job
         model=built.model,
         gpu_before=folder.gpu_before,
         batch_described=start.batch_described,
-        machines=folder.machines,
         search=BatchSizeSearch(start.config),
         control_group=start.control_group,
     )
@@ -246,14 +246,13 @@ class _ClaimedFolder:
     "whether the folder holds the record of this very run, with all its steps done"
 
 
-def _claim_folder(request: _Request) -> _ClaimedFolder:
+def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     """Meet the other machines, name the run and keep other trainings out of its folder.
 
     Raises ValueError where the run can't use the folder. Ends the process where --resume_from_checkpoint auto
     finds that the run has ended.
     """
     config, launch = request.config, request.launch
-    machines = Machines()
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
         machines.meet(said_alike(launch.command, launch.strategy, **counts))

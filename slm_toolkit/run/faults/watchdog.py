@@ -24,8 +24,8 @@ from slm_toolkit.record.saved_files import CHECKPOINTS_DIR
 from slm_toolkit.run.checkpoint.checkpoint import by_order
 from slm_toolkit.run.faults.known_errors import one_line
 from slm_toolkit.run.faults.lost_ranks import LocalRanks, Stall, explain, stall_of
-from slm_toolkit.run.peers.failure import write_failure
-from slm_toolkit.run.peers.machines import UNREACHED
+from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
+from slm_toolkit.run.peers.machines import UNREACHED, Machines
 from slm_toolkit.run.peers.peer_store import open_board
 
 _LOOK_SECONDS = 1.0
@@ -62,6 +62,7 @@ class Watchdog:
         self._board = open_board()
         self._local_ranks = LocalRanks(self._board)
         self._launcher = launcher_pid()
+        self.machines = Machines()
         limit = os.environ.get(TIME_LIMIT_VARIABLE, "inf inf").split()
         self._limit_seconds, self._ends_at = float(limit[0]), float(limit[1])
         by_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
@@ -121,10 +122,11 @@ class Watchdog:
         self._tell(error)
         if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
+        if is_out_of_memory(error):
+            return
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
-            if (lost := self._lost()) is not None:
-                self._give_up(lost)
+            self._look(has_failed=True)
             time.sleep(_LOOK_SECONDS / 10)
 
     def _tell(self, error: BaseException) -> None:
@@ -143,8 +145,7 @@ class Watchdog:
     def _watch(self) -> None:
         """In a thread of its own."""
         while not self._ended.wait(_LOOK_SECONDS):
-            if (lost := self._lost()) is not None:
-                self._give_up(lost)
+            self._look(has_failed=False)
             if self._run is None and self._compilers is not None:
                 self._compilers.look()
             if time.monotonic() > self._ends_at:
@@ -157,8 +158,15 @@ class Watchdog:
                     hint="where a step does take that long, raise --ddp_timeout",
                 )
 
+    def _look(self, *, has_failed: bool) -> None:
+        """End this rank where a rank of this machine, the launcher or another machine is gone."""
+        if (lost := self._lost()) is not None:
+            self._give_up(lost)
+        if (lost := self.machines.lost(has_failed=has_failed)) is not None:
+            self._give_up(lost, asks_board=False)
+
     def _lost(self) -> str | None:
-        """Which rank, or the launcher, is gone and should not be."""
+        """The rank of this machine, or the launcher, that is gone and should not be."""
         for rank, pid in self._local_ranks.ended().items():
             left = self._board.read(f"left {rank}")
             if left is None:
@@ -217,41 +225,47 @@ class Watchdog:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _give_up(self, found: str, *, hint: str = "", silent: list[int] | None = None) -> NoReturn:
-        """Say it, on one rank of each machine, record it, and end this process."""
+    def _give_up(
+        self, problem: str, *, hint: str = "", silent: list[int] | None = None, asks_board: bool = True
+    ) -> NoReturn:
+        """Print and record the problem on one rank of each machine, kill the `silent`, end this process.
+
+        Not `asks_board`: this rank alone knows the problem, and the board may be on the machine that is gone.
+        """
         if not self._voice.acquire(blocking=False):
             time.sleep(6 * _WITNESS_SECONDS)  # the other thread ends the process
             os._exit(1)
         machine = os.environ.get("GROUP_RANK", "0")
-        first = self._board.is_first(f"speaks {machine}", self.rank) if self._board is not None else True
+        board = self._board if asks_board else None
+        first = board.is_first(f"speaks {machine}", self.rank) if board is not None else True
         alone = first is None  # the launcher is gone, and with it what is written
         if alone:
             first = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
         if first:
-            self._say(found, hint, alone=alone)
+            self._say(problem, hint, alone=alone)
             time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
             self._local_ranks.kill(silent or [])
-            if self._board is not None:
-                self._board.write(f"spoken {machine}", True)
+            if board is not None:
+                board.write(f"spoken {machine}", True)
         else:
             deadline = time.monotonic() + _WITNESS_SECONDS
-            while time.monotonic() < deadline and not self._board.read(f"spoken {machine}"):
+            while time.monotonic() < deadline and not board.read(f"spoken {machine}"):
                 time.sleep(_LOOK_SECONDS / 10)
         os._exit(1)  # the thread that trains may wait for ever
 
-    def _say(self, found: str, hint: str, *, alone: bool) -> None:
+    def _say(self, problem: str, hint: str, *, alone: bool) -> None:
         saved = by_order(self._run.run_dir / CHECKPOINTS_DIR) if self._run is not None else []
         hints = [hint] if hint else []
         if saved:
             newer = ", or from one that the other ranks write meanwhile" if alone else ""
             hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}{newer}")
         with suppress(OSError):  # it may be what is full
-            lines = [f"error: {found}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
+            lines = [f"error: {problem}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
             sys.stderr.write("\n".join(lines) + "\n")  # at once: others may be writing
             sys.stderr.flush()
         if self._run is not None:
             run = self._run
-            write_failure(run.record, RuntimeError(found), run.run_dir, mark=run.mark)
+            write_failure(run.record, RuntimeError(problem), run.run_dir, mark=run.mark)
 
 
 def _named(error: BaseException) -> str:

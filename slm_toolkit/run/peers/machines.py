@@ -1,22 +1,20 @@
-"""The other machines of a launch, seen from a rank: all have come, and none is lost without a word.
+"""The other machines of a launch, seen from a rank: all have come, and none is lost unnoticed.
 
 Where all ranks are on one machine, nothing here does anything.
 """
 
-import functools
 import os
 import re
-import selectors
+import select
 import socket
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,17 +30,15 @@ from slm_toolkit.launch.rendezvous import (
     listen,
     patience_seconds,
 )
-from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.run.peers.failure import OUT_OF_MEMORY, write_failure
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=MOST_DDP_TIMEOUT)
 "rank 0 packs documents while the others wait for it: longer than NCCL's ten minutes on a large dataset"
 _SILENT_SECONDS = 10.0
 "while the ranks of other machines import torch, too"
 _GRACE_SECONDS = 10.0
-"for a rank to end by itself after a machine is lost"
-_SETTLE_SECONDS = 2.0
-"for a connection to end after a collective has failed for the same reason"
+"for this rank to end by itself after a machine is lost"
+_RANK_0_SECONDS = 2.0
+"for rank 0, which knows all machines, to write its record before other ranks do"
 _GOODBYE = b"goodbye"
 UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
 "in errors of collectives whose other side is gone"
@@ -86,10 +82,9 @@ class Machines:
         self._store: dist.Store | None = None
         self._links: list[Link] = []
         self._lost: str | None = None
-        self._ending = threading.Event()
-        self._write: Callable[[Exception], None] | None = None
-        # rank 0, which knows of all machines, is to write the record
-        self._settle_seconds = _SETTLE_SECONDS * (1 if self._is_rank_0 else 2)
+        self._lost_at = 0.0
+        self._has_parted = False
+        self._reading = threading.Lock()
 
     def meet(self, said: dict[str, Any]) -> None:
         """Wait for the first rank of every machine; `said` is what all must say alike.
@@ -115,7 +110,6 @@ class Machines:
             ) from error
         for link in self._links:
             _keep_alive(link.socket, seconds)
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def _meet_first_ranks(self, me: Machine, address: str, seconds: float) -> list[Link]:
         """On a port of rank 0's choice, of the kind that gloo and NCCL need, too."""
@@ -179,55 +173,36 @@ class Machines:
             ) from error
         let_collectives_wait()
 
-    @contextmanager
-    def recorded(self, record: RunRecord, run_dir: Path, *, mark: int | None) -> Iterator[None]:
-        """Around training: where another machine is lost, the record says so; at the end nobody is missed."""
-        if num_machines() == 1:
-            yield
-            return
-        self._write = functools.partial(write_failure, record, run_dir=run_dir, mark=mark)
-        try:
-            yield
-        except RuntimeError as error:
-            if UNREACHED.search(str(error)) and not OUT_OF_MEMORY.search(str(error)):
-                time.sleep(self._settle_seconds)
-                if self._lost is not None:
-                    self._give_up()
-            raise
-        self._ending.set()
+    def lost(self, *, has_failed: bool) -> str | None:
+        """The machine whose connection ended before the run did; None while this rank may yet end by itself.
+
+        The kernel of a machine whose ranks end closes the connections; gloo then fails, NCCL fails or hangs.
+        A machine without power or network closes none: keep-alive finds out. `has_failed`: a collective of
+        this rank has, for which it waits no longer.
+        """
+        with self._reading:  # two threads of the watchdog may be here
+            for link in self._links if self._lost is None and not self._has_parted else ():
+                if select.select([link.socket], [], [], 0)[0]:
+                    self._lost, self._lost_at = _lost(link), time.monotonic()
+                    if self._lost is not None:
+                        break
+                    self._links = [other for other in self._links if other is not link]
+        if self._lost is None or self._has_parted:
+            return None
+        patience = 0.0 if has_failed else _GRACE_SECONDS
+        patience += 0.0 if self._is_rank_0 else _RANK_0_SECONDS
+        return self._lost if time.monotonic() - self._lost_at >= patience else None
+
+    def part(self) -> None:
+        """This rank has trained: the others must not miss it when it ends."""
+        self._has_parted = True
         for link in self._links:
             with suppress(OSError):
                 link.socket.sendall(_GOODBYE)
 
-    def _watch(self) -> None:
-        """In a thread of its own, asleep until a connection says something.
-
-        The kernel of a machine whose ranks end closes the connections; gloo then fails, NCCL fails or hangs.
-        One that has lost power or network says nothing: keep-alive finds out.
-        """
-        with selectors.DefaultSelector() as ready:
-            for link in self._links:
-                ready.register(link.socket, selectors.EVENT_READ, link)
-            while ready.get_map():
-                for key, _ in ready.select():
-                    lost = _lost(key.data)
-                    if lost is None:
-                        ready.unregister(key.fileobj)
-                        continue
-                    self._lost = lost
-                    if not self._ending.wait(_GRACE_SECONDS + self._settle_seconds):
-                        self._give_up()
-                    return
-
-    def _give_up(self) -> NoReturn:
-        print(f"error: {self._lost}", file=sys.stderr, flush=True)
-        if self._write is not None:
-            self._write(RuntimeError(self._lost))
-        os._exit(1)  # the thread that trains may wait for ever
-
 
 def _lost(link: Link) -> str | None:
-    """What became of a machine whose connection has something to read; None where it said goodbye."""
+    """The end of a machine whose connection has something to read; None after its goodbye."""
     who = f"machine {link.rank} ({link.address})"
     try:
         if link.socket.recv(len(_GOODBYE)):
