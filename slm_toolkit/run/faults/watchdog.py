@@ -30,11 +30,11 @@ from slm_toolkit.run.peers.peer_store import open_board
 
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
-"for what broke a collective off to be seen: a process takes a while to end"
+"for the cause of a broken collective to be seen: a process takes a while to end"
 _ANSWER_SECONDS = 10.0
-"for a rank whose thread can run to say where its main thread is"
+"for a rank whose thread can run to write the place of its main thread on the board"
 _WITNESS_SECONDS = 5.0
-"for the rank that speaks to have spoken"
+"for another rank of this machine to print the message"
 _FROZEN_SECONDS = 5.0
 "more than that between two looks: the process, or the whole machine, was stopped meanwhile"
 _COMPILING_SECONDS = 3600.0
@@ -82,13 +82,13 @@ class Watchdog:
             signal.signal(signal.SIGTERM, self._terminated)
         threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
-        end_with_launcher(how=False)  # from here on the thread looks, and says what happened
+        end_with_launcher(how=False)  # from here on the thread looks, and the message names the launcher
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Of a bug the traceback follows, on the rank that has failed."""
+        """Leave the board a note of this end; the traceback of a bug follows, on the rank that failed."""
         if isinstance(error, Exception):
             self.settle(error)
             self._leave(_named(error))
@@ -117,7 +117,7 @@ class Watchdog:
         self._num_beats = 0
 
     def settle(self, error: Exception) -> None:
-        """End this rank, with one message of all, where `error` can be told in a line: a full disk, bad data,
+        """End this rank, with one message of all ranks, where one line explains `error`: a full disk, bad data,
         or a collective that broke off because another rank has ended. Returns for a bug."""
         self._tell(error)
         if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
@@ -130,14 +130,14 @@ class Watchdog:
             time.sleep(_LOOK_SECONDS / 10)
 
     def _tell(self, error: BaseException) -> None:
-        """End this rank with what can be said of `error` in a line; returns for what can't."""
-        if (said := one_line(error, self._run.run_dir if self._run else None)) is not None:
+        """End this rank with one line about `error`; returns for an error that needs its traceback."""
+        if (message := one_line(error, self._run.run_dir if self._run else None)) is not None:
             self._leave(_named(error))
-            what, _, hint = said.partition("\nhint: ")
-            self._give_up(f"rank {self.rank} {self._where}: {what}", hint=hint)
+            problem, _, hint = message.partition("\nhint: ")
+            self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
 
     def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """A tracker writes in a thread of its own, whose traceback would stand amid the message."""
+        """A tracker writes in a thread of its own; its traceback would interrupt the message."""
         if failed.exc_value is not None:
             self._tell(failed.exc_value)
         threading.__excepthook__(failed)
@@ -211,13 +211,13 @@ class Watchdog:
         self._give_up(f"{problem}: {cause}", hint=hint, silent=silent)
 
     def _leave(self, failed: str | None) -> None:
-        """Tell the others that the end of this process is no riddle."""
+        """Write on the board that this process ends, and its error if it failed, for the other ranks."""
         if self._board is not None:
             self._board.write(f"left {self.rank}", {"failed": failed})
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM: of a launcher that has lost a rank, or of somebody who wants the run to end."""
-        if self._voice.locked():  # being said already
+        """SIGTERM comes from a launcher that has lost a rank, or from somebody who wants the run to end."""
+        if self._voice.locked():  # another thread prints the message already
             return
         if (lost := self._lost()) is not None:
             self._give_up(lost)
