@@ -117,8 +117,8 @@ class Watchdog:
         self._num_beats = 0
 
     def settle(self, error: Exception) -> None:
-        """End this rank, with one message of all ranks, where one line explains `error`: a full disk, bad data,
-        or a collective that broke off because another rank has ended. Returns for a bug."""
+        """End this rank, with one message of all ranks, where one line explains `error`: a full disk, bad
+        data, or a collective that broke off because another rank has ended. Returns for a bug."""
         self._tell(error)
         if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
