@@ -41,7 +41,7 @@ class Setup:
     """
 
     spec: ModelSpec
-    strategy: Strategy = field(hash=False)  # holds the dicts of its files
+    strategy: Strategy
     config: RunConfig
     "with its defaults filled in"
     num_gpus: int
