@@ -21,7 +21,7 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Within, SIGINT ends this process: orjson crashes if KeyboardInterrupt is raised in its import."""
+    """Within, SIGINT ends this process: modules in C may crash where KeyboardInterrupt ends their import."""
     if threading.current_thread() is not threading.main_thread():  # in which alone Python takes signals
         yield
         return

@@ -99,7 +99,7 @@ def json_of(text: str, path: object, *, hint: str, pairs: Any = None) -> Any:
     except RecursionError:
         raise ValueError(_too_deep(path, hint)) from None
     if pairs is None:
-        _check_values(value, path, hint)
+        check_values(value, path, hint)
     return value
 
 
@@ -118,7 +118,7 @@ def yaml_of(text: str, path: object, *, hint: str) -> Any:
         raise ValueError(f"{path} is not YAML: {error}\nhint: {hint}") from None
     finally:
         loader.dispose()
-    _check_values(value, path, hint)
+    check_values(value, path, hint)
     return value
 
 
@@ -198,7 +198,7 @@ def _parts_of_value(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _check_values(value: Any, path: object, hint: str) -> None:
+def check_values(value: Any, path: object, hint: str) -> None:
     """Raises ValueError for what no setting can be, and what trips those who count, compare or print it."""
     for at in _each_value(value, _parts_of_value, path, hint):
         if isinstance(at, dict):

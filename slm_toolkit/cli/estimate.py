@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.garbage import no_garbage_collection
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.run_config import RunConfig
@@ -73,7 +72,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_network_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
-    parser.set_defaults(verb=no_garbage_collection()(_estimate))
+    parser.set_defaults(verb=_estimate)
 
 
 def _estimate(args: argparse.Namespace) -> int:

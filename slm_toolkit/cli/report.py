@@ -1,17 +1,17 @@
 """`slm report`: the table of recorded runs, its pictures and exports, and the study's pages."""
 
 import argparse
+import json
 import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
+import msgspec
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.garbage import no_garbage_collection
 from slm_toolkit.cli.output import (
     add_output_flags,
     add_report_to,
@@ -27,8 +27,8 @@ from slm_toolkit.cli.output import (
     rows_of,
 )
 from slm_toolkit.cli.study import add_paper_flags, print_paper
-from slm_toolkit.record.files import find_records
-from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_FILE, RunRecord
+from slm_toolkit.record.files import find_records, schema
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_paper_flags(parser)
     add_output_flags(parser)
     add_report_to(parser)
-    parser.set_defaults(verb=no_garbage_collection()(_report))
+    parser.set_defaults(verb=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -180,7 +180,7 @@ def _print_schema(args: argparse.Namespace) -> int:
     with user_errors():
         if others := sorted(given.keys() - {"schema"}):
             raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
-    print(SCHEMA_FILE.read_text(encoding="utf-8"), end="")
+    print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -193,7 +193,7 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        _sortable(orjson.dumps(asked)),  # text, for settings of several types have no order
+        _sortable(msgspec.json.encode(asked)),  # text, for settings of several types have no order
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),

@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.base.garbage import no_garbage_collection
 from slm_toolkit.config.run_config import FLAGS
 
 _OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has: its other names
@@ -144,8 +143,7 @@ class VerbParser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._filled_by is not None:
-            with no_garbage_collection():
-                import_module(self._filled_by).fill(self)
+            import_module(self._filled_by).fill(self)
             self._filled_by = None
             self.set_defaults(parser=self)
         return super().parse_known_args(args, namespace)

@@ -1,27 +1,35 @@
-"""Records on disk: written whole or not at all, read in any version, found in folders."""
+"""Records on disk: written whole or not at all, read in any version, with the JSON schema of their types."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
 import socket
 from contextlib import suppress
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import orjson
+import msgspec
 
 from slm_toolkit.base.errors import without_controls
 from slm_toolkit.base.safe_files import write_new
-from slm_toolkit.base.user_files import MOST_LEVELS, exists, is_dir, read_bytes
+from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
+from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.record.check import is_deep, may_be_deep, wrong_fields
+from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
+from slm_toolkit.strategy.deepspeed_json import check_shape
+from slm_toolkit.strategy.strategy import check_sections
 
 LIMIT_BYTES = 2**28
 "of a record: a hundred thousand steps on 64 ranks take half of it"
 _HINT = f"records are runs/*/{RECORD_FILE}"
+_SCHEMA_HINT = "`slm report --schema` prints the type of each field; was it written by another tool?"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
@@ -44,46 +52,20 @@ def read_record(path: Path) -> RunRecord:
     """Read one record, of this version or an older one. Raises ValueError for all else."""
     data = read_bytes(path, what="record", hint=_HINT, limit_bytes=LIMIT_BYTES)
     try:
-        content = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        record = _DECODER.decode(data)
+    except msgspec.ValidationError as error:
+        raise _not_a_record(data, error, path) from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"can't read record {path}: {error}\nhint: {_HINT}") from None
-    controls = _may_control(data)  # are spelt out in all of it
-    if data.count(b"{") + data.count(b"[") > MOST_LEVELS and is_deep(
-        content if controls else may_be_deep(content)
-    ):
-        raise ValueError(f"{path} has objects inside one another that no record has\nhint: {_HINT}")
-    if controls:
-        content = _without_controls(content)
-    content = _in_this_version(content, path)
-    if not content.keys() >= _REQUIRED:
-        missing = _REQUIRED - content.keys()
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}\nhint: was it written by another tool?")
-    if not content.keys() <= _KNOWN:
-        content = {key: value for key, value in content.items() if key in _KNOWN}
-    if wrong := wrong_fields(content):
-        raise ValueError(
-            f"{path} holds no proper {', '.join(wrong[:10])}\nhint: `slm report --schema` says what is"
-        )
-    record = RunRecord(**content)
+    if problem := _problem(record):
+        raise ValueError(f"{path}: {problem}\nhint: {_SCHEMA_HINT}")
+    if not data.isascii() or _ESCAPE.search(data):
+        record = dataclasses.replace(record, **_without_controls(vars(record)))
     record.asked.setdefault("files", {})
     record.asked.setdefault("num_processes", record.world_size or 1)
-    for name, default in _ASKED_LATER.items():
-        record.asked["config"].setdefault(name, default)
+    for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # flags of later versions
+        record.asked["config"].setdefault(name, getattr(RunConfig, name))
     return record
-
-
-def _in_this_version(content: Any, path: Path) -> dict[str, Any]:
-    """What an older version wrote, in today's words; fields that came later have their defaults."""
-    version = content.get("schema_version", 0) if isinstance(content, dict) else None
-    if type(version) is not int or version < 0:
-        raise ValueError(f"{path} is no record\nhint: {_HINT}")
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} is a record of version {version}, newer than {SCHEMA_VERSION}, the newest known here\n"
-            "hint: install the slm_toolkit that wrote it, or a newer one"
-        )
-    content["schema_version"] = SCHEMA_VERSION
-    return content
 
 
 def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
@@ -105,26 +87,70 @@ def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[
 
 
 def _record_files(folder: Path) -> list[Path]:
-    """At any depth, links to folders not followed; `Path.rglob` takes ten times as long, os.walk twice."""
-    found, folders = [], [str(folder)]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:  # of others: not ours to report
-            for entry in entries:
-                if entry.name == RECORD_FILE:
-                    found.append(entry.path)
-                elif entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-    return [Path(name) for name in sorted(found, key=lambda name: name.split(os.sep))]
+    """At any depth, in order of name; links to folders and folders that can't be opened are left out."""
+    files = [Path(at, RECORD_FILE) for at, _, names in os.walk(folder) if RECORD_FILE in names]
+    return sorted(files)
 
 
-def _may_control(data: bytes) -> bool:
-    """Whether some text may hold what a terminal obeys or nobody sees: JSON has nearly all of it as escapes,
-    and a record with other letters is looked at, too."""
-    return not data.isascii() or _ESCAPE.search(data) is not None
+def _not_a_record(data: bytes, error: msgspec.ValidationError, path: Path) -> ValueError:
+    """The error for JSON that is no record of a version known here."""
+    with suppress(msgspec.DecodeError):
+        version = msgspec.json.decode(data, type=_Version).schema_version
+        if version > SCHEMA_VERSION:
+            return ValueError(
+                f"{path} is a record of version {version}, newer than {SCHEMA_VERSION}, the newest known "
+                "here\nhint: install the slm_toolkit that wrote it, or a newer one"
+            )
+    return ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}")
+
+
+class _Version(msgspec.Struct):
+    schema_version: int = 0
+
+
+def _problem(record: RunRecord) -> str | None:
+    """What the types of RunRecord can't say: the flags' own types, and lengths that must be equal."""
+    asked, steps = record.asked, record.step_seconds
+    try:
+        converted(asked["config"], _asked_flags(), prefix="asked.config")
+        for name, check in (("accelerate_config", check_sections), ("deepspeed_config", check_shape)):
+            check_values(asked.get(name), f"invalid field: asked.{name}", hint="")
+            check(asked.get(name) or {}, Path(f"invalid field: asked.{name}"))
+        check_values(record.lm_eval, "invalid field: lm_eval", hint="")
+    except ValueError as error:
+        return str(error).partition("\n")[0]
+    zero = (asked.get("deepspeed_config") or {}).get("zero_optimization") or {}
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        return f"invalid field: asked.deepspeed_config: zero_optimization.stage is {zero['stage']!r}"
+    if record.status == "ok" and record.world_size is None:
+        return "invalid field: world_size (null, though the status is ok)"
+    if len(set(map(len, steps))) > 1:
+        return "invalid field: step_seconds (ranks have different numbers of steps)"
+    phases = record.phase_seconds
+    if phases and (
+        len(phases) != len(steps)
+        or any(len(series) != len(steps[0]) for of_rank in phases for series in of_rank.values())
+    ):
+        return "invalid field: phase_seconds (not as many ranks and steps as step_seconds)"
+    return None
+
+
+@cache
+def _asked_flags() -> Any:
+    """A TypedDict of the RunConfig's fields; most may be missing, as older versions had fewer flags."""
+    types: dict[str, Any] = {
+        flag.name: Literal[(*choices, *flag.metadata["synonyms"], flag.default)]
+        for flag in dataclasses.fields(RunConfig)
+        if (choices := flag.metadata["choices"]) is not None
+    }
+    types["gradient_checkpointing"] |= bool  # it was a switch once
+    sizes = ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
+    required = ("seq_len", "numerics", "gradient_checkpointing", "per_device_train_batch_size")
+    return typed_dict_of(RunConfig, required=required, **types, **dict.fromkeys(sizes, PositiveInt))
 
 
 def _without_controls(value: Any) -> Any:
-    """The same, with such characters spelt out: a log's colours, and what somebody hid in a name."""
+    """The same, with characters spelt out that a terminal obeys or that can't be seen."""
     if isinstance(value, str):
         return without_controls(value)
     if isinstance(value, dict):
@@ -133,11 +159,36 @@ def _without_controls(value: Any) -> Any:
 
 
 _ESCAPE = re.compile(rb"\\[ubfr]|\x7f")
-_ASKED_LATER = {
-    name: getattr(RunConfig, name) for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset")
-}
-"flags that are read without asking whether they are there"
-_KNOWN = frozenset(f.name for f in dataclasses.fields(RunRecord))
-_REQUIRED = frozenset(
-    f.name for f in dataclasses.fields(RunRecord) if f.default is f.default_factory is dataclasses.MISSING
-)
+"in the JSON of a record whose text may hold such characters"
+_DECODER = msgspec.json.Decoder(RunRecord)
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema, draft 2020-12. Names that it does not know are allowed: later versions add some."""
+    _, components = msgspec.json.schema_components([RunRecord], ref_template="#/$defs/{name}")
+    for name, component in components.items():
+        descriptions = _attribute_docstrings(getattr(run_record, name, None))
+        for field, content in component["properties"].items():
+            if field in descriptions:
+                content["description"] = descriptions[field]
+    record = components.pop(RunRecord.__name__)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **record,
+        "title": f"record.json of slm_toolkit, version {SCHEMA_VERSION}",
+        "$defs": components,
+    }
+
+
+def _attribute_docstrings(kind: type | None) -> dict[str, str]:
+    """The string that stands under each field of a class, in one line."""
+    if kind is None:
+        return {}
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
-import orjson
+import msgspec
 
 from slm_toolkit.config.run_config import FLAGS, learning_rate
 from slm_toolkit.record.measurement_warnings import rank_differences
@@ -270,10 +270,10 @@ def _comparable(asked_alike: dict[bytes, list[int]], records: list[RunRecord]) -
         if any(records[index].engine in ("ddp", "single") for index in indices):
             yield indices
             continue
-        by_batches: dict[bytes, list[int]] = defaultdict(list)
+        by_batches: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for index in indices:
             if hashes := (records[index].numerics or {}).get("batch_hashes"):
-                by_batches[orjson.dumps(hashes)].append(index)
+                by_batches[tuple(hashes)].append(index)
         yield from by_batches.values()
 
 
@@ -509,7 +509,7 @@ def _control_of(record: RunRecord, known: _Known) -> RunRecord | None:
 
 def _asked_of(record: RunRecord) -> bytes:
     asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
-    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return msgspec.json.encode(asked, order="sorted")
 
 
 def _task_of(record: RunRecord) -> bytes:
@@ -526,4 +526,4 @@ def _task_of(record: RunRecord) -> bytes:
         * record.asked["num_processes"]
     )
     task = [settings, sequences, record.asked["files"]]
-    return orjson.dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return msgspec.json.encode(task, order="sorted")

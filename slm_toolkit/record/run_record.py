@@ -1,4 +1,4 @@
-"""RunRecord: the raw facts of one run as JSON."""
+"""RunRecord: the raw facts of one run, with the types that its JSON must have."""
 
 import dataclasses
 import hashlib
@@ -12,20 +12,24 @@ from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
+from msgspec import Meta
+
+from slm_toolkit.base.typed_files import Count, Finite, NonNegative, Positive, PositiveInt, typed_dict_of
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConfig
 from slm_toolkit.hardware.machine import allocator
+from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.record.memory_timeline import PARTS
+from slm_toolkit.record.numerics import Numerics
+from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
-"""of data/record.schema.json. Records without one, version 0, lack nothing that must be known; a version that
-renames or drops a field gets a step in record_files' `_in_this_version`"""
-SCHEMA_FILE = Path(__file__).parent / "record.schema.json"
-"made by record_schema.py"
-STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
+"""Records of version 0 have no schema_version, and no field that was dropped since. A version that renames or
+drops a field needs a step in `files.read_record`"""
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
 "what a run writes about itself while it trains"
@@ -40,19 +44,156 @@ PARITY_REFERENCE = "parity-reference"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
-@dataclass  # a frozen one takes thrice as long to make, and a report makes tens of thousands
+Status = Literal["ok", "oom", "failed", "timeout", "skipped"]
+Seconds = NonNegative
+Loss = Finite
+Flag = bool | int | float | str | None
+
+
+class Asked(TypedDict):
+    """The RunConfig's identity, the strategy's files and the number of processes."""
+
+    config: dict[str, Flag]
+    strategy: NotRequired[str]
+    accelerate_config: NotRequired[dict[str, Any] | None]
+    deepspeed_config: NotRequired[dict[str, Any] | None]
+    num_processes: NotRequired[PositiveInt]
+    files: NotRequired[dict[str, str | None]]
+    "hash of each data file's size and time; null for a hub id"
+
+
+ModelFacts = typed_dict_of(
+    ModelSpec,
+    num_layers=Annotated[int, Meta(ge=1, le=MOST_LAYERS)],  # counted one by one
+    **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size"), PositiveInt),
+    **dict.fromkeys(("vocab_size", "num_params"), PositiveInt),
+)
+NumericsFacts = typed_dict_of(Numerics)
+AnatomyFacts = typed_dict_of(Anatomy)
+
+
+class WeightsCheck(TypedDict):
+    """Whether all ranks held the same weights after a step."""
+
+    step: Count
+    num_compared: Count
+    "tensors that several ranks hold"
+    num_different: Count
+    different: list[str]
+    "names of the first that differ"
+
+
+class Fp32Pass(TypedDict):
+    """What the first steps in fp32 gave; only status and reason where they failed."""
+
+    status: Literal["ok", "failed"]
+    reason: str | None
+    losses: NotRequired[list[Loss | None]]
+    grad_norms: NotRequired[list[NonNegative | None]]
+    parameter_grad_norms: NotRequired[dict[str, NonNegative | None]]
+    weights_of_ranks: NotRequired[list[WeightsCheck]]
+    numerics: NotRequired[NumericsFacts | None]
+
+
+class ResumedFrom(TypedDict, total=False):
+    """The checkpoint that a run went on from, and the launch that wrote it."""
+
+    path: str
+    step: Count
+    strategy: str
+    num_processes: PositiveInt
+    per_device_train_batch_size: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    base_batch_size: PositiveInt
+    conversion: str | None
+    "what this run has otherwise, as a sentence"
+
+
+class BatchSizeSearch(TypedDict, total=False):
+    """Sequences per process and micro-step, with --find_batch_size."""
+
+    asked: PositiveInt
+    out_of_memory: list[PositiveInt]
+    ran: PositiveInt
+
+
+class EvalLoss(TypedDict):
+    step: Count
+    loss: Loss | None
+    "over all held-out tokens"
+
+
+class DatasetFacts(TypedDict, total=False):
+    """One dataset; the numbers are missing for a stream."""
+
+    name: Required[str]
+    packing: Required[str]
+    format: str
+    weight: NonNegative | None
+    num_rows: Count
+    num_sequences: Count
+    num_tokens: Count
+    num_padding: Count
+    num_labels: Count
+
+
+class TokensCounted(TypedDict, total=False):
+    drawn: Count
+    "from the data"
+    in_loss: Count
+    "where the loss was computed"
+
+
+class GpuFacts(TypedDict, total=False):
+    """What NVML and the allocator said of one rank's GPU: see `run/observe/machine_load.py`."""
+
+    energy_joules: list[NonNegative] | None
+    utilization: list[Count] | None
+    clock_mhz: list[Count] | None
+    throttle_reasons: dict[str, Count] | None
+    used_bytes_before: Count | None
+    num_processes_before: Count | None
+    allocator: dict[str, Count] | None
+
+
+class HostRam(TypedDict):
+    total_bytes: Count
+    least_available_bytes: Count
+    swapped_out_bytes: Count
+
+
+class MemoryAtPeak(TypedDict):
+    """The moment of a traced step at which most was alive."""
+
+    phase: str
+    module: str
+    num_bytes: Count
+    parts: dict[Literal[PARTS], Count]
+    "bytes by part"
+    modules: dict[str, Count]
+    "bytes by the module that made them"
+
+
+class DeepSpeedEstimate(TypedDict):
+    """DeepSpeed's own estimator, per GPU and node."""
+
+    gpu_bytes: Count
+    cpu_bytes: NotRequired[Count]
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What was asked, what ran, what was observed. Rates, MFU and dollars are derived where shown."""
 
     run_name: str
     identity: str
     "hash of everything asked, versions and GPU"
-    status: str
+    status: Status
     "ok, oom, failed, timeout, or skipped: never launched, since the estimate did not fit"
     strategy: str
-    asked: dict[str, Any]
+    asked: Asked
     "the RunConfig's identity, the strategy's files and the number of processes"
-    model: dict[str, Any]
+    model: ModelFacts
     "ModelSpec, with num_params"
     versions: dict[str, str]
     started_at: str
@@ -64,107 +205,107 @@ class RunRecord:
     reason: str | None = None
     "why the status is not ok"
     command: str | None = None
-    seconds_total: float | None = None
+    seconds_total: Seconds | None = None
     "from the start of the process to the record"
     gpu: str | None = None
     "as the driver names it; None on CPU"
     cpu: str = field(default_factory=lambda: _cpu_name())
-    num_cores: int | None = None
+    num_cores: PositiveInt | None = None
     "that the run's processes may use on their machine"
-    world_size: int | None = None
-    num_machines: int | None = None
+    world_size: PositiveInt | None = None
+    num_machines: PositiveInt | None = None
     "that its ranks were on, equally many on each; None in records that don't say"
     engine: str | None = None
     "probed after prepare, like the next two"
-    zero_stage: int | None = None
+    zero_stage: Count | None = None
     reshard_after_forward: bool | None = None
     attn_implementation: str | None = None
     "as asked; `numerics` says which kernel ran"
-    num_probed_steps: int = 1
+    num_probed_steps: Count = 1
     "first steps that were probed, and slowed by it: more than one where the first compiled"
-    numerics: dict[str, Any] | None = None
+    numerics: NumericsFacts | None = None
     "what `run/observe/probe.py` saw in the last of them: the fields of `numerics.Numerics`"
-    parameter_grad_norms: dict[str, float | None] = field(default_factory=dict)
+    parameter_grad_norms: dict[str, NonNegative | None] = field(default_factory=dict)
     "of the last probed step, by name: reduced, before clipping; None: no gradient. Empty in older records"
-    fp32_pass: dict[str, Any] | None = None
+    fp32_pass: Fp32Pass | None = None
     """with --fp32_steps: the status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks and
     numerics of the first steps in fp32"""
-    weights_of_ranks: list[dict[str, Any]] = field(default_factory=list)
+    weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
     """whether all ranks held the same weights, at each checkpoint and at the end: step, num_compared tensors,
     num_different, and the names of some that differ"""
     weights_fingerprint: str | None = None
     """of the weights before step 1: the first elements of each tensor, rounded to bf16; None where the run
     resumed, in a rehearsal and in older records"""
-    tokens_per_step: int | None = None
+    tokens_per_step: PositiveInt | None = None
     "over all ranks and micro-steps"
-    first_step: int = 0
+    first_step: Count = 0
     "above 0 where the run resumed"
-    resumed_from: dict[str, Any] | None = None
+    resumed_from: ResumedFrom | None = None
     """the checkpoint before that step: path, step, strategy, num_processes, per_device_train_batch_size,
     gradient_accumulation_steps, base_batch_size, and the conversion, as a sentence, where this run has
     others"""
-    skipped_steps: list[int] = field(default_factory=list)
+    skipped_steps: list[Count] = field(default_factory=list)
     "that changed nothing, as their loss or gradient was no number or too large; counted from 1"
-    batch_size_search: dict[str, Any] | None = None
+    batch_size_search: BatchSizeSearch | None = None
     "with --find_batch_size: asked, out_of_memory (a list), ran: sequences per process and micro-step"
-    timing_warmup_steps: int | None = None
+    timing_warmup_steps: Count | None = None
     "the first of the steps below that don't count as timed; None: to be found from their times"
-    losses: list[float | None] = field(default_factory=list)
+    losses: list[Loss | None] = field(default_factory=list)
     "mean over all ranks and micro-steps of each step's fp32 loss; None where it was not finite"
-    grad_norms: list[float | None] = field(default_factory=list)
+    grad_norms: list[NonNegative | None] = field(default_factory=list)
     "before clipping; of each step"
-    losses_by_dataset: dict[str, list[float | None]] = field(default_factory=dict)
+    losses_by_dataset: dict[str, list[Loss | None]] = field(default_factory=dict)
     "where several are mixed: of each step, the mean over its tokens; None where none was drawn"
-    eval_losses: list[dict[str, float]] = field(default_factory=list)
+    eval_losses: list[EvalLoss] = field(default_factory=list)
     "step and loss, over all held-out tokens"
-    eval_losses_by_set: dict[str, list[float | None]] = field(default_factory=dict)
+    eval_losses_by_set: dict[str, list[Loss | None]] = field(default_factory=dict)
     "of each held-out set, at the steps of eval_losses"
-    datasets: list[dict[str, Any]] = field(default_factory=list)
+    datasets: list[DatasetFacts] = field(default_factory=list)
     "of each: name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
-    num_trainable_params: int | None = None
+    num_trainable_params: Count | None = None
     "with adapters; None: all"
     lm_eval: dict[str, Any] | None = None
     "lm-eval's results by task, of the saved model"
-    step_seconds: list[list[float]] = field(default_factory=list)
+    step_seconds: list[list[Positive]] = field(default_factory=list)
     """of each rank, of each step: from the end of the step before to its own end, or from its own beginning
     after an evaluation, a checkpoint or a probed step, and in older records always"""
-    phase_seconds: list[dict[str, list[float]]] = field(default_factory=list)
+    phase_seconds: list[dict[str, list[Seconds]]] = field(default_factory=list)
     """of each rank: seconds of each step by phase, data, forward, backward and optimizer; under DeepSpeed,
     where backward and the optimizer's step are one call, data alone"""
-    num_graphs_compiled: list[int] = field(default_factory=list)
+    num_graphs_compiled: list[Count] = field(default_factory=list)
     "by torch.compile, in each step, on the rank with most"
-    tokens_counted: dict[str, int] | None = None
+    tokens_counted: TokensCounted | None = None
     "over all ranks and steps: drawn from the data, and in_loss, where the loss was computed"
-    num_padding_tokens: int | None = None
+    num_padding_tokens: Count | None = None
     "of those drawn"
-    anatomy: dict[str, Any] | None = None
+    anatomy: AnatomyFacts | None = None
     "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
-    gpu_watch: list[dict[str, Any]] = field(default_factory=list)
+    gpu_watch: list[GpuFacts] = field(default_factory=list)
     "of each rank, what NVML and the allocator said: see `run/observe/machine_load.py`"
-    other_busy_cores: float | None = None
+    other_busy_cores: NonNegative | None = None
     "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
-    host_ram: dict[str, int] | None = None
+    host_ram: HostRam | None = None
     "of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
-    state_bytes: list[dict[str, int]] = field(default_factory=list)
+    state_bytes: list[dict[str, Count]] = field(default_factory=list)
     """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
     the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
-    peak_allocated_bytes: list[int] | None = None
+    peak_allocated_bytes: list[Count] | None = None
     """of each rank, after the probed steps if there are others; None on CPU; in a rehearsal of rank 0 alone,
     traced where there is no GPU"""
-    peak_reserved_bytes: list[int] | None = None
-    peak_rss_bytes: list[int] | None = None
+    peak_reserved_bytes: list[Count] | None = None
+    peak_rss_bytes: list[Count] | None = None
     "peak resident memory of each rank's process"
-    memory_at_peak: dict[str, Any] | None = None
+    memory_at_peak: MemoryAtPeak | None = None
     """of rank 0, from following every allocation of a step: phase, module, num_bytes, bytes by part, and
     by the module that made them; `memory_timeline.csv` beside the record has the whole step"""
-    deepspeed_estimate: dict[str, int] | None = None
+    deepspeed_estimate: DeepSpeedEstimate | None = None
     "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
     reported_to: str | None = None
     "the tracker that has its metrics"
-    predicted_peak_bytes: int | None = None
+    predicted_peak_bytes: Count | None = None
     "on a GPU, by the estimate for which the run was skipped; None where it was launched"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Annotated[int, Meta(ge=0, le=SCHEMA_VERSION)] = SCHEMA_VERSION
 
     @cached_property
     def slowest_rank_seconds(self) -> list[float]:

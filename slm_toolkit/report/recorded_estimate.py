@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import orjson
+import msgspec
 
+from slm_toolkit.base.typed_files import LARGEST
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, config_as_launched
-from slm_toolkit.record.check import LARGEST
 from slm_toolkit.record.run_record import RunRecord, config_of, spec_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
@@ -28,7 +28,7 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     """
     if record.engine is None or record.world_size is None:
         return None
-    ran = _what_ran(orjson.dumps(_facts(record), option=orjson.OPT_NON_STR_KEYS))
+    ran = _what_ran(msgspec.json.encode(_facts(record)))
     return None if ran is None else _estimate_on(ran, record.gpu)
 
 
@@ -56,7 +56,7 @@ class _Ran:
 def _what_ran(facts: bytes) -> _Ran | None:
     """None where no closed form covers it."""
     nothing = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
-    record = RunRecord(**nothing, gpu=None, **orjson.loads(facts))
+    record = RunRecord(**nothing, gpu=None, **msgspec.json.decode(facts))
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)

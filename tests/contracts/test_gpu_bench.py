@@ -153,12 +153,12 @@ def test_what_the_budget_has_no_time_for_is_named_and_imports_that_fail_end_the_
     done = run(*command, "--out", str(tmp_path / "late"), "--budget_minutes", "0")
     assert done.code == 0, done.err
     assert "late: takes about 1 s, 0 s of the budget were left" in done.out
-    (tmp_path / "orjson.py").write_text("raise ImportError('no orjson here')\n")
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec here')\n")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = run(sys.executable, MEASURE, "--smoke", "--out", str(tmp_path / "broken"), env=env)
     assert done.code == 1
     assert (
-        "error: can't import slm_toolkit.train: ImportError: no orjson here\nhint: bench/gpu/pack.sh"
+        "error: can't import slm_toolkit.train: ImportError: no msgspec here\nhint: bench/gpu/pack.sh"
         in done.err
     )
     assert lines_of(tmp_path / "broken")["imports"]["status"] == "failed"

@@ -117,8 +117,8 @@ def test_train_says_what_is_wrong_once_accelerate_has_started(
     [
         (None, "no such folder"),
         ("{", "can't read record"),
-        ("{}", "lacks asked, identity, model"),
-        ("[]", "no record"),
+        ("{}", "record.json: missing field: run_name"),
+        ("[]", "record.json: expected object, got array"),
     ],
 )
 def test_report_says_what_is_wrong(content: str | None, says: str, tmp_path: Path) -> None:

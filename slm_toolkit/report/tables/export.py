@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import orjson
+import msgspec
 
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import Column, columns_of
@@ -36,7 +36,7 @@ def json_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def json_text(content: list[dict[str, Any]]) -> str:
-    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
 
 
 def csv_text(content: list[dict[str, Any]]) -> str:
@@ -120,7 +120,7 @@ def _csv_cell(value: Any) -> Any:
 def _as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    return msgspec.json.encode(value).decode()
 
 
 def _arrow_type(hint: Any) -> Any:

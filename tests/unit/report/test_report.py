@@ -192,7 +192,7 @@ def test_a_record_that_no_run_wrote_is_left_out_and_named(
     path.write_text(json.dumps(record))
     done = slm("report", str(tmp_path), *filter(None, [option]), timeout=60)
     assert done.code == 1
-    assert done.err.startswith(f"left out: {path} holds no proper {named}\n")
+    assert done.err.startswith(f"left out: {path}: invalid field: {named} (")
     assert done.out
 
 

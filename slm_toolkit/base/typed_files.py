@@ -1,0 +1,73 @@
+"""Decode files into typed values with msgspec; errors name the file and the field."""
+
+import dataclasses
+import re
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+LARGEST = 10**18
+"of any number: products of a few stay finite, and int64, which Parquet has, holds it"
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+PositiveInt = Annotated[int, Meta(ge=1, le=LARGEST)]
+Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+NonNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+T = TypeVar("T")
+
+
+def converted(value: Any, kind: type[T], *, prefix: str = "", from_text: bool = False) -> T:
+    """A decoded value as `kind`; `from_text`: numbers may be text, as in CSV.
+
+    Raises ValueError, without a hint, for a value that doesn't fit; `prefix` is put before the field's name.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise ValueError(field_problem(error, prefix=prefix)) from None
+
+
+def field_problem(error: msgspec.ValidationError, *, prefix: str = "") -> str:
+    """`invalid field: losses[2] (expected float, got str)`, or `missing field: asked.config`."""
+    reason, _, place = str(error).replace("`", "").partition(" - at ")
+    field = (prefix + place.replace("$", "", 1)).removeprefix(".")
+    if missing := re.fullmatch(r"Object missing required field (\w+)", reason):
+        return f"missing field: {f'{field}.{missing[1]}'.removeprefix('.')}"
+    reason = reason[0].lower() + reason[1:]
+    return f"invalid field: {field} ({reason})" if field else reason
+
+
+def typed_dict_of(kind: type, *, required: tuple[str, ...] = (), **types: Any) -> Any:
+    """A TypedDict of a dataclass's fields, whose numbers are not negative.
+
+    `required`: fields that may not be missing though they have a default; `types`: of fields that a file
+    holds otherwise, or beside those of the dataclass.
+    """
+    hints = {name: _not_negative(hint) for name, hint in get_type_hints(kind).items()} | types
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING and field.name not in required:
+            hints[field.name] = NotRequired[hints[field.name]]
+    return TypedDict(kind.__name__, hints)
+
+
+def _not_negative(hint: Any) -> Any:
+    if hint is int:
+        return Count
+    if hint is float:
+        return NonNegative
+    if not (parts := get_args(hint)):
+        return hint
+    origin = Union if get_origin(hint) is UnionType else get_origin(hint)
+    return origin[tuple(_not_negative(part) for part in parts)]
