@@ -19,7 +19,7 @@ from slm_toolkit.base.errors import without_controls
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.base.typed_files import PositiveInt, converted, field_problem, typed_dict_of
 from slm_toolkit.base.user_files import check_values, exists, is_dir, read_bytes
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
@@ -139,9 +139,9 @@ def _problem(record: RunRecord) -> str | None:
 def _asked_flags() -> Any:
     """A TypedDict of the RunConfig's fields; most may be missing, as older versions had fewer flags."""
     types: dict[str, Any] = {
-        flag.name: Literal[(*choices, *flag.metadata["synonyms"], flag.default)]
-        for flag in dataclasses.fields(RunConfig)
-        if (choices := flag.metadata["choices"]) is not None
+        name: Literal[(*flag.choices, *flag.synonyms, getattr(RunConfig, name))]
+        for name, flag in FLAGS.items()
+        if flag.choices is not None
     }
     types["gradient_checkpointing"] |= bool  # it was a switch once
     sizes = ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")

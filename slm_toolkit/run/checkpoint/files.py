@@ -16,14 +16,15 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slm_toolkit.base.typed_files import field_problem
 from slm_toolkit.base.user_files import read_bytes
-from slm_toolkit.record.check import fits_of
 from slm_toolkit.record.saved_files import delete, sync
 
 FORMAT = 3
@@ -32,6 +33,7 @@ MANIFEST_FILE = "checkpoint.json"
 _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
 _MOST_STEPS = 10**12
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_STEPS)]
 WRITTEN_BY = {
     "strategy",
     "num_processes",
@@ -52,22 +54,22 @@ class RankFile:
     """The file that one rank wrote."""
 
     name: str
-    num_bytes: int
+    num_bytes: Count
     sha256: str
-    starts: dict[str, int]
+    starts: dict[str, Count]
     "for each tensor in the file: the place of its first element in the whole, flattened tensor"
-    sizes: dict[str, int]
+    sizes: dict[str, Count]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything in a checkpoint but its tensors."""
 
-    step: int
+    step: Count
     "optimizer steps of the run that are done"
-    optimizer_steps: int
+    optimizer_steps: Count
     "how many of them changed the weights"
-    order: int
+    order: Count
     "one more than the newest in its folder had; a date would not do, since clocks jump"
     run: dict[str, Any]
     "see `run_description`: settings that a run which goes on from it must share"
@@ -77,7 +79,7 @@ class Manifest:
     "fingerprint of the weights that the adapter is for"
     scaler: dict[str, Any] | None
     "state of fp16's gradient scaler"
-    num_elements: dict[str, int]
+    num_elements: dict[str, Count]
     "of each whole tensor"
     files: tuple[RankFile, ...]
 
@@ -158,14 +160,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = json.loads(data)
         version = content.pop("format")
         is_as_written = content.pop("sha256") == digest_of(content)
-        files = [RankFile(**file) for file in content.pop("files")]
-        manifest = Manifest(**content, files=tuple(files))
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError):
         raise ValueError(f"{path} is no checkpoint's of this version\nhint: {_HINT}") from None
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, {FORMAT} is read here\nhint: {_HINT}")
-    has_types = _has_types(manifest) and all(map(_has_types, files))
-    if not (has_types and is_as_written and _makes_sense(manifest)):
+    try:
+        manifest = msgspec.convert(content, Manifest)
+    except msgspec.ValidationError as error:
+        changed = f"{path} has changed since it was written: {field_problem(error)}"
+        raise ValueError(f"{changed}\nhint: {_HINT}") from None
+    if not (is_as_written and _makes_sense(manifest)):
         raise ValueError(f"{path} has changed since it was written\nhint: {_HINT}")
     return manifest
 
@@ -173,11 +177,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def _makes_sense(manifest: Manifest) -> bool:
     """Whether the values fit each other, as in every checkpoint that we write: readers rely on it."""
     of_data, names = manifest.run.get(DATA), [file.name for file in manifest.files]
-    counts = [manifest.order, *manifest.num_elements.values()]
-    for file in manifest.files:
-        counts += [*file.starts.values(), *file.sizes.values()]
     return (
-        0 <= manifest.optimizer_steps <= manifest.step <= _MOST_STEPS
+        manifest.optimizer_steps <= manifest.step
         and manifest.written_by.keys() == WRITTEN_BY
         and all(
             isinstance(value, str) and value.isprintable()
@@ -189,7 +190,6 @@ def _makes_sense(manifest: Manifest) -> bool:
         and len(names) == len(set(names))
         and all(map(_OF_RANK.fullmatch, names))
         and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
-        and all(map(_is_count, counts))
         and isinstance(of_data, list)
         and all(isinstance(content, dict) for content in of_data)
         and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in of_data)
@@ -204,11 +204,6 @@ def _is_scaler(state: dict[str, Any]) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS
-
-
-def _has_types(value: Manifest | RankFile) -> bool:
-    hints = get_type_hints(type(value))
-    return all(fits_of(hint)(getattr(value, name)) for name, hint in hints.items() if name != "files")
 
 
 def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
