@@ -100,13 +100,10 @@ def _estimate(args: argparse.Namespace) -> int:
     if args.json:
         print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
     else:
-        from rich.console import Console
-
         from slm_toolkit.report.tables.estimate import estimate_table
-        from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+        from slm_toolkit.report.tables.fitted import PIPE_WIDTH, console_of_stdout
 
-        console = Console(markup=False, emoji=False)
-        console.width = console.width if console.is_terminal else 2 * PIPE_WIDTH  # a file may be wide
+        console = console_of_stdout(pipe_width=2 * PIPE_WIDTH)  # a file may be wide
         table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
         console.print(table, crop=False)
     return 0

@@ -12,7 +12,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.parser import positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.network import NETWORK_FILE, PROBE_SECONDS, read_network
-from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+from slm_toolkit.report.tables.fitted import console_of_stdout
 
 _TAKEN = ("probe_network", "probe_seconds", "num_processes", "timeout", "output_dir", "json")
 
@@ -83,7 +83,6 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False))
     else:
-        console = Console(markup=False, emoji=False)
-        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        console = console_of_stdout()
         console.print(network_table(network), crop=False)
     return 0

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
@@ -21,7 +20,7 @@ from slm_toolkit.record.files import find_records
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, finite
-from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -197,7 +196,7 @@ def print_records(
     from slm_toolkit.record.step_breakdown import Anatomy
     from slm_toolkit.report.baseline import changes
     from slm_toolkit.report.tables.baseline import baseline_table
-    from slm_toolkit.report.tables.comparison import MANY_ROWS, comparison_table
+    from slm_toolkit.report.tables.comparison import comparison_table
     from slm_toolkit.report.tables.details import dataset_table, has_several, phase_table
     from slm_toolkit.report.tables.export import json_rows
     from slm_toolkit.report.tables.step_breakdown import anatomy_table
@@ -218,9 +217,8 @@ def print_records(
     if write_exports(rows, content, args):
         print("".join(f"{line}\n" for line in unchecked), end="", file=sys.stderr)
     else:
-        console = Console(markup=False, emoji=False)
-        width = console.width if console.is_terminal else PIPE_WIDTH
-        console.width = width
+        console = console_of_stdout()
+        width = console.width
         shown = rows[:MANY_ROWS] if console.is_terminal else rows
         console.print(comparison_table(shown, width=width), crop=False)
         if hidden := rows[len(shown) :]:
@@ -268,8 +266,7 @@ def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace
     elif entries:
         rows = rows_of(records, args)
         named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
-        console = Console(markup=False, emoji=False)
-        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        console = console_of_stdout()
         table = ledger_table(entries, summaries(entries), named=named, width=console.width)
         console.print(table, crop=False)
     return 0 if entries else 1

@@ -141,13 +141,11 @@ def _row(recipe: Recipe) -> dict[str, object]:
 
 
 def _print_list(recipes: list[Recipe]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+    from slm_toolkit.report.tables.fitted import console_of_stdout
 
-    console = Console(markup=False, emoji=False)
-    console.width = console.width if console.is_terminal else PIPE_WIDTH
+    console = console_of_stdout()
     table = Table(header_style="bold")
     table.add_column("recipe", no_wrap=True)
     table.add_column("question")

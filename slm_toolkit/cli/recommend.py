@@ -284,13 +284,10 @@ def _recommend(args: argparse.Namespace) -> int:
 
         print("[" + ",\n ".join(json.dumps(row_of(plan), allow_nan=False) for plan in ranked) + "]")
     else:
-        from rich.console import Console
-
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
-        from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+        from slm_toolkit.report.tables.fitted import console_of_stdout
 
-        console = Console(markup=False, emoji=False)
-        console.width = console.width if console.is_terminal else PIPE_WIDTH
+        console = console_of_stdout()
         if ranked:
             advice = _advice(ranked, offers, args)
             shown = plan_report(ranked, advice, top=args.top, objective=args.objective, width=console.width)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import (
@@ -59,9 +58,9 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
 
 def print_plots(rows: list["Row"]) -> None:
     from slm_toolkit.report.charts.terminal import terminal_plots
+    from slm_toolkit.report.tables.fitted import console_of_stdout
 
-    console = Console(markup=False, emoji=False)
-    console.width = console.width if console.is_terminal else _PLOT_WIDTH
+    console = console_of_stdout(pipe_width=_PLOT_WIDTH)
     plots = terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=console.width)
     console.print(plots, crop=False)
 

@@ -90,15 +90,13 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _print(compared: list["Comparison"], found: "Answers", best: list["Best"]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    from slm_toolkit.report.tables.fitted import PIPE_WIDTH
+    from slm_toolkit.report.tables.fitted import console_of_stdout
     from slm_toolkit.study.answers import paragraphs
     from slm_toolkit.study.tables import best_table, figure_table
 
-    console = Console(markup=False, emoji=False)
-    console.width = console.width if console.is_terminal else PIPE_WIDTH
+    console = console_of_stdout()
     for figure in dict.fromkeys(item.figure for item in compared):
         console.print(figure_table(compared, figure, width=console.width), Text(), crop=False, sep="\n")
     for heading, text in paragraphs(found):

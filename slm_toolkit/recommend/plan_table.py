@@ -3,7 +3,6 @@
 import dataclasses
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS
@@ -19,26 +18,9 @@ from slm_toolkit.recommend.ranking import (
     reason_of,
     score_of,
 )
-from slm_toolkit.report.tables.cells import DASH, gib, rate, setting
+from slm_toolkit.report.tables.cells import DASH, gib, percent, rate, setting
 from slm_toolkit.report.tables.columns import TITLES
-from slm_toolkit.report.tables.fitted import fix_width
-
-_COLUMNS = (  # title, cell, order in which they are dropped (0: never)
-    ("model", lambda plan: plan.estimate.model, 0),
-    ("GPUs", lambda plan: f"{plan.estimate.num_gpus} x {plan.estimate.gpu}", 0),
-    ("strategy", lambda plan: plan.estimate.strategy, 0),
-    ("batch x\nmicro-steps", lambda plan: _batch(plan), 8),
-    ("checkpointing", lambda plan: plan.estimate.gradient_checkpointing, 6),
-    ("loss kernel", lambda plan: plan.estimate.loss_kernel, 3),
-    ("tokens/s", lambda plan: rate(plan.tokens_per_second), 7),
-    ("MFU", lambda plan: _share(plan.estimate.mfu) if plan.evidence == "estimated" else DASH, 2),
-    ("bound by", lambda plan: plan.estimate.bottleneck.replace("_", " "), 5),
-    ("hours", lambda plan: _hours(plan.hours), 0),
-    ("$", lambda plan: usd(plan.usd), 0),
-    ("headroom\nGiB", lambda plan: gib(plan.headroom_bytes), 4),
-    ("evidence", lambda plan: _evidence(plan), 1),
-)
-
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, table_of
 
 _NETWORK = {
     "measured": "what --network measured",
@@ -54,7 +36,7 @@ def plan_report(
     """Print it with `crop=False`; `advice`: what would move the first plan, as sentences."""
     rows = per_hardware(ranked)
     shown, winner = rows[:top], ranked[0]
-    parts: list[RenderableType] = [_heading(ranked), _table(shown, width)]
+    parts: list[RenderableType] = [_heading(ranked), _table(shown, width=width)]
     parts += [Text(line) for line in reasons(shown, objective=objective)]
     if rows is not ranked:
         parts += _same_hardware(ranked, objective)
@@ -189,28 +171,39 @@ _SETTINGS = tuple(
 "columns of their own where plans differ in them"
 
 
-def _table(shown: list[Plan], width: int) -> Table:
-    columns = list(_COLUMNS)
-    if len({plan.estimate.model for plan in shown}) == 1:
-        columns = columns[1:]
-    differing = [name for name in _SETTINGS if len({getattr(plan.estimate, name) for plan in shown}) > 1]
-    own = [(TITLES[name], lambda plan, n=name: setting(getattr(plan.estimate, n)), 0) for name in differing]
-    columns[2:2] = own
-    while (table := _build(shown, columns)).width > width and any(priority for *_, priority in columns):
-        columns.remove(min((column for column in columns if column[2]), key=lambda column: column[2]))
-    return table
+def _table(shown: list[Plan], *, width: int) -> RenderableType:
+    columns, _ = columns_that_fit(_columns(shown), width=width)
+    styles = ["bold", *(None if plan.verdict == "fits" else "yellow" for plan in shown[1:])]
+    return table_of(columns, row_styles=styles)
 
 
-def _build(shown: list[Plan], columns: list) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("", justify="right")
-    for title, _, _ in columns:
-        numeric = title in ("tokens/s", "MFU", "hours", "$", "headroom\nGiB")
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
-    for number, plan in enumerate(shown, 1):
-        style = "bold" if number == 1 else "yellow" if plan.verdict != "fits" else None
-        table.add_row(str(number), *(cell(plan) for _, cell, _ in columns), style=style)
-    return fix_width(table)
+def _columns(shown: list[Plan]) -> list[Column]:
+    rows = [plan.estimate for plan in shown]
+
+    def texts(title: str, cells: list[str], drop_order: int = 0) -> Column:
+        return Column(title, cells, drop_order, justify="left")
+
+    differing = [name for name in _SETTINGS if len({getattr(row, name) for row in rows}) > 1]
+    columns = [
+        Column("", [str(number) for number in range(1, len(shown) + 1)]),
+        texts("model", [row.model for row in rows]),
+        texts("GPUs", [f"{row.num_gpus} x {row.gpu}" for row in rows]),
+        texts("strategy", [row.strategy for row in rows]),
+        *(texts(TITLES[name], [setting(getattr(row, name)) for row in rows]) for name in differing),
+        texts("batch x\nmicro-steps", list(map(_batch, shown)), 8),
+        texts("checkpointing", [row.gradient_checkpointing for row in rows], 6),
+        texts("loss kernel", [row.loss_kernel for row in rows], 3),
+        Column("tokens/s", [rate(plan.tokens_per_second) for plan in shown], 7),
+        Column("MFU", [percent(p.estimate.mfu) if p.evidence == "estimated" else DASH for p in shown], 2),
+        texts("bound by", [row.bottleneck.replace("_", " ") for row in rows], 5),
+        Column("hours", [_hours(plan.hours) for plan in shown]),
+        Column("$", [usd(plan.usd) for plan in shown]),
+        Column("headroom\nGiB", [gib(plan.headroom_bytes) for plan in shown], 4),
+        texts("evidence", list(map(_evidence, shown)), 1),
+    ]
+    if len({row.model for row in rows}) == 1:
+        columns = [column for column in columns if column.title != "model"]
+    return columns
 
 
 def _notes(ranked: list[Plan], shown: list[Plan]) -> list[str]:
@@ -242,10 +235,6 @@ def _notes(ranked: list[Plan], shown: list[Plan]) -> list[str]:
 
 def _batch(plan: Plan) -> str:
     return f"{plan.estimate.per_device_train_batch_size} x {plan.estimate.gradient_accumulation_steps}"
-
-
-def _share(value: float | None) -> str:
-    return DASH if value is None else f"{value:.0%}"
 
 
 def _hours(value: float) -> str:

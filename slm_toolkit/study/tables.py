@@ -11,7 +11,7 @@ from rich.text import Text
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.bottleneck import misaligned_widths
-from slm_toolkit.report.tables.cells import DASH, dollars, rate
+from slm_toolkit.report.tables.cells import DASH, dollars, percent, rate
 from slm_toolkit.report.tables.fitted import fix_width
 from slm_toolkit.study.answers import SERIES_WORDS, thousands
 from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, Best
@@ -127,7 +127,7 @@ _BEST_LINES: tuple[tuple[str, Callable[[Best], str]], ...] = (
     ("batch", _batch),
     ("checkpointing", lambda best: best.gradient_checkpointing.replace("_", "\n")),
     ("tokens/s/GPU", lambda best: rate(best.tokens_per_second_per_gpu)),
-    ("MFU", lambda best: DASH if best.mfu is None else f"{best.mfu:.0%}"),
+    ("MFU", lambda best: percent(best.mfu)),
     ("$ per 1M", lambda best: dollars(best.usd_per_million_tokens)),
     ("limited by", lambda best: best.limited_by.replace(" and ", ",\n").replace(" ", "\n")),
 )

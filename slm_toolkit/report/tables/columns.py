@@ -1,27 +1,12 @@
-"""The columns of the comparison table: titles, cells as text, and which are left out first."""
+"""The columns of the comparison table: titles, cells as text, and the order in which they are dropped."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.cells import (
-    DASH,
-    PARITY_COLUMNS,
-    dollars,
-    energy_column,
-    estimate_column,
-    estimated_rate_column,
-    gib,
-    interval,
-    largest_batch_column,
-    peak_columns,
-    peak_place,
-    rank,
-    rate,
-    setting,
-)
+from slm_toolkit.report.tables.cells import DASH, dollars, gib, loss, rate, setting
+from slm_toolkit.report.tables.fitted import Column
 
 BEFORE_OTHERS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
 "flags of which the columns come first"
@@ -40,59 +25,109 @@ TITLES = {
 "by what a column shows: a flag, or a fact of the run"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A title of one or several lines, and a cell for each row."""
-
-    title: str
-    cells: list[str]
-    drop_order: int
-    "the first to be left out where width is short have the least; 0: never"
-
-    @property
-    def is_numeric(self) -> bool:
-        return all(cell[:1] in f"0123456789${DASH}~±+" for cell in self.cells)
-
-    @property
-    def says_something(self) -> bool:
-        return any(cell != DASH for cell in self.cells)
+_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
 
 
 def columns_of(rows: list[Row]) -> list[Column]:
-    """All that these rows have something for, settings first where they differ."""
+    """All columns for which these rows have something, settings first where they differ."""
     on_gpu = any(row.gpu for row in rows)
     marks = marks_of(rows)
-    gate = any(row.parity_reference == FP32_REFERENCE for row in rows)
-    made: list[tuple[str, Callable[[Row], str], int]] = [
-        *((title, lambda row, name=name: setting(value_of(row, name)), 0) for name, title in varying(rows)),
-        ("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), ""), 0),
-        ("status", lambda row: "unequal" if row.parity_holds is False else row.status, 0),
-        *largest_batch_column(rows),
-        ("rank", rank, 12),
-        ("tokens/s", lambda row: rate(row.tokens_per_second), 0),
-        ("interval", interval, 8),
-        *estimated_rate_column(rows),
-        (
+
+    def column(title: str, cell: Callable[[Row], str], drop_order: int = 0) -> Column:
+        return Column(title, [cell(row) for row in rows], drop_order)
+
+    def if_known(title: str, cell: Callable[[Row], str], drop_order: int = 0) -> list[Column]:
+        made = column(title, cell, drop_order)
+        return [made] if made.has_values else []
+
+    columns = [column(title, lambda row, n=name: setting(value_of(row, n))) for name, title in varying(rows)]
+    columns += [
+        column("strategy", lambda row: row.strategy + marks.get(tuple(row.numerics_differences), "")),
+        Column("status", list(map(_status, rows)), styles=[_STATUS_STYLE[row.status] for row in rows]),
+        *if_known("largest\nbatch", _largest_batch),
+        column("rank", _rank, 12),
+        column("tokens/s", lambda row: rate(row.tokens_per_second)),
+        column("interval", _interval, 8),
+        *if_known("estimated\ntokens/s", lambda row: rate(row.estimated_tokens_per_second), 7),
+        column(
             f"tokens/s\nper {'GPU' if on_gpu else 'process'}",
             lambda row: rate(row.tokens_per_second_per_gpu),
             2,
         ),
-        ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
-        *peak_columns(rows, on_gpu=on_gpu),
-        *estimate_column(rows),
-        *([("peak at", peak_place, 4)] if any(row.is_rehearsed for row in rows) else []),
-        ("state\nGiB/rank", lambda row: gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
-        ("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
-        ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
-        *energy_column(rows),
-        *([("padding", lambda row: f"{row.padding:.0%}", 7)] if any(row.padding for row in rows) else []),
-        *(PARITY_COLUMNS if gate else ()),
-        ("final\nloss", lambda row: DASH if row.final_loss is None else f"{row.final_loss:.4f}", 6),
+        column("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
     ]
-    columns = [Column(title, [cell(row) for row in rows], drop_order) for title, cell, drop_order in made]
-    if all(row.is_rehearsed for row in rows):  # which are of one thing mostly, memory
-        columns = [column for column in columns if column.says_something]
+    for evidence in ("measured", "rehearsed"):  # never in one column
+        if any(row.evidence == evidence for row in rows):
+            peaks = [gib(row.peak_bytes) if row.evidence == evidence else DASH for row in rows]
+            columns.append(Column(_peak_title(evidence, on_gpu=on_gpu), peaks))
+    columns += if_known("estimated\nGiB", lambda row: gib(row.estimated_peak_bytes), 1)
+    if any(row.is_rehearsed for row in rows):
+        columns.append(column("peak at", _peak_place, 4))
+    columns += [
+        column("state\nGiB/rank", lambda row: gib(sum((row.state_bytes_per_rank or {}).values()) or None), 3),
+        column("DeepSpeed's\nestimate GiB", lambda row: gib(row.deepspeed_bytes), 2),
+        column("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 9),
+        *if_known("kJ per 1M\ntokens", _kilojoules_per_million_tokens, 10),
+    ]
+    if any(row.padding for row in rows):
+        columns.append(column("padding", lambda row: f"{row.padding:.0%}", 7))
+    if any(row.parity_reference == FP32_REFERENCE for row in rows):
+        columns.append(column("max\n|Δloss|", _loss_difference, 11))
+        columns.append(column("grad-norm\nratio", _grad_norm_ratio, 7))
+    columns.append(column("final\nloss", lambda row: loss(row.final_loss), 6))
+    if all(row.is_rehearsed for row in rows):  # rehearsals know little but memory
+        columns = [column for column in columns if column.has_values]
     return columns
+
+
+def _status(row: Row) -> str:
+    return "unequal" if row.parity_holds is False else row.status
+
+
+def _largest_batch(row: Row) -> str:
+    if row.largest_batch is None:
+        return DASH
+    return f"{row.largest_batch}{' or more' if row.smallest_oom_batch is None else ''}"
+
+
+def _rank(row: Row) -> str:
+    if row.rank is None:
+        return DASH
+    return f"{row.rank}=" if row.shares_rank else str(row.rank)
+
+
+def _interval(row: Row) -> str:
+    """Both ends, as shares of the median."""
+    if row.tokens_per_second is None:
+        return DASH
+    below, above = (end / row.tokens_per_second - 1 for end in row.interval)
+    return f"±{above:.1%}" if abs(above + below) < 0.001 else f"{below:+.1%} {above:+.1%}"
+
+
+def _peak_title(evidence: str, *, on_gpu: bool) -> str:
+    if evidence == "rehearsed":
+        return "peak GiB\nallocated on\nrank 0"
+    return "peak GiB" if on_gpu else "peak GiB\n(process)"
+
+
+def _peak_place(row: Row) -> str:
+    if row.memory_at_peak is None:
+        return DASH
+    return f"{row.memory_at_peak['phase']} {row.memory_at_peak['module']}".strip()
+
+
+def _kilojoules_per_million_tokens(row: Row) -> str:
+    """One joule per token is 1,000 kJ per million tokens."""
+    return DASH if row.joules_per_token is None else f"{row.joules_per_token * 1e3:,.1f}"
+
+
+def _loss_difference(row: Row) -> str:
+    value = row.parity_max_loss_difference
+    return DASH if value is None else f"{value:.1e}"
+
+
+def _grad_norm_ratio(row: Row) -> str:
+    return DASH if row.parity_grad_norm_ratio is None else f"{row.parity_grad_norm_ratio:.5f}"
 
 
 def varying(rows: list[Row]) -> list[tuple[str, str]]:

@@ -1,92 +1,27 @@
-"""Rows as a rich table; no figure is ever cut, narrow terminals get fewer columns."""
+"""The comparison of runs: a table, its heading and its notes."""
 
 import re
 
-from rich.cells import cell_len
 from rich.console import Group, RenderableType
-from rich.segment import Segment, Segments
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.columns import Column, columns_of, common, marks_of, value_of, varying
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
+from slm_toolkit.report.tables.fitted import columns_that_fit, left_out_note, table_of
 
-MANY_ROWS = 200
-"""above which rich, half a millisecond a row, does not lay the table out; a terminal is shown no more"""
 _ALWAYS_ABOVE = (
     *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     "attn_implementation",
 )
 "what the heading shows in words of its own"
-_STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
-    """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
-
-    Print it with `crop=False`: on a terminal too narrow even for the rest, lines then wrap and lose nothing.
-    """
-    columns = columns_of(rows)
-    dropped: list[str] = []
-    while _width(columns) > width and any(column.drop_order for column in columns):
-        victim = min(
-            (column for column in columns if column.drop_order),
-            key=lambda column: (column.says_something, column.drop_order),
-        )
-        columns.remove(victim)
-        dropped.append(victim.title.replace("\n", " "))
-    table = _plain(columns) if len(rows) > MANY_ROWS else _build(rows, columns)
-    return Group(heading(rows), table, *notes(rows, dropped))
-
-
-def _width(columns: list[Column]) -> int:
-    """With a blank either side of each column, and a line either side of that."""
-    return sum(_column_width(column) + 3 for column in columns) + 1
-
-
-def _column_width(column: Column) -> int:
-    return max(map(cell_len, {*column.title.split("\n"), *column.cells}))
-
-
-def _build(rows: list[Row], columns: list[Column]) -> Table:
-    table = Table(header_style="bold")
-    for column in columns:
-        justify = "right" if column.is_numeric else "left"
-        table.add_column(column.title, justify=justify, no_wrap=True)
-    status = [column.title for column in columns].index("status")
-    for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
-        cells = [Text(text) for text in texts]
-        cells[status].stylize(_STATUS_STYLE[row.status])
-        table.add_row(*cells, style="red" if row.parity_holds is False else None)
-    return fix_width(table)
-
-
-def _plain(columns: list[Column]) -> Segments:
-    """The same lines as rich's, without colours."""
-    widths = [_column_width(column) for column in columns]
-    titles = [column.title.split("\n") for column in columns]
-    height = max(map(len, titles))
-    aligned = []
-    for column, lines, width in zip(columns, titles, widths, strict=True):
-        put = str.rjust if column.is_numeric else str.ljust
-        padded = [*[""] * (height - len(lines)), *lines, *column.cells]
-        as_aligned = {text: put(text, width - cell_len(text) + len(text)) for text in set(padded)}
-        aligned.append([as_aligned[text] for text in padded])
-    lines = list(zip(*aligned, strict=True))
-
-    def rule(left: str, line: str, middle: str, right: str) -> str:
-        return left + middle.join(line * (width + 2) for width in widths) + right
-
-    text = [
-        rule("┏", "━", "┳", "┓"),
-        *(f"┃ {' ┃ '.join(cells)} ┃" for cells in lines[:height]),
-        rule("┡", "━", "╇", "┩"),
-        *(f"│ {' │ '.join(cells)} │" for cells in lines[height:]),
-        rule("└", "─", "┴", "┘"),
-    ]
-    return Segments([Segment(line) for line in text], new_lines=True)
+    """The table with its heading and notes. Print it with `crop=False`."""
+    columns, dropped = columns_that_fit(columns_of(rows), width=width)
+    row_styles = ["red" if row.parity_holds is False else None for row in rows]
+    return Group(heading(rows), table_of(columns, row_styles=row_styles), *notes(rows, dropped))
 
 
 def heading(rows: list[Row]) -> Text:
@@ -178,7 +113,7 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
             Text("estimated: by closed forms; `slm report --errors` has their errors by part", style="dim")
         )
     if dropped:
-        notes.append(Text(f"left out for want of width: {', '.join(dropped)} (--json has all)", style="dim"))
+        notes.append(Text(left_out_note(dropped), style="dim"))
     return notes
 
 

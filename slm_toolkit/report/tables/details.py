@@ -3,12 +3,11 @@
 import math
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.cells import DASH
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.cells import DASH, loss, milliseconds
+from slm_toolkit.report.tables.fitted import Column, table_of
 
 
 def has_several(row: Row) -> bool:
@@ -18,23 +17,23 @@ def has_several(row: Row) -> bool:
 
 def dataset_table(rows: dict[str, Row]) -> RenderableType:
     """Lines for each labelled row: its datasets' last training losses, its held-out sets' losses."""
-    table = Table(header_style="bold")
-    for title in ("run", "dataset"):
-        table.add_column(title, no_wrap=True)
-    for title in ("last training\nloss", "held-out\nloss", "held-out\nperplexity"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for label, row in rows.items():
-        for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses]):
-            held_out = row.final_eval_losses.get(name)
-            perplexity = DASH if held_out is None else f"{math.exp(min(held_out, 50)):.4g}"
-            trained = row.final_loss_by_dataset.get(name)
-            table.add_row(label, name, _loss(trained), _loss(held_out), perplexity)
-    fix_width(table)
-    return Group(Text("losses by dataset", style="bold"), table)
+    lines = [
+        (label, name, row.final_loss_by_dataset.get(name), row.final_eval_losses.get(name))
+        for label, row in rows.items()
+        for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
+    ]
+    columns = [
+        Column("run", [label for label, *_ in lines], justify="left"),
+        Column("dataset", [name for _, name, _, _ in lines], justify="left"),
+        Column("last training\nloss", [loss(trained) for _, _, trained, _ in lines]),
+        Column("held-out\nloss", [loss(held_out) for *_, held_out in lines]),
+        Column("held-out\nperplexity", [_perplexity(held_out) for *_, held_out in lines]),
+    ]
+    return Group(Text("losses by dataset", style="bold"), table_of(columns))
 
 
-def _loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"
+def _perplexity(held_out_loss: float | None) -> str:
+    return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
 
 
 PHASES = ("step", "data", "forward", "backward", "optimizer")
@@ -42,20 +41,12 @@ PHASES = ("step", "data", "forward", "backward", "optimizer")
 
 def phase_table(rows: dict[str, Row]) -> RenderableType:
     """A line for each labelled row: the mean over the timed steps of the slowest rank."""
-    table = Table(header_style="bold")
-    table.add_column("strategy", no_wrap=True)
-    for title in PHASES:
-        table.add_column(f"{title}\nms", justify="right", no_wrap=True)
-    for label, row in rows.items():
-        phases = row.phase_seconds or {}
-        table.add_row(label, *(_ms(phases.get(name)) for name in PHASES))
-    fix_width(table)
+    columns = [Column("strategy", list(rows), justify="left")]
+    for name in PHASES:
+        cells = [milliseconds((row.phase_seconds or {}).get(name)) for row in rows.values()]
+        columns.append(Column(f"{name}\nms", cells))
     notes = []
     if any(row.engine == "deepspeed" for row in rows.values()):
         note = "DeepSpeed steps inside backward: only its whole steps compare with the others'"
         notes.append(Text(note, style="dim"))
-    return Group(Text("phases of a step, not profiled", style="bold"), table, *notes)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
+    return Group(Text("phases of a step, not profiled", style="bold"), table_of(columns), *notes)

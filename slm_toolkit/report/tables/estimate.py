@@ -4,16 +4,15 @@ import dataclasses
 from collections.abc import Callable
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
 from slm_toolkit.predict.memory.gpu import STATE
-from slm_toolkit.report.tables.cells import DASH, dollars, rate
+from slm_toolkit.report.tables.cells import DASH, dollars, gib, percent, rate, setting
 from slm_toolkit.report.tables.columns import BEFORE_OTHERS, TITLES
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -37,107 +36,91 @@ _OTHERS = ("communication", "temporary", "workspace")
 
 
 def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = False) -> RenderableType:
-    """The table with its heading and notes; columns beyond `width` are dropped, the least telling first.
-
-    Print it with `crop=False`.
-    """
-    columns = _columns(rows, largest_batch=largest_batch)
-    dropped = []
-    while (table := _build(rows, columns)).width > width and any(priority for *_, priority in columns):
-        victim = min((column for column in columns if column[2]), key=lambda column: column[2])
-        columns.remove(victim)
-        dropped.append(victim[0].replace("\n", " "))
+    """The table with its heading and notes. Print it with `crop=False`."""
+    columns, dropped = columns_that_fit(_columns(rows, largest_batch=largest_batch), width=width)
     parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
-    return Group(_heading(rows, largest_batch), table, *parts, *_notes(rows, dropped, largest_batch))
+    return Group(
+        _heading(rows, largest_batch), table_of(columns), *parts, *_notes(rows, dropped, largest_batch)
+    )
 
 
 def parts_table(row: Estimate) -> RenderableType:
     """One configuration's parts; bars are shares of the largest, dimmed outside what is allocated."""
-    table = Table(header_style="bold")
-    table.add_column("part", no_wrap=True)
-    table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    largest = max(row.parts.values())
-    for name, size in row.parts.items():
-        if size == 0:
-            continue
-        bar = "█" * max(1, round(_BAR_WIDTH * size / largest))
-        outside = name in ("allocator_slack", "cuda_context")
-        table.add_row(name.replace("_", " "), f"{size / 2**30:.3f}", bar, style="dim" if outside else None)
-    return Group(
-        fix_width(table), Text("allocator slack and CUDA context come on top of allocated", style="dim")
+    sizes = {name: size for name, size in row.parts.items() if size}
+    outside = ("allocator_slack", "cuda_context")
+    table = table_of(
+        [
+            Column("part", [name.replace("_", " ") for name in sizes]),
+            Column("GiB", [f"{size / 2**30:.3f}" for size in sizes.values()]),
+            Column("", _bars(sizes)),
+        ],
+        row_styles=["dim" if name in outside else None for name in sizes],
     )
+    return Group(table, Text("allocator slack and CUDA context come on top of allocated", style="dim"))
 
 
 def step_tables(row: Estimate) -> list[RenderableType]:
     """One configuration's step by part; nothing where its time is unknown."""
     if row.parts_seconds is None:
         return []
-    table = Table(header_style="bold")
-    table.add_column("part of a step", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    largest = max(row.parts_seconds.values())
-    for name, seconds in row.parts_seconds.items():
-        if seconds > 0:
-            bar = "█" * max(1, round(_BAR_WIDTH * seconds / largest))
-            table.add_row(name.replace("_", " "), f"{1e3 * seconds:.1f}", bar)
-    found: list[RenderableType] = [fix_width(table)]
-    if row.misaligned_seconds > 0.0005:
-        cost = f"{1e3 * row.misaligned_seconds:.1f} ms of matmul are for widths that are no multiple of 8"
-        found.append(Text(f"{cost}: `slm doctor` names them", style="dim"))
-    return found
+    times = {name: seconds for name, seconds in row.parts_seconds.items() if seconds > 0}
+    table = table_of(
+        [
+            Column("part of a step", [name.replace("_", " ") for name in times]),
+            Column("ms", [f"{1e3 * seconds:.1f}" for seconds in times.values()]),
+            Column("", _bars(times)),
+        ]
+    )
+    if row.misaligned_seconds <= 0.0005:
+        return [table]
+    cost = f"{1e3 * row.misaligned_seconds:.1f} ms of matmul are for widths that are no multiple of 8"
+    return [table, Text(f"{cost}: `slm doctor` names them", style="dim")]
 
 
-def _columns(
-    rows: list[Estimate], *, largest_batch: bool
-) -> list[tuple[str, Callable[[Estimate], str], int]]:
-    """Title, cell, and the order in which columns are dropped (0: never)."""
-    found = [
-        (title, lambda row, name=name: _setting(getattr(row, name)), 0)
+def _bars(values: dict[str, float]) -> list[str]:
+    longest = max(values.values())
+    return ["█" * max(1, round(_BAR_WIDTH * value / longest)) for value in values.values()]
+
+
+def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
+    def column(title: str, cell: Callable[[Estimate], str], drop_order: int = 0) -> Column:
+        return Column(title, [cell(row) for row in rows], drop_order)
+
+    columns = [
+        column(title, lambda row, name=name: setting(getattr(row, name)))
         for name, title in _TITLES.items()
         if _differs(rows, name) or (largest_batch and title == "batch")
     ]
     if largest_batch:
-        found.append(("batch with\nmargin", lambda row: str(row.batch_with_margin), 0))
-    found += [
-        ("strategy", lambda row: row.strategy, 0),
-        ("peak GiB\nallocated", lambda row: _gib(row.peak_allocated_bytes), 0),
-        ("reserved\nGiB", _reserved, 9),
-        ("peak at", lambda row: row.peak_instant, 8),
-        ("training\nstate", lambda row: _parts(row, STATE), 6),
-        ("activations", lambda row: _parts(row, ("activations",)), 5),
-        ("logits\nand loss", lambda row: _parts(row, ("logits_and_loss",)), 4),
-        ("gathered", lambda row: _parts(row, ("gathered_parameters",)), 2),
-        ("other", lambda row: _parts(row, _OTHERS), 1),
+        columns.append(column("batch with\nmargin", lambda row: str(row.batch_with_margin)))
+    columns += [
+        column("strategy", lambda row: row.strategy),
+        column("peak GiB\nallocated", lambda row: gib(row.peak_allocated_bytes)),
+        column("reserved\nGiB", _reserved, 9),
+        column("peak at", lambda row: row.peak_instant, 8),
+        column("training\nstate", lambda row: _parts(row, STATE), 6),
+        column("activations", lambda row: _parts(row, ("activations",)), 5),
+        column("logits\nand loss", lambda row: _parts(row, ("logits_and_loss",)), 4),
+        column("gathered", lambda row: _parts(row, ("gathered_parameters",)), 2),
+        column("other", lambda row: _parts(row, _OTHERS), 1),
     ]
     if any(row.verdict for row in rows):
-        found += [
-            ("fits", lambda row: row.verdict or DASH, 0),
-            ("headroom\nGiB", lambda row: _gib(row.headroom_bytes), 3),
+        styles = [_VERDICT_STYLE.get(row.verdict, "") for row in rows]
+        columns += [
+            Column("fits", [row.verdict or DASH for row in rows], styles=styles),
+            column("headroom\nGiB", lambda row: gib(row.headroom_bytes), 3),
         ]
-    found.append(("host GiB\nper node", lambda row: _gib(row.host_bytes_per_node), 7))
+    columns.append(column("host GiB\nper node", lambda row: gib(row.host_bytes_per_node), 7))
     if any(row.deepspeed_bytes for row in rows):
-        found.append(("DeepSpeed's\nestimate GiB", _deepspeed, 10))
+        columns.append(column("DeepSpeed's\nestimate GiB", _deepspeed, 10))
     if any(row.gpu for row in rows):
-        found += [
-            ("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
-            ("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.0%}", 11),
-            ("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
-            ("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 13),
+        columns += [
+            column("tokens/s\nper GPU", lambda row: rate(row.tokens_per_second_per_gpu), 14),
+            column("MFU", lambda row: percent(row.mfu), 11),
+            column("bound by", lambda row: (row.bottleneck or DASH).replace("_", " "), 12),
+            column("$ per 1M\ntokens", lambda row: dollars(row.usd_per_million_tokens), 13),
         ]
-    return found
-
-
-def _build(rows: list[Estimate], columns: list[tuple[str, Callable[[Estimate], str], int]]) -> Table:
-    table = Table(header_style="bold")
-    cells = [[cell(row) for _, cell, _ in columns] for row in rows]
-    for index, (title, _, _) in enumerate(columns):
-        numeric = all(line[index][:1] in f"0123456789${DASH}" for line in cells)
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
-    for line in cells:
-        table.add_row(*(Text(text, style=_VERDICT_STYLE.get(text, "")) for text in line))
-    return fix_width(table)
+    return columns
 
 
 def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
@@ -160,7 +143,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "0: not even 1; with margin: the largest that is not tight either, the safe one"
         )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
-        notes.append(f"{gpu.name}: {_gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
+        notes.append(f"{gpu.name}: {gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
     if any(row.verdict for row in rows):
         context = " to ".join(
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
@@ -178,7 +161,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     if any(row.deepspeed_stands_in for row in rows):
         notes.append("* that of ZeRO-3, which people take for FSDP full shard")
     if dropped:
-        notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
+        notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
 
 
@@ -244,23 +227,13 @@ def _differs(rows: list[Estimate], name: str) -> bool:
     return len({getattr(row, name) for row in rows}) > 1
 
 
-def _setting(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return DASH if value is None else str(value)
-
-
 def _reserved(row: Estimate) -> str:
     return f"{row.peak_reserved_low_bytes / 2**30:.2f} to {row.peak_reserved_high_bytes / 2**30:.2f}"
 
 
 def _deepspeed(row: Estimate) -> str:
-    return _gib(row.deepspeed_bytes) + ("*" if row.deepspeed_stands_in else "")
+    return gib(row.deepspeed_bytes) + ("*" if row.deepspeed_stands_in else "")
 
 
 def _parts(row: Estimate, names: tuple[str, ...]) -> str:
-    return _gib(sum(row.parts[name] for name in names))
-
-
-def _gib(value: int | None) -> str:
-    return DASH if value is None else f"{value / 2**30:.2f}"
+    return gib(sum(row.parts[name] for name in names))

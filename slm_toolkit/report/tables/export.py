@@ -81,7 +81,7 @@ def markdown_text(rows: list[Row]) -> str:
 def latex_text(rows: list[Row]) -> str:
     """The same as a LaTeX table with booktabs' rules: the heading is its caption, empty columns would make it
     wider than a page."""
-    columns = [column for column in columns_of(rows) if column.says_something]
+    columns = [column for column in columns_of(rows) if column.has_values]
     cells = [[_latex(cell) for cell in column.cells] for column in columns]
     lines = [f"{' & '.join(line)} \\\\" for line in zip(*cells, strict=True)]
     said = " \\\\\n".join(_latex(note.plain) for note in notes(rows, []))

@@ -1,13 +1,135 @@
-"""Tables as wide as their content: rich would otherwise cut figures to fit a console."""
+"""A table that fits its width: where a console is narrow, columns are dropped and no figure is cut."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from rich.box import HEAVY_HEAD
+from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.table import Table
+from rich.text import Text
 
-PIPE_WIDTH = 220  # of what is no terminal: a file or a pipe has room
+from slm_toolkit.report.tables.cells import DASH
+
+PIPE_WIDTH = 220
+"columns of a stdout that is no terminal: a file or a pipe has room"
+MANY_ROWS = 200
+"above this rich, which needs half a millisecond per row, does not draw the table; terminals show no more"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A title of one or several lines, and a cell for each row."""
+
+    title: str
+    cells: Sequence[str]
+    drop_order: int = 0
+    "on a narrow console the column with the least goes first; 0: never dropped"
+    justify: Literal["left", "right"] | None = None
+    "None: right if all cells are numbers"
+    styles: Sequence[str] = ()
+    "by cell; empty: plain"
+
+    @property
+    def is_numeric(self) -> bool:
+        if self.justify is not None:
+            return self.justify == "right"
+        return all(cell[:1] in f"0123456789${DASH}~±+" for cell in self.cells)
+
+    @property
+    def has_values(self) -> bool:
+        return any(cell != DASH for cell in self.cells)
+
+    @property
+    def name(self) -> str:
+        """The title as one line."""
+        return self.title.replace("-\n", "").replace("\n", " ")
+
+    @cached_property
+    def width(self) -> int:
+        return max(map(cell_len, {*self.title.split("\n"), *self.cells}))
+
+
+def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Column], list[str]]:
+    """The columns of a table of at most `width`, if they can be so few; the names of those dropped.
+
+    Columns without a value are dropped first, then by `drop_order`.
+    """
+    kept, dropped = list(columns), []
+    while _table_width(kept) > width and (droppable := [column for column in kept if column.drop_order]):
+        victim = min(droppable, key=lambda column: (column.has_values, column.drop_order))
+        kept.remove(victim)
+        dropped.append(victim.name)
+    return kept, dropped
+
+
+def _table_width(columns: Sequence[Column]) -> int:
+    """Each column has a blank on either side and a line after it; one more line opens the table."""
+    return 1 + sum(column.width + 3 for column in columns)
+
+
+def table_of(columns: Sequence[Column], *, row_styles: Sequence[str | None] = ()) -> Table | Segments:
+    """The columns as a table as wide as its content. Print it with `crop=False`.
+
+    On a terminal too narrow for it, lines wrap and lose nothing.
+    """
+    num_rows = len(columns[0].cells)
+    if num_rows > MANY_ROWS:
+        return _unstyled(columns)
+    table = Table(header_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.is_numeric else "left", no_wrap=True)
+    for index in range(num_rows):
+        cells = (
+            Text(column.cells[index], style=column.styles[index] if column.styles else "")
+            for column in columns
+        )
+        table.add_row(*cells, style=row_styles[index] if row_styles else None)
+    return fix_width(table)
 
 
 def fix_width(table: Table) -> Table:
-    """Set `table.width` to what its cells need; print such a table with `crop=False`."""
+    """Set `table.width` to what its cells need: rich would cut figures to fit a console."""
     roomy = Console(width=10_000, markup=False, emoji=False)
     table.width = table.__rich_measure__(roomy, roomy.options).maximum
     return table
+
+
+def _unstyled(columns: Sequence[Column]) -> Segments:
+    """The lines that rich would draw, without colours."""
+    height = max(column.title.count("\n") + 1 for column in columns)
+    padded = [_padded(column, height) for column in columns]
+    rows = list(zip(*padded, strict=True))
+    widths = [column.width + 2 for column in columns]
+    box = HEAVY_HEAD
+    lines = [
+        box.get_top(widths),
+        *(f"{box.head_left} {f' {box.head_vertical} '.join(row)} {box.head_right}" for row in rows[:height]),
+        box.get_row(widths, "head"),
+        *(f"{box.mid_left} {f' {box.mid_vertical} '.join(row)} {box.mid_right}" for row in rows[height:]),
+        box.get_bottom(widths),
+    ]
+    return Segments([Segment(line) for line in lines], new_lines=True)
+
+
+def _padded(column: Column, height: int) -> list[str]:
+    """The title on the last of `height` lines, then the cells, all equally wide."""
+    title = column.title.split("\n")
+    texts = [*[""] * (height - len(title)), *title, *column.cells]
+    pad = str.rjust if column.is_numeric else str.ljust
+    by_text = {text: pad(text, column.width - cell_len(text) + len(text)) for text in set(texts)}
+    return [by_text[text] for text in texts]
+
+
+def left_out_note(dropped: Sequence[str]) -> str:
+    return f"left out for want of width: {', '.join(dropped)} (--json has all)"
+
+
+def console_of_stdout(*, pipe_width: int = PIPE_WIDTH) -> Console:
+    """Prints tables; `pipe_width` where stdout is no terminal."""
+    console = Console(markup=False, emoji=False)
+    console.width = console.width if console.is_terminal else pipe_width
+    return console

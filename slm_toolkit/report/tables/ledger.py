@@ -1,13 +1,12 @@
 """The prediction ledger as a rich table: a line per record and peak, then a line per strategy."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.predict.memory.gpu import STATE
 from slm_toolkit.report.ledger import PEAK_RESERVED, REST, LedgerEntry, Summary
 from slm_toolkit.report.tables.cells import DASH
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
 
 _PART_TITLES = {
     "parameters": "para-\nmeters",
@@ -22,16 +21,9 @@ _DROPPED_FIRST = ("observed\npeak at", "estimated\npeak at", *_PART_TITLES.value
 def ledger_table(
     entries: list[LedgerEntry], totals: list[Summary], *, named: dict[str, str], width: int
 ) -> RenderableType:
-    """`named`: a label by record; columns beyond `width` are dropped. Print it with `crop=False`."""
-    lines = _lines(entries, named)
-    titles = [title for title in lines[0] if any(line[title] != DASH for line in lines)]
-    dropped: list[str] = []
-    said = [title for title in ("evidence", "what") if len({line[title] for line in lines}) == 1]
-    while (table := _table(lines, titles)).width > width and (
-        victims := [title for title in (*said, *_DROPPED_FIRST) if title in titles]
-    ):
-        titles.remove(victims[0])
-        dropped.append(victims[0].replace("-\n", "").replace("\n", " "))
+    """`named`: a label by record. Print it with `crop=False`."""
+    columns = _columns(_lines(entries, named), _DROPPED_FIRST)
+    columns, dropped = columns_that_fit([column for column in columns if column.has_values], width=width)
     notes = [
         "estimated: closed forms; error: estimated / observed - 1, and so by part in the columns after it "
         "(a difference in MiB where nothing was observed)"
@@ -39,13 +31,13 @@ def ledger_table(
     if any(entry.within_range is not None for entry in entries):
         notes.append("in range: whether the estimate's low to high holds what was observed")
     if dropped:
-        notes.append(f"left out for want of width: {', '.join(dropped)} (--json has all)")
+        notes.append(left_out_note(dropped))
     return Group(
         Text(
             f"{_same(entries)}estimated against {_evidence(entries)}, GiB on the rank that holds most",
             style="bold",
         ),
-        table,
+        table_of(columns),
         *(Text(note, style="dim") for note in notes),
         Text("errors", style="bold"),
         _summary_table(totals, named, width),
@@ -90,17 +82,15 @@ def _lines(entries: list[LedgerEntry], named: dict[str, str]) -> list[dict[str, 
     return found
 
 
-def _table(lines: list[dict[str, str]], titles: list[str]) -> Table:
-    table = Table(header_style="bold")
-    for title in titles:
-        numeric = all(line[title][:1] in "0123456789+-" for line in lines)
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(line[title]) for title in titles))
-    return fix_width(table)
+def _columns(lines: list[dict[str, str]], dropped_first: tuple[str, ...]) -> list[Column]:
+    """A column for each title; `evidence` and `what` are the first to be dropped where they never differ."""
+    columns = {title: [line[title] for line in lines] for title in lines[0]}
+    same = [title for title in ("evidence", "what") if len(set(columns[title])) == 1]
+    order = {title: place for place, title in enumerate(dict.fromkeys((*same, *dropped_first)), start=1)}
+    return [Column(title, cells, order.get(title, 0)) for title, cells in columns.items()]
 
 
-def _summary_table(totals: list[Summary], named: dict[str, str], width: int) -> Table:
+def _summary_table(totals: list[Summary], named: dict[str, str], width: int) -> RenderableType:
     lines = [
         {
             "strategy": total.strategy or "all",
@@ -113,12 +103,8 @@ def _summary_table(totals: list[Summary], named: dict[str, str], width: int) -> 
         }
         for total in totals
     ]
-    titles = list(lines[0])
-    for victim in ("of", "what", "evidence"):
-        if (table := _table(lines, titles)).width <= width:
-            break
-        titles.remove(victim)
-    return _table(lines, titles) if table.width > width else table
+    columns, _ = columns_that_fit(_columns(lines, ("of", "what", "evidence")), width=width)
+    return table_of(columns)
 
 
 def _name(entry: LedgerEntry, named: dict[str, str]) -> str:

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.record.memory_timeline import OF_MODULES, Segment
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.cells import DASH
+from slm_toolkit.report.tables.fitted import Column, table_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> Renderabl
     return Group(
         Text(f"{title}: peak {size_text(picture.num_bytes)} in {picture.where}", style="bold"),
         Text(", ".join(parts)),
-        _owner_table(picture),
+        table_of(_owner_columns(picture)),
         *_chart(picture.moments, width),
     )
 
@@ -230,19 +230,22 @@ def _numbers(values: list[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
 
 
-def _owner_table(picture: MemoryPicture) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("alive at the peak", no_wrap=True)
-    for title in ("size", "share", "per layer"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    longest = max((owner.num_bytes for owner in picture.owners), default=1)
-    for owner in picture.owners:
-        each = f"{size_text(owner.num_bytes // owner.num_layers)}" if owner.num_layers > 1 else "-"
-        bar = "#" * max(1, round(owner.num_bytes / longest * _OWNER_BAR))
-        share = f"{owner.num_bytes / picture.num_bytes:.1%}"
-        table.add_row(owner.name, size_text(owner.num_bytes), share, each, bar)
-    return fix_width(table)
+def _owner_columns(picture: MemoryPicture) -> list[Column]:
+    owners = picture.owners
+    longest = max((owner.num_bytes for owner in owners), default=1)
+    return [
+        Column("alive at the peak", [owner.name for owner in owners]),
+        Column("size", [size_text(owner.num_bytes) for owner in owners]),
+        Column("share", [f"{owner.num_bytes / picture.num_bytes:.1%}" for owner in owners]),
+        Column(
+            "per layer",
+            [
+                size_text(owner.num_bytes // owner.num_layers) if owner.num_layers > 1 else DASH
+                for owner in owners
+            ],
+        ),
+        Column("", ["#" * max(1, round(owner.num_bytes / longest * _OWNER_BAR)) for owner in owners]),
+    ]
 
 
 def _chart(moments: tuple[Moment, ...], width: int) -> list[RenderableType]:

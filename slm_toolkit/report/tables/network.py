@@ -6,7 +6,7 @@ from rich.text import Text
 
 from slm_toolkit.hardware.network import COLLECTIVES, MeasuredNetwork, bus_bytes_per_second, fit, seconds
 from slm_toolkit.report.tables.cells import DASH
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.fitted import Column, fix_width, table_of
 
 
 def network_table(network: MeasuredNetwork) -> RenderableType:
@@ -16,7 +16,7 @@ def network_table(network: MeasuredNetwork) -> RenderableType:
     return Group(
         Text(f"{ranks} on {nodes}, {network.backend}", style="bold"),
         _timings(network),
-        _fits(network),
+        table_of(_fits(network)),
         Text(
             "bus GB/s: bytes that each rank sends, 2(n-1)/n or (n-1)/n of the tensor, per second", style="dim"
         ),
@@ -42,27 +42,25 @@ def _timings(network: MeasuredNetwork) -> Table:
     return fix_width(table)
 
 
-def _fits(network: MeasuredNetwork) -> Table:
-    """With the largest relative error, which says how far to trust the line."""
-    table = Table(header_style="bold")
-    table.add_column("fit", no_wrap=True)
-    for title in ("latency µs", "bus GB/s", "off by at most"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for collective in COLLECTIVES:
-        line = fit(network, collective)
-        errors = [
-            seconds(network, collective, timing.num_bytes) / timing.seconds - 1
-            for timing in network.timings
-            if timing.collective == collective
-        ]
-        bandwidth = line.bus_bytes_per_second
-        table.add_row(
-            collective,
-            f"{line.latency_seconds * 1e6:.1f}",
-            DASH if bandwidth is None else f"{bandwidth / 1e9:.2f}",
-            f"{max(errors, key=abs):+.0%}",
-        )
-    return fix_width(table)
+def _fits(network: MeasuredNetwork) -> list[Column]:
+    """The line fitted to each collective; its largest relative error says how far to trust it."""
+    lines = [fit(network, collective) for collective in COLLECTIVES]
+    bandwidths = [line.bus_bytes_per_second for line in lines]
+    return [
+        Column("fit", list(COLLECTIVES)),
+        Column("latency µs", [f"{line.latency_seconds * 1e6:.1f}" for line in lines]),
+        Column("bus GB/s", [DASH if value is None else f"{value / 1e9:.2f}" for value in bandwidths]),
+        Column("off by at most", [_largest_error(network, collective) for collective in COLLECTIVES]),
+    ]
+
+
+def _largest_error(network: MeasuredNetwork, collective: str) -> str:
+    errors = [
+        seconds(network, collective, timing.num_bytes) / timing.seconds - 1
+        for timing in network.timings
+        if timing.collective == collective
+    ]
+    return f"{max(errors, key=abs):+.0%}"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,26 +1,24 @@
-"""Anatomies as a rich table with a chart below it; no figure is ever cut, narrow terminals get less."""
+"""Where the time of a step goes: a table with a row per strategy, and a bar chart below it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from slm_toolkit.record.step_breakdown import Anatomy
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.cells import milliseconds
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a step as it is shown."""
+    """How one part of a step is shown."""
 
     field: str
     title: str
     letter: str
     style: str
-    priority: int
-    "order in which columns are dropped; 0: never"
+    drop_order: int
 
 
 PARTS = (
@@ -37,36 +35,28 @@ _SHORTEST_BAR = 10  # characters; a narrower console wraps
 
 
 def anatomy_table(anatomies: dict[str, Anatomy], *, width: int) -> RenderableType:
-    """A row and a bar per strategy, in the order given. Print it with `crop=False`, like `comparison_table`.
+    """A row and a bar per strategy. A narrow console gets no shares, then fewer columns.
 
-    On a narrow console the shares go first, then the columns that tell least.
+    Print it with `crop=False`.
     """
-    parts, shares = [*PARTS, _OVERLAPPED], True
-    dropped: list[str] = []
-    while (table := _build(anatomies, parts, shares=shares)).width > width:
-        if shares:
-            shares = False
-        elif any(part.priority for part in parts):
-            victim = min((part for part in parts if part.priority), key=lambda part: part.priority)
-            parts.remove(victim)
-            dropped.append(victim.title.replace("\n", " "))
-        else:
-            break
-    return Group(_heading(anatomies), table, *_notes(anatomies, dropped), Text(""), _chart(anatomies, width))
+    columns, dropped = columns_that_fit(_columns(anatomies, shares=True), width=width)
+    if dropped:
+        columns, dropped = columns_that_fit(_columns(anatomies, shares=False), width=width)
+    notes = _notes(anatomies, dropped)
+    return Group(_heading(anatomies), table_of(columns), *notes, Text(""), _chart(anatomies, width))
 
 
-def _build(anatomies: dict[str, Anatomy], parts: list[_Part], *, shares: bool) -> Table:
-    table = Table(header_style="bold")
-    columns: list[tuple[str, Callable[[Anatomy], str]]] = [
-        ("step\nms", lambda anatomy: _ms(anatomy.step_seconds)),
-        *((part.title, lambda anatomy, part=part: _cell(anatomy, part, shares=shares)) for part in parts),
+def _columns(anatomies: dict[str, Anatomy], *, shares: bool) -> list[Column]:
+    steps = [milliseconds(anatomy.step_seconds) for anatomy in anatomies.values()]
+    parts = [
+        Column(
+            part.title,
+            [_cell(anatomy, part, shares=shares) for anatomy in anatomies.values()],
+            part.drop_order,
+        )
+        for part in (*PARTS, _OVERLAPPED)
     ]
-    table.add_column("strategy", no_wrap=True)
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for strategy, anatomy in anatomies.items():
-        table.add_row(Text(strategy), *(Text(cell(anatomy)) for _, cell in columns))
-    return fix_width(table)
+    return [Column("strategy", list(anatomies), justify="left"), Column("step\nms", steps), *parts]
 
 
 def _heading(anatomies: dict[str, Anatomy]) -> Text:
@@ -82,7 +72,7 @@ def _notes(anatomies: dict[str, Anatomy], dropped: list[str]) -> list[Text]:
     if any(anatomy.device == "cpu" for anatomy in anatomies.values()):
         notes.append("on a CPU the same cores compute and communicate; idle is Python between torch's ops")
     if dropped:
-        notes.append(f"left out for want of width: {', '.join(dropped)}")
+        notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
 
 
@@ -90,7 +80,7 @@ def _chart(anatomies: dict[str, Anatomy], width: int) -> RenderableType:
     """One stacked bar per strategy, all on one scale, and the legend."""
     longest_seconds = max(anatomy.step_seconds for anatomy in anatomies.values())
     label_width = max(map(len, anatomies))
-    number_width = len(f" {_ms(longest_seconds)} ms")
+    number_width = len(f" {milliseconds(longest_seconds)} ms")
     num_cells = max(_SHORTEST_BAR, width - label_width - 1 - number_width)
     legend = Text("one scale for all bars:")
     for part in PARTS:
@@ -106,14 +96,11 @@ def _chart(anatomies: dict[str, Anatomy], width: int) -> RenderableType:
             until = round(seconds / longest_seconds * num_cells)  # of the sum, so that lengths compare
             line.append(part.letter * (until - drawn), style=part.style)
             drawn = until
-        lines.append(line.append(f" {_ms(anatomy.step_seconds)} ms"))
+        lines.append(line.append(f" {milliseconds(anatomy.step_seconds)} ms"))
     return Group(*lines, legend)
 
 
 def _cell(anatomy: Anatomy, part: _Part, *, shares: bool) -> str:
     seconds = getattr(anatomy, part.field)
-    return f"{_ms(seconds)} {seconds / anatomy.step_seconds:>4.0%}" if shares else _ms(seconds)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f}"
+    share = f" {seconds / anatomy.step_seconds:>4.0%}" if shares else ""
+    return milliseconds(seconds) + share

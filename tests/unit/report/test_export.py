@@ -14,6 +14,7 @@ from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
 from slm_toolkit.report.ranking import ranked
 from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.tables import fitted
 from slm_toolkit.report.tables.export import latex_text, markdown_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
@@ -143,15 +144,15 @@ def test_what_cannot_be_written_is_bad_input(
 def test_a_table_of_many_rows_looks_like_one_of_few(tmp_path: Path) -> None:
     from rich.console import Console
 
-    from slm_toolkit.report.tables import comparison as table
+    from slm_toolkit.report.tables.comparison import comparison_table
 
     rows = rows_with("fsdp_full_shard")
     printed = []
-    for most in (table.MANY_ROWS, 1):
+    for most in (fitted.MANY_ROWS, 1):
         console = Console(width=250, color_system=None)
         with pytest.MonkeyPatch.context() as patched, console.capture() as capture:
-            patched.setattr(table, "MANY_ROWS", most)
-            console.print(table.comparison_table(rows, width=250), crop=False)
+            patched.setattr(fitted, "MANY_ROWS", most)
+            console.print(comparison_table(rows, width=250), crop=False)
         printed.append(capture.get())
     assert printed[0] == printed[1]
 
@@ -159,9 +160,7 @@ def test_a_table_of_many_rows_looks_like_one_of_few(tmp_path: Path) -> None:
 def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slm_toolkit.report.tables import comparison as table
-
-    monkeypatch.setattr(table, "MANY_ROWS", 1)
+    monkeypatch.setattr("slm_toolkit.cli.output.MANY_ROWS", 1)
     assert "mine" in report(capsys, runs).out  # a pipe has all
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stdout for a terminal
     monkeypatch.setenv("COLUMNS", "200")
