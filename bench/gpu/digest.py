@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.calibration import COLUMNS, FILE, Calibration, rows_of
+from slm_toolkit.hardware.calibration import FILE, Calibration, CalibrationRow, rows_of
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.setup import Setup
@@ -674,14 +674,17 @@ def markers(gpu: Gpu) -> tuple[str, str]:
 
 def calibration_text(file: Path, gpu: Gpu, terms: list[Term], *, source: str, date: str) -> str:
     """The file with this GPU's rows replaced."""
-    rows = [row for row in rows_of(file) if row["gpu"] != gpu.name] if file.exists() else []
+    rows = [row for row in rows_of(file) if row.gpu != gpu.name] if file.exists() else []
     for term in terms:
-        values = (f"{term.value:.6g}", _number(term.residual, ".4f"), term.num_measurements, term.evidence)
-        rows.append(dict(zip(COLUMNS, (gpu.name, term.name, *values, source, date), strict=True)))
+        measured = (term.value, term.residual, term.num_measurements, term.evidence)
+        rows.append(CalibrationRow(gpu.name, term.name, *measured, source, date))
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    columns = [field.name for field in dataclasses.fields(CalibrationRow)]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: row["gpu"]))
+    for row in sorted(rows, key=lambda row: row.gpu):
+        formatted = {"value": f"{row.value:.6g}", "residual": _number(row.residual, ".4f")}
+        writer.writerow(dataclasses.asdict(row) | formatted)
     return text.getvalue()
 
 

@@ -1,7 +1,9 @@
 """Decode files into typed values with msgspec; errors name the file and the field."""
 
+import csv
 import dataclasses
 import re
+from pathlib import Path
 from types import UnionType
 from typing import (
     Annotated,
@@ -25,6 +27,7 @@ PositiveInt = Annotated[int, Meta(ge=1, le=LARGEST)]
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 NonNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+Text = Annotated[str, Meta(min_length=1)]
 T = TypeVar("T")
 
 
@@ -37,6 +40,21 @@ def converted(value: Any, kind: type[T], *, prefix: str = "", from_text: bool = 
         return msgspec.convert(value, kind, strict=not from_text)
     except msgspec.ValidationError as error:
         raise ValueError(field_problem(error, prefix=prefix)) from None
+
+
+def csv_rows(file: Path, kind: type[T], *, hint: str = "") -> tuple[T, ...]:
+    """The rows of a CSV file; an empty cell is None. Raises ValueError with the line's number."""
+    rows = []
+    with file.open(newline="") as lines:
+        reader = csv.DictReader(lines)
+        for row in reader:
+            cells = {name: cell or None for name, cell in row.items()}
+            try:
+                rows.append(converted(cells, kind, from_text=True))
+            except ValueError as error:
+                problem = f"{file}, line {reader.line_num}: {error}"
+                raise ValueError(f"{problem}\nhint: {hint}" if hint else problem) from None
+    return tuple(rows)
 
 
 def field_problem(error: msgspec.ValidationError, *, prefix: str = "") -> str:

@@ -4,18 +4,18 @@
 `predict/speed/software.py` and `predict/memory/gpu.py`.
 """
 
-import csv
 import dataclasses
 import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
+
+from slm_toolkit.base.typed_files import Count, NonNegative, Positive, csv_rows
 
 FILE = Path(__file__).parent / "calibration.csv"
 VARIABLE = "SLM_CALIBRATION"
 "environment variable: another file to read"
-COLUMNS = ("gpu", "term", "value", "residual", "num_measurements", "evidence", "source", "date")
-"residual: median of |predicted / measured - 1| over what the value was fitted to; empty: as many terms"
 SOFTWARE_MEASURED = "2026"
 "the generation of software that runs where digest.py's archives come from"
 
@@ -75,6 +75,21 @@ NOT_CALIBRATED = Calibration()
 TERMS = tuple(field.name for field in dataclasses.fields(Calibration) if field.name != "described")
 
 
+@dataclass(frozen=True)
+class CalibrationRow:
+    """One row of `hardware/calibration.csv`."""
+
+    gpu: str
+    term: Literal[TERMS]
+    value: Positive
+    residual: NonNegative | None
+    "median of |predicted / measured - 1| over what the value was fitted to; None: as many terms"
+    num_measurements: Count
+    evidence: str
+    source: str
+    date: str
+
+
 def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
     """Of a GPU by its canonical name; NOT_CALIBRATED where there is no row of it, or for older software."""
     if gpu is None or software != SOFTWARE_MEASURED:
@@ -82,38 +97,19 @@ def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibr
     return _calibrations(Path(os.environ.get(VARIABLE) or FILE)).get(gpu, NOT_CALIBRATED)
 
 
-def rows_of(file: Path) -> list[dict[str, str]]:
-    """Raises ValueError for an unknown term or a value that is not a positive number."""
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    for number, row in enumerate(rows, start=2):
-        problem = _problem(row)
-        if problem:
-            raise ValueError(f"{problem} (line {number} of {file})\nhint: write it with bench/gpu/digest.py")
-    return rows
-
-
-def _problem(row: dict[str, str]) -> str | None:
-    if missing := [name for name in COLUMNS if row.get(name) is None]:
-        return f"a calibration without {', '.join(missing)}"
-    if row["term"] not in TERMS:
-        return f"unknown term {row['term']!r}"
-    try:
-        is_positive = 0 < float(row["value"]) < float("inf")
-    except ValueError:
-        is_positive = False
-    return None if is_positive else f"{row['term']} is {row['value']!r}, not a positive number"
+def rows_of(file: Path) -> tuple[CalibrationRow, ...]:
+    return csv_rows(file, CalibrationRow, hint="write it with bench/gpu/digest.py")
 
 
 @cache
 def _calibrations(file: Path) -> dict[str, Calibration]:
-    found: dict[str, list[dict[str, str]]] = {}
+    rows_by_gpu: dict[str, list[CalibrationRow]] = {}
     for row in rows_of(file):
-        found.setdefault(row["gpu"], []).append(row)
+        rows_by_gpu.setdefault(row.gpu, []).append(row)
     return {
         gpu: Calibration(
-            **{row["term"]: float(row["value"]) for row in rows},
-            described=f"{len(rows)} terms measured on {rows[-1]['date']} ({rows[-1]['source']})",
+            **{row.term: row.value for row in rows},
+            described=f"{len(rows)} terms measured on {rows[-1].date} ({rows[-1].source})",
         )
-        for gpu, rows in found.items()
+        for gpu, rows in rows_by_gpu.items()
     }

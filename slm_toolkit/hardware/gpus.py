@@ -1,6 +1,5 @@
 """Gpu and Machine: what hardware can do, and what is in this machine."""
 
-import csv
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-_DATA = Path(__file__).parent
+from slm_toolkit.base.typed_files import csv_rows
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,21 @@ class Gpu:
     "without tensor cores"
     num_sms: int
     "streaming multiprocessors"
+    vendor_memory_gb: int
+    "as the vendor says: GiB of some, 10^9 bytes of others"
+    memory_gib: float
+    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1)"
     memory_bytes_per_second: float
     link_bytes_per_second: float
     "to the other GPUs of its node, one way: NVLink, else PCIe"
     node_network_bytes_per_second: float | None
     "of a whole node, one way, as AWS rents it (p4d, p5, p5en); None where we know none"
-    memory_bytes: int
-    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1)"
     source: str
     memory_source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * 2**30)
 
 
 @dataclass(frozen=True)
@@ -53,24 +58,7 @@ class Machine:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(
-            name=row["name"],
-            driver_name_pattern=row["driver_name_pattern"],
-            architecture=row["architecture"],
-            dense_bf16_flops_per_second=float(row["dense_bf16_tflops"]) * 1e12,
-            measured_matmul_flops_per_second=_scaled(row["measured_matmul_tflops"], 1e12),
-            fp32_flops_per_second=float(row["fp32_tflops"]) * 1e12,
-            num_sms=int(row["num_sms"]),
-            memory_bytes_per_second=float(row["memory_tb_per_second"]) * 1e12,
-            link_bytes_per_second=float(row["link_gb_per_second"]) * 1e9,
-            node_network_bytes_per_second=_scaled(row["node_network_gb_per_second"], 1e9),
-            memory_bytes=round(float(row["usable_gib"]) * 2**30),
-            source=row["source"],
-            memory_source=row["memory_source"],
-        )
-        for row in _rows("gpus.csv")
-    )
+    return csv_rows(Path(__file__).parent / "gpus.csv", Gpu)
 
 
 @cache
@@ -177,13 +165,3 @@ def visible(names: tuple[str, ...], asked: str | None) -> tuple[str, ...]:
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _scaled(cell: str, unit: float) -> float | None:
-    return float(cell) * unit if cell else None
-
-
-@cache
-def _rows(name: str) -> tuple[dict[str, str], ...]:
-    with (_DATA / name).open(newline="") as file:
-        return tuple(csv.DictReader(file))

@@ -6,17 +6,23 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, get_args
 
+from msgspec import Meta
+
+from slm_toolkit.base.typed_files import LARGEST, PositiveInt, converted
 from slm_toolkit.base.user_files import json_of, read_text
 from slm_toolkit.hardware.gpus import Gpu
 
 NETWORK_FILE = "network.json"
 PROBE_SECONDS = 30.0
 "how long the ranks may measure, when not told otherwise"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
 "what DDP, FSDP and ZeRO communicate with"
-_MOST_BYTES, _LEAST_SECONDS = 10**15, 1e-9  # beyond, a timing is none
+TimingBytes = Annotated[int, Meta(ge=1, le=10**15)]
+TimingSeconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
+"a nanosecond to thirty years: a collective takes neither less nor more"
 _HINT = "`slm compare --probe_network` writes a network.json"
 
 
@@ -24,13 +30,12 @@ _HINT = "`slm compare --probe_network` writes a network.json"
 class CollectiveTiming:
     """What one collective of one size took."""
 
-    collective: str
-    "one of COLLECTIVES"
-    num_bytes: int
+    collective: Collective
+    num_bytes: TimingBytes
     "of the whole tensor: all_reduce's, all_gather's output, reduce_scatter's input; on each rank"
-    seconds: float
+    seconds: TimingSeconds
     "median of `all_seconds`"
-    all_seconds: tuple[float, ...]
+    all_seconds: tuple[TimingSeconds, ...]
     "of each repeat, on the rank that took longest"
 
 
@@ -38,9 +43,9 @@ class CollectiveTiming:
 class MeasuredNetwork:
     """What `slm_toolkit.run.network_probe` measured, and where."""
 
-    world_size: int
-    num_nodes: int
-    gpus_per_node: int
+    world_size: Annotated[int, Meta(ge=2, le=LARGEST)]
+    num_nodes: PositiveInt
+    gpus_per_node: PositiveInt
     "ranks on each node, also where they are CPU processes"
     backend: str
     "nccl or gloo"
@@ -164,68 +169,21 @@ def write_network(network: MeasuredNetwork, path: Path) -> None:
 
 
 def read_network(path: Path) -> MeasuredNetwork:
-    """Read what `write_network` wrote. Raises ValueError with every problem found."""
-    content = json_of(
-        read_text(path, what="network", hint=_HINT), f"can't read network {path}: it", hint=_HINT
-    )
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no measured network\nhint: {_HINT}")
-    if problems := _problems(content):
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems) + f"\nhint: {_HINT}")
-    timings = tuple(
-        CollectiveTiming(
-            timing["collective"], timing["num_bytes"], timing["seconds"], tuple(timing["all_seconds"])
-        )
-        for timing in content["timings"]
-    )
-    known = {f.name for f in dataclasses.fields(MeasuredNetwork)}
-    fields = {name: value for name, value in content.items() if name in known}
-    return MeasuredNetwork(**{**fields, "timings": timings})
+    """Read what `write_network` wrote. Raises ValueError for a file that isn't such a network."""
+    name = f"can't read network {path}: it"
+    content = json_of(read_text(path, what="network", hint=_HINT), name, hint=_HINT)
+    try:
+        network = converted(content, MeasuredNetwork)
+        if network.world_size != network.num_nodes * network.gpus_per_node:
+            raise ValueError("world_size is not num_nodes times gpus_per_node")
+        for collective in COLLECTIVES:
+            sizes = {timing.num_bytes for timing in network.timings if timing.collective == collective}
+            if len(sizes) < 2:
+                raise ValueError(f"{len(sizes)} sizes of {collective}: a line needs two")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}\nhint: {_HINT}") from None
+    return network
 
 
 def _dot(left: list[float], right: list[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
-
-
-def _problems(content: dict[str, Any]) -> list[str]:
-    found = [
-        f"{name} is {content.get(name)!r}, not a whole number of at least {least}"
-        for name, least in (("world_size", 2), ("num_nodes", 1), ("gpus_per_node", 1))
-        if type(content.get(name)) is not int or content[name] < least
-    ]
-    if not found and content["world_size"] != content["num_nodes"] * content["gpus_per_node"]:
-        found.append("world_size is not num_nodes times gpus_per_node")
-    found += [
-        f"{name} is {content.get(name)!r}, not text"
-        for name in ("backend", "date", "command")
-        if not isinstance(content.get(name), str)
-    ]
-    if not isinstance(content.get("gpu", 0), str | None):
-        found.append(f"gpu is {content.get('gpu')!r}, not a name or null")
-    if not isinstance(content.get("versions"), dict):
-        found.append(f"versions is {content.get('versions')!r}, not an object")
-    timings = content.get("timings")
-    if not isinstance(timings, list):
-        return [*found, f"timings is {timings!r}, not a list"]
-    wrong = [
-        f"timings[{index}] is {timing!r}" for index, timing in enumerate(timings) if not _is_timing(timing)
-    ]
-    if wrong:
-        return [*found, *wrong]
-    for collective in COLLECTIVES:
-        sizes = {timing["num_bytes"] for timing in timings if timing["collective"] == collective}
-        if len(sizes) < 2:
-            found.append(f"{len(sizes)} sizes of {collective}: a line needs two")
-    return found
-
-
-def _is_timing(timing: object) -> bool:
-    if not isinstance(timing, dict) or timing.get("collective") not in COLLECTIVES:
-        return False
-    num_bytes, all_seconds = timing.get("num_bytes"), timing.get("all_seconds")
-    if type(num_bytes) is not int or not 1 <= num_bytes <= _MOST_BYTES or not isinstance(all_seconds, list):
-        return False
-    return all(
-        type(value) in (int, float) and _LEAST_SECONDS <= value <= 1 / _LEAST_SECONDS
-        for value in (timing.get("seconds"), *all_seconds)
-    )

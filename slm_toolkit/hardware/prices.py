@@ -1,23 +1,26 @@
 """Price: what one GPU costs for an hour, by our dated table or by a user's own file."""
 
-import csv
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from statistics import median
+from typing import Literal, get_args
 
+import msgspec
 import yaml
 
+from slm_toolkit.base.typed_files import Positive, Text, converted, csv_rows
 from slm_toolkit.base.user_files import read_text, yaml_node
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name
 
 PRICES_SINCE = "2026"
 "older rows of prices.csv are not asked: AWS alone cut its prices by 33 to 44 % in June 2025"
 
-KINDS = ("on-demand", "spot", "reserved", "community")
+Kind = Literal["on-demand", "spot", "reserved", "community"]
 "reserved: commitments and capacity blocks; community: a private host's machine, RunPod's word"
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Price:
     usd_per_gpu_hour: float
     source: str
     "as a report shows it: a phrase with all that the other fields tell"
-    kind: str | None = None
-    "one of KINDS; None where the user didn't say"
+    kind: Kind | None = None
+    "None where the user didn't say"
     provider: str | None = None
     "None: a median over providers, or not said"
     as_of: str | None = None
@@ -77,7 +80,7 @@ def price_of(
 
 
 def read_prices(path: Path) -> dict[str, Price]:
-    """A user's YAML of prices by canonical GPU name. Raises ValueError with every problem found.
+    """A user's YAML of prices by canonical GPU name. Raises ValueError with a problem of each wrong entry.
 
     An entry is a number, `h100-80gb: 2.49`, or a mapping with usd_per_gpu_hour and any of kind, provider,
     as_of and source.
@@ -85,79 +88,93 @@ def read_prices(path: Path) -> dict[str, Price]:
     prices: dict[str, Price] = {}
     problems: list[str] = []
     hints: list[str] = []
-    for typed, value in _entries(path):
-        entry = value if isinstance(value, dict) else {"usd_per_gpu_hour": value}
-        found = [f"{path}: {typed}: {problem}" for problem in _entry_problems(entry)]
-        hints += [_ENTRY_HINT] * bool(found)
+    for gpu_name, value in _entries(path):
         try:
-            name = gpu_of_name(typed).name
+            name = gpu_of_name(gpu_name).name
         except ValueError as error:
             unknown, hint = str(error).splitlines()
-            found.insert(0, f"{path}: {unknown}")
+            problems.append(f"{path}: {unknown}")
             hints.append(hint)
-        else:
-            if name in prices:
-                found.insert(0, f"{path}: {typed}: {name} has a price already")
-                hints.append("hint: one price for each GPU; another file can hold the others")
-        problems += found
-        if not found:
-            prices[name] = _price_of_entry(entry, path)
+            continue
+        if name in prices:
+            problems.append(f"{path}: {gpu_name}: {name} has a price already")
+            hints.append("hint: one price for each GPU; another file can hold the others")
+            continue
+        try:
+            prices[name] = _price_of_entry(value, path)
+        except ValueError as error:
+            problems.append(f"{path}: {gpu_name}: {error}")
+            hints.append(_ENTRY_HINT)
     if problems:
         raise ValueError("\n".join([*problems, *dict.fromkeys(hints)]))
     return prices
 
 
-_KEYS = ("usd_per_gpu_hour", "kind", "provider", "as_of", "source")
+class _ListedPrice(msgspec.Struct, frozen=True):
+    """One row of prices.csv."""
+
+    gpu: str
+    provider: str
+    instance: str
+    kind: Kind
+    usd_per_gpu_hour: Positive
+    as_of: str
+    source: str
+
+
+class _OwnPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of a user's file."""
+
+    usd_per_gpu_hour: Positive
+    kind: Kind | None = None
+    provider: Text | None = None
+    as_of: Text | None = None
+    source: Text | None = None
+
+
 _ENTRY_HINT = (
     "hint: an entry is `h100-80gb: 2.49` or `h100-80gb: {usd_per_gpu_hour: 2.49, kind: spot, "
-    "provider: MyCloud, as_of: 2026-11-01, source: invoice}`"
+    "provider: MyCloud, as_of: 2026-11-01, source: invoice}`; kinds are " + ", ".join(KINDS)
 )
 
 
-def _median_price(of_provider: Mapping[str, dict[str, str]], kind: str) -> Price:
-    from statistics import median
-
-    prices = sorted(float(row["usd_per_gpu_hour"]) for row in of_provider.values())
+def _median_price(of_provider: Mapping[str, _ListedPrice], kind: str) -> Price:
+    prices = sorted(row.usd_per_gpu_hour for row in of_provider.values())
     spread = f"${prices[0]:.2f} to ${prices[-1]:.2f}" if len(prices) > 1 else "one price"
     return Price(
         median(prices),
         f"median {kind} price of {PRICES_SINCE} ({spread}: {', '.join(sorted(of_provider))})",
         kind=kind,
-        as_of=min(row["as_of"] for row in of_provider.values()),
+        as_of=min(row.as_of for row in of_provider.values()),
         low_usd_per_gpu_hour=prices[0],
         high_usd_per_gpu_hour=prices[-1],
     )
 
 
-def _listed_price(row: dict[str, str]) -> Price:
-    usd_per_gpu_hour = float(row["usd_per_gpu_hour"])
+def _listed_price(row: _ListedPrice) -> Price:
     return Price(
-        usd_per_gpu_hour,
-        f"{row['provider']} {row['instance']}, {row['kind']}, {row['as_of']} ({row['source']})",
-        kind=row["kind"],
-        provider=row["provider"],
-        as_of=row["as_of"],
-        low_usd_per_gpu_hour=usd_per_gpu_hour,
-        high_usd_per_gpu_hour=usd_per_gpu_hour,
+        row.usd_per_gpu_hour,
+        f"{row.provider} {row.instance}, {row.kind}, {row.as_of} ({row.source})",
+        kind=row.kind,
+        provider=row.provider,
+        as_of=row.as_of,
+        low_usd_per_gpu_hour=row.usd_per_gpu_hour,
+        high_usd_per_gpu_hour=row.usd_per_gpu_hour,
     )
 
 
-def _newest_of_each_provider(gpu_name: str, kind: str) -> dict[str, dict[str, str]]:
-    rows = [
-        row
-        for row in _table()
-        if row["gpu"] == gpu_name and row["kind"] == kind and row["as_of"] >= PRICES_SINCE
-    ]
-    newest_first = sorted(rows, key=lambda row: float(row["usd_per_gpu_hour"]))
-    newest_first.sort(key=lambda row: row["as_of"], reverse=True)
-    of_provider: dict[str, dict[str, str]] = {}
+def _newest_of_each_provider(gpu_name: str, kind: str) -> dict[str, _ListedPrice]:
+    rows = [row for row in _table() if row.gpu == gpu_name and row.kind == kind and row.as_of >= PRICES_SINCE]
+    newest_first = sorted(rows, key=lambda row: row.usd_per_gpu_hour)
+    newest_first.sort(key=lambda row: row.as_of, reverse=True)
+    of_provider: dict[str, _ListedPrice] = {}
     for row in newest_first:
-        of_provider.setdefault(row["provider"], row)
+        of_provider.setdefault(row.provider, row)
     return of_provider
 
 
 def _provider_of_name(name: str) -> str:
-    by_lower = {row["provider"].lower(): row["provider"] for row in _table()}
+    by_lower = {row.provider.lower(): row.provider for row in _table()}
     if name.strip().lower() not in by_lower:
         raise ValueError(f"unknown provider {name!r}\nhint: there are {', '.join(sorted(by_lower.values()))}")
     return by_lower[name.strip().lower()]
@@ -179,41 +196,20 @@ def _as_text(node: yaml.Node) -> object:
     return [_as_text(each) for each in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
-def _entry_problems(entry: dict[str, object]) -> list[str]:
-    found = [f"unknown key {key!r}: one of {', '.join(_KEYS)}" for key in entry if key not in _KEYS]
-    if "usd_per_gpu_hour" not in entry:
-        found.append("usd_per_gpu_hour is missing")
-    for key in (key for key in _KEYS if key in entry):
-        value = entry[key]
-        if key == "usd_per_gpu_hour":
-            if not _is_positive_number(value):
-                found.append(f"usd_per_gpu_hour is {value!r}: a number above 0")
-        elif not isinstance(value, str) or not value.strip():
-            found.append(f"{key} is {value!r}: a text")
-        elif key == "kind" and value not in KINDS:
-            found.append(f"kind is {value!r}: one of {', '.join(KINDS)}")
-        elif key == "as_of" and not _is_date(value):
-            found.append(f"as_of is {value!r}: a date, month or year as in 2026-11-01, 2026-11, 2026")
-    return found
-
-
-def _price_of_entry(entry: dict[str, str], path: Path) -> Price:
-    told = [entry[key] for key in ("provider", "kind", "as_of") if key in entry]
-    source = entry.get("source", f"given by {path}")
+def _price_of_entry(value: object, path: Path) -> Price:
+    entry = value if isinstance(value, dict) else {"usd_per_gpu_hour": value}
+    own = converted(entry, _OwnPrice, from_text=True)
+    if own.as_of is not None and not _is_date(own.as_of):
+        raise ValueError(f"as_of is {own.as_of!r}: a date, month or year as in 2026-11-01, 2026-11, 2026")
+    details = ", ".join(filter(None, (own.provider, own.kind, own.as_of)))
+    source = own.source or f"given by {path}"
     return Price(
-        float(entry["usd_per_gpu_hour"]),
-        f"{source} ({', '.join(told)})" if told else source,
-        kind=entry.get("kind"),
-        provider=entry.get("provider"),
-        as_of=entry.get("as_of"),
+        own.usd_per_gpu_hour,
+        f"{source} ({details})" if details else source,
+        kind=own.kind,
+        provider=own.provider,
+        as_of=own.as_of,
     )
-
-
-def _is_positive_number(value: object) -> bool:
-    try:
-        return isinstance(value, str) and 0 < float(value) < math.inf
-    except ValueError:
-        return False
 
 
 def _is_date(text: str) -> bool:
@@ -225,6 +221,5 @@ def _is_date(text: str) -> bool:
 
 
 @cache
-def _table() -> tuple[dict[str, str], ...]:
-    with (Path(__file__).parent / "prices.csv").open(newline="") as file:
-        return tuple(csv.DictReader(file))
+def _table() -> tuple[_ListedPrice, ...]:
+    return csv_rows(Path(__file__).parent / "prices.csv", _ListedPrice)

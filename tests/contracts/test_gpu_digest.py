@@ -331,20 +331,21 @@ def test_a_gpu_without_a_calibration_keeps_the_very_constants() -> None:
 
 def test_no_shipped_calibration_was_pretended() -> None:
     for row in calibration.rows_of(calibration.FILE):
-        about = json.loads((ROOT / row["source"] / "about.json").read_text())
+        about = json.loads((ROOT / row.source / "about.json").read_text())
         assert about["pretended"] is False, row
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("h200,flash,0.5,0,1,x,y,2026-11-24", "unknown term 'flash'"),
-        ("h200,memory_share,-1,0,1,x,y,2026-11-24", "memory_share is '-1', not a positive number"),
-        ("h200,memory_share,0.9", "without residual, num_measurements"),
+        ("h200,flash,0.5,0,1,x,y,2026-11-24", "line 2: invalid field: term (invalid enum value 'flash')"),
+        ("h200,memory_share,-1,0,1,x,y,2026-11-24", "line 2: invalid field: value (expected float > 0.0)"),
+        ("h200,memory_share,0.9", "line 2: invalid field: num_measurements (expected int, got null)"),
     ],
 )
 def test_a_broken_calibration_is_refused(row: str, problem: str, tmp_path: Path) -> None:
+    columns = [field.name for field in dataclasses.fields(calibration.CalibrationRow)]
     file = tmp_path / "calibration.csv"
-    file.write_text(",".join(calibration.COLUMNS) + "\n" + row + "\n")
+    file.write_text(",".join(columns) + "\n" + row + "\n")
     with pytest.raises(ValueError, match=re.escape(problem)):
         calibration.rows_of(file)

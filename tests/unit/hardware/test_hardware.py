@@ -56,12 +56,10 @@ def test_memory_is_what_pytorch_was_seen_to_report(name: str, memory_bytes: int)
 
 
 def test_usable_memory_has_a_source_and_is_less_than_the_vendor_says() -> None:
-    from slm_toolkit.hardware.gpus import _rows
-
-    for gpu, row in zip(gpus(), _rows("gpus.csv"), strict=True):
+    for gpu in gpus():
         assert gpu.memory_source
         # the vendors' GB are GiB for some GPUs (A100: 80) and 10^9 bytes for others (H200: 141)
-        assert gpu.memory_bytes < float(row["memory_gb"]) * GIB
+        assert gpu.memory_bytes < gpu.vendor_memory_gb * GIB
 
 
 @pytest.mark.parametrize(

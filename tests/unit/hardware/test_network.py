@@ -90,16 +90,23 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"world_size": 1}, "world_size is 1, not a whole number of at least 2"),
-        ({"num_nodes": True}, "num_nodes is True"),
+        ({"world_size": 1}, "invalid field: world_size (expected int >= 2)"),
+        ({"num_nodes": True}, "invalid field: num_nodes (expected int, got bool)"),
         ({"gpus_per_node": 4}, "world_size is not num_nodes times gpus_per_node"),
-        ({"backend": None}, "backend is None, not text"),
-        ({"gpu": 5}, "gpu is 5, not a name or null"),
-        ({"versions": []}, "versions is [], not an object"),
-        ({"timings": None}, "timings is None, not a list"),
-        ({"timings": []}, "0 sizes of all_gather: a line needs two"),
-        ({"timings": [3]}, "timings[0] is 3"),
-        ({"timings": [{"collective": "all_reduce", "num_bytes": 1, "seconds": 1}]}, "timings[0] is {"),
+        ({"backend": None}, "invalid field: backend (expected str, got null)"),
+        ({"gpu": 5}, "invalid field: gpu (expected str | null, got int)"),
+        ({"versions": []}, "invalid field: versions (expected object, got array)"),
+        ({"timings": None}, "invalid field: timings (expected array, got null)"),
+        ({"timings": []}, "0 sizes of all_reduce: a line needs two"),
+        ({"timings": [3]}, "invalid field: timings[0] (expected object, got int)"),
+        (
+            {"timings": [{"collective": "all_reduce", "num_bytes": 1, "seconds": 1}]},
+            "missing field: timings[0].all_seconds",
+        ),
+        (
+            {"timings": [{"collective": "gossip", "num_bytes": 1, "seconds": 1, "all_seconds": []}]},
+            "invalid field: timings[0].collective (invalid enum value 'gossip')",
+        ),
     ],
 )
 def test_a_malformed_network_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
@@ -115,7 +122,9 @@ def test_a_time_that_is_none_is_refused(seconds_written: str, tmp_path: Path) ->
     path = tmp_path / "network.json"
     text = json.dumps(dataclasses.asdict(made(0.25, 0.5, 1.0)))
     path.write_text(text.replace('"seconds": 0.25', f'"seconds": {seconds_written}', 1))
-    says = r"is no number" if seconds_written in ("NaN", "Infinity") else r"timings\[0\] is {'collective': "
+    says = (
+        r"is no number" if seconds_written in ("NaN", "Infinity") else r"invalid field: timings\[0\].seconds"
+    )
     with pytest.raises(ValueError, match=says):
         read_network(path)
 
