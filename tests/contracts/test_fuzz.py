@@ -1,4 +1,4 @@
-"""Readers of what a user gives, with what nobody would give: a value, or a ValueError with a hint."""
+"""Each reader of user input accepts any input, or refuses it by a ValueError with a hint."""
 
 import json
 import math
@@ -12,8 +12,7 @@ from conftest import ENV, ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-from fuzz import CORPUS, verdict
-from fuzz_readers import READERS, Reader
+from fuzz import CORPUS, READERS, Reader, verdict
 
 from slm_toolkit.base.user_files import MOST_LEVELS, MOST_VALUES, json_of, read_text, yaml_of
 
@@ -22,13 +21,8 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 BY_NAME = {reader.name: reader for reader in READERS}
-SLOW = (
-    "record",
-    "doctor",
-    "command_line",
-    "dataset_file",
-    "model_name",
-)  # tens of ms each, or seconds to import
+SLOW = ("record", "doctor", "command_line", "dataset_file", "model_name")
+"readers that take tens of ms per input, or seconds to import"
 FAST = [reader for reader in READERS if reader.name not in SLOW]
 FINE = ("accepted", "refused")
 SAME = settings(  # in every run the same examples, however slow the machine is
@@ -173,11 +167,8 @@ def test_a_byte_order_mark_is_no_part_of_a_yaml(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_the_bench_finds_nothing() -> None:
-    names = [
-        reader.name
-        for reader in READERS
-        if reader.name not in ("dataset_file", "dataset_names", "model_name")
-    ]
+    skipped = ("dataset_file", "dataset_names", "model_name")
+    names = [reader.name for reader in READERS if reader.name not in skipped]
     command = (sys.executable, "bench/fuzz.py", "--inputs", "1000", "--seed", "11", "--json", "--draft")
     done = subprocess.run(
         [*command, "--readers", *names], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600
@@ -204,11 +195,11 @@ def test_the_bench_sees_what_breaks_a_reader(tmp_path: Path) -> None:
     def refusing(data: bytes, folder: Path) -> None:
         raise ValueError("what\nhint: how")
 
-    said = {
+    results = {
         read.__name__: verdict(Reader("x", read, list, 1), b"", tmp_path / "work", seconds=0.2)
         for read in (without_hint, broken, endless, refusing)
     }
-    kinds = {name: words.split(" ")[0] for name, words in said.items()}
+    kinds = {name: result.split(" ")[0] for name, result in results.items()}
     assert kinds == {
         "without_hint": "ValueError",
         "broken": "KeyError",
