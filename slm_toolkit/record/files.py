@@ -23,7 +23,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
-from slm_toolkit.strategy.deepspeed_json import check_shape
+from slm_toolkit.strategy.deepspeed_json import DeepSpeedJson
 from slm_toolkit.strategy.strategy import check_sections
 
 LIMIT_BYTES = 2**28
@@ -113,9 +113,10 @@ def _problem(record: RunRecord) -> str | None:
     asked, steps = record.asked, record.step_seconds
     try:
         converted(asked["config"], _asked_flags(), prefix="asked.config")
-        for name, check in (("accelerate_config", check_sections), ("deepspeed_config", check_shape)):
+        for name in ("accelerate_config", "deepspeed_config"):
             check_values(asked.get(name), f"invalid field: asked.{name}", hint="")
-            check(asked.get(name) or {}, Path(f"invalid field: asked.{name}"))
+        check_sections(asked.get("accelerate_config") or {}, Path("invalid field: asked.accelerate_config"))
+        converted(asked.get("deepspeed_config") or {}, DeepSpeedJson, prefix="asked.deepspeed_config")
         check_values(record.lm_eval, "invalid field: lm_eval", hint="")
     except ValueError as error:
         return str(error).partition("\n")[0]

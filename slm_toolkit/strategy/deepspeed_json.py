@@ -1,9 +1,13 @@
 """The DeepSpeed configuration that an accelerate YAML stands for, read and checked."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from slm_toolkit.base.secrets import check_no_secrets
+from slm_toolkit.base.typed_files import LARGEST, NonNegative, PositiveInt, converted
 from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
 
 # The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
@@ -52,7 +56,7 @@ def read_deepspeed_config(
         for key in ("offload_optimizer", "offload_param"):
             if section.get(f"{key}_device", "none") != "none":
                 config["zero_optimization"][key] = {"device": section[f"{key}_device"]}
-        check_shape(config, path)
+        _check_types(config, path)
         return config
     json_path = deepspeed_config_path(str(named), path)
     if json_path is None:
@@ -61,12 +65,7 @@ def read_deepspeed_config(
             "hint: `slm configs --copy DIR` writes both folders"
         )
     config = _read_json(json_path) if content is None else content
-    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else config
-    if not isinstance(zero, dict):
-        raise ValueError(
-            f"{json_path} holds no DeepSpeed settings but {zero!r}\nhint: compare with ds_configs/zero2.json"
-        )
-    check_shape(config, json_path)
+    _check_types(config, json_path)
     check_no_secrets(config, json_path)
     if problems := _set_twice(section, config, path, json_path, mixed_precision):
         raise ValueError(
@@ -99,58 +98,46 @@ def _set_twice(
     return problems
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
+_Auto = Literal["auto"]
+_AtLeastOne = Annotated[float, Meta(ge=1, le=LARGEST)]
 
 
-# What DeepSpeed 0.19 takes for the keys read here (with a dot: of zero_optimization); null is its default.
-_TAKES = (
-    (
-        "settings",
-        lambda value: isinstance(value, dict),
-        "zero_optimization bf16 fp16 data_types .offload_optimizer .offload_param",
-    ),
-    ("true or false", lambda value: isinstance(value, bool), ".overlap_comm .contiguous_gradients"),
-    (
-        "none, cpu or nvme",
-        lambda value: value in ("none", "cpu", "nvme"),
-        ".offload_optimizer.device .offload_param.device",
-    ),
-    (
-        'a number or "auto"',
-        lambda value: value == "auto" or _is_number(value),
-        "gradient_accumulation_steps train_micro_batch_size_per_gpu gradient_clipping "
-        ".stage3_prefetch_bucket_size .stage3_param_persistence_threshold",
-    ),
-    (
-        'a number of at least 1 or "auto"',
-        lambda value: value == "auto" or (_is_number(value) and value >= 1),
-        ".reduce_bucket_size .sub_group_size",
-    ),
-    (
-        "a number",
-        _is_number,
-        ".stage3_max_live_parameters .stage3_max_reuse_distance "
-        ".offload_optimizer.buffer_count .offload_param.buffer_count .offload_param.buffer_size",
-    ),
-    (
-        'a whole number of at least 1 or "auto"',  # auto is ours: the ranks of a node
-        lambda value: value == "auto" or (isinstance(value, int) and _is_number(value) and value >= 1),
-        ".zero_hpz_partition_size",
-    ),
-)
+class _Offload(msgspec.Struct, frozen=True):
+    device: Literal["none", "cpu", "nvme"] | None = None
+    buffer_count: NonNegative | None = None
+    buffer_size: NonNegative | None = None
 
 
-def check_shape(config: dict[str, Any], path: Path) -> None:
-    """Raises one ValueError with every value that is not of the kind that DeepSpeed takes."""
-    problems = []
-    for wanted, is_right, names in _TAKES:
-        for name in names.split():
-            full_name = f"zero_optimization{name}" if name.startswith(".") else name
-            value: Any = config
-            for key in full_name.split("."):
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None and not is_right(value):
-                problems.append(f"{path}: {full_name} is {value!r}, not {wanted}")
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: compare with ds_configs/zero3.json")
+class _Zero(msgspec.Struct, frozen=True):
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    offload_optimizer: _Offload | None = None
+    offload_param: _Offload | None = None
+    reduce_bucket_size: _AtLeastOne | _Auto | None = None
+    sub_group_size: _AtLeastOne | _Auto | None = None
+    stage3_prefetch_bucket_size: NonNegative | _Auto | None = None
+    stage3_param_persistence_threshold: NonNegative | _Auto | None = None
+    stage3_max_live_parameters: NonNegative | None = None
+    stage3_max_reuse_distance: NonNegative | None = None
+    zero_hpz_partition_size: PositiveInt | _Auto | None = None
+    "auto is slm_toolkit's: the ranks of a node"
+
+
+class DeepSpeedJson(msgspec.Struct, frozen=True):
+    """The keys that are read here, with the values that DeepSpeed 0.19 takes; null is its default."""
+
+    zero_optimization: _Zero = _Zero()
+    bf16: dict[str, Any] | None = None
+    fp16: dict[str, Any] | None = None
+    data_types: dict[str, Any] | None = None
+    gradient_accumulation_steps: NonNegative | _Auto | None = None
+    train_micro_batch_size_per_gpu: NonNegative | _Auto | None = None
+    gradient_clipping: NonNegative | _Auto | None = None
+
+
+def _check_types(config: Any, path: Path) -> None:
+    try:
+        converted(config, DeepSpeedJson)
+    except ValueError as error:
+        hint = 'a size is a number or "auto", a device none, cpu or nvme; compare with ds_configs/zero3.json'
+        raise ValueError(f"{path}: {error}\nhint: {hint}") from None

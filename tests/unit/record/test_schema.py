@@ -135,7 +135,8 @@ ASKED = made_record().asked
         (
             "asked",
             {**ASKED, "deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 0}}},
-            "invalid field: asked.deepspeed_config: zero_optimization.reduce_bucket_size is 0",
+            "invalid field: asked.deepspeed_config.zero_optimization.reduce_bucket_size "
+            "(expected float >= 1.0)",
         ),
         ("status", "fine", "invalid field: status (invalid enum value 'fine')"),
         ("model", {"name": "slm-1m"}, "missing field: model."),
