@@ -115,7 +115,7 @@ def stall_of(rank: int, pid: int) -> Stall:
     first = _frames_of_main_thread()
     time.sleep(_SECONDS_BETWEEN_LOOKS)
     second = _frames_of_main_thread()
-    waiting = _waits_for_others(second) or _gpu_is_busy()
+    waiting = waits_for_others(second) or _gpu_is_busy()
     return Stall(rank, pid, waiting, first != second, _place(second))
 
 
@@ -151,7 +151,7 @@ def _with_short_path(frame: str) -> str:
     return f"{'/'.join(Path(path).parts[-2:])}:{rest}"
 
 
-def _waits_for_others(frames: Sequence[str]) -> bool:
+def waits_for_others(frames: Sequence[str]) -> bool:
     """Whether a stack, `file:line in function`, innermost first, is that of a rank in a collective."""
     return any(_WAITING.search(frame) for frame in frames[:2])
 

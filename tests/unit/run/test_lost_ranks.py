@@ -38,8 +38,8 @@ def test_a_rank_in_a_collective_or_in_the_exchange_after_a_step_waits_for_others
     ours = Path(lost_ranks.__file__).parents[1]
     assert (ours / "peers" / "step_exchange.py").is_file()
     for path in ("/x/torch/distributed/c10d.py", ours / "peers" / "step_exchange.py"):
-        assert lost_ranks._waits_for_others([f"{path}:12 in wait", "/x/train.py:9 in train_step"])
-    assert not lost_ranks._waits_for_others(["/home/me/loss.py:7 in forward", "/x/train.py:9 in train_step"])
+        assert lost_ranks.waits_for_others([f"{path}:12 in wait", "/x/train.py:9 in train_step"])
+    assert not lost_ranks.waits_for_others(["/home/me/loss.py:7 in forward", "/x/train.py:9 in train_step"])
 
 
 def test_an_ended_a_stopped_and_a_running_process_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
