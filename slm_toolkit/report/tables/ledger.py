@@ -22,7 +22,8 @@ def ledger_table(
     entries: list[LedgerEntry], totals: list[Summary], *, named: dict[str, str], width: int
 ) -> RenderableType:
     """`named`: a label by record. Print it with `crop=False`."""
-    columns = _columns(_lines(entries, named), _DROPPED_FIRST)
+    lines = _lines(entries, named)
+    columns = _columns(lines, (*_constant(lines), *_DROPPED_FIRST))
     columns, dropped = columns_that_fit([column for column in columns if column.has_values], width=width)
     notes = [
         "estimated: closed forms; error: estimated / observed - 1, and so by part in the columns after it "
@@ -83,11 +84,14 @@ def _lines(entries: list[LedgerEntry], named: dict[str, str]) -> list[dict[str, 
 
 
 def _columns(lines: list[dict[str, str]], dropped_first: tuple[str, ...]) -> list[Column]:
-    """A column for each title; `evidence` and `what` are the first to be dropped where they never differ."""
-    columns = {title: [line[title] for line in lines] for title in lines[0]}
-    same = [title for title in ("evidence", "what") if len(set(columns[title])) == 1]
-    order = {title: place for place, title in enumerate(dict.fromkeys((*same, *dropped_first)), start=1)}
-    return [Column(title, cells, order.get(title, 0)) for title, cells in columns.items()]
+    """A column for each title; `dropped_first` may go on a narrow console, in that order."""
+    order = {title: place for place, title in enumerate(dict.fromkeys(dropped_first), start=1)}
+    return [Column(title, [line[title] for line in lines], order.get(title, 0)) for title in lines[0]]
+
+
+def _constant(lines: list[dict[str, str]]) -> list[str]:
+    """Of `evidence` and `what`, those that are the same in all lines: the table's title has them."""
+    return [title for title in ("evidence", "what") if len({line[title] for line in lines}) == 1]
 
 
 def _summary_table(totals: list[Summary], named: dict[str, str], width: int) -> RenderableType:
