@@ -152,7 +152,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
         ({"repeats": 2}, "--repeats with --rehearse"),
         ({"given": {"profile": True}}, "--profile with --rehearse"),
         ({"given": {"torch_compile": [False, True]}}, "--torch_compile with --rehearse"),
-        ({"given": {"eval_steps": 5}}, "--eval_steps 5 with --rehearse"),
+        ({"given": {"eval_steps": 5}, "rehearse": [8]}, "--eval_steps 5 with --rehearse 8"),
         ({"strategies": ("single",)}, "--rehearse 8 with single, which is one process"),
         ({"rehearse": [0]}, "--rehearse is 0: at least 1"),
     ],
