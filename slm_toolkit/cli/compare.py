@@ -35,13 +35,11 @@ from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.launch.training_command import check_training
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.strategy.shipped import strategies_asked
+from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked
 from slm_toolkit.strategy.strategy import (
-    STUDIED_STRATEGIES,
     check_one_machine,
     find_strategy,
     precision_note,
-    shipped_strategies,
 )
 
 if TYPE_CHECKING:
@@ -56,8 +54,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         nargs="+",
         metavar="NAME|YAML|JSON",
-        help=f"of {', '.join(shipped_strategies())}, or an accelerate YAML or a DeepSpeed JSON (default:"
-        f" {', '.join(STUDIED_STRATEGIES)})",
+        help=help_of_strategies(),
     )
     parser.add_argument(
         "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"

@@ -18,8 +18,8 @@ from slm_toolkit.predict.flag_checks import (
 )
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.memory.coverage import unlike_the_model
-from slm_toolkit.strategy.shipped import strategies_asked
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, shipped_strategies
+from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked
+from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     pass
@@ -36,8 +36,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         nargs="+",
         metavar="NAME|YAML|JSON",
-        help=f"of {', '.join(shipped_strategies())}, or an accelerate YAML or a DeepSpeed JSON (default:"
-        f" {', '.join(STUDIED_STRATEGIES)})",
+        help=help_of_strategies(),
     )
     parser.add_argument(
         "--gpu",

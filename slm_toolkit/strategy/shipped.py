@@ -15,6 +15,7 @@ from slm_toolkit.strategy.strategy import (
     notes_on,
     on_nodes,
     read_strategy,
+    shipped_strategies,
 )
 
 _SETTING = re.compile(r"( *)(\w+): [^#]*?( #.*)?")
@@ -47,11 +48,15 @@ def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) ->
             lines.append(f"{setting[1]}{name}: {values[name]}{setting[3] or ''}")
         elif name == "deepspeed_config_file":
             lines += [line, _STANDARD]
-        elif name != "machine_rank" and not line.startswith(
-            _SHORT_FORM
-        ):  # each machine's command says the rank
+        elif name != "machine_rank" and not line.startswith(_SHORT_FORM):  # each command has its own rank
             lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def help_of_strategies() -> str:
+    """The help of a `--strategy` whose names `strategies_asked` finds."""
+    shipped, default = ", ".join(shipped_strategies()), ", ".join(STUDIED_STRATEGIES)
+    return f"of {shipped}, or an accelerate YAML or a DeepSpeed JSON (default: {default})"
 
 
 def strategies_asked(
