@@ -832,6 +832,14 @@ class RunConfig:
 
 FLAGS = flags_of_fields(RunConfig)
 "by the name of its field, in the order of --help"
+COLUMN_TITLES = {
+    name: flag.column or name.replace("_", " ")
+    for name, flag in FLAGS.items()
+    if flag.identity and flag.column != ""
+}
+"of the flags that tables have a column for"
+FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
+"flags whose columns stand before those of the others"
 
 
 def learning_rate(peak: float, warmup_steps: int, step: int, num_steps: int) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.config.run_config import FLAGS
+from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS
 from slm_toolkit.model.from_config import GPT_TYPES
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
@@ -19,7 +19,6 @@ from slm_toolkit.recommend.ranking import (
     score_of,
 )
 from slm_toolkit.report.tables.cells import DASH, gib, percent, rate, setting
-from slm_toolkit.report.tables.columns import TITLES
 from slm_toolkit.report.tables.fitted import Column, columns_that_fit, table_of
 
 _NETWORK = {
@@ -189,7 +188,7 @@ def _columns(shown: list[Plan]) -> list[Column]:
         texts("model", [row.model for row in rows]),
         texts("GPUs", [f"{row.num_gpus} x {row.gpu}" for row in rows]),
         texts("strategy", [row.strategy for row in rows]),
-        *(texts(TITLES[name], [setting(getattr(row, name)) for row in rows]) for name in differing),
+        *(texts(COLUMN_TITLES[name], [setting(getattr(row, name)) for row in rows]) for name in differing),
         texts("batch x\nmicro-steps", list(map(_batch, shown)), 8),
         texts("checkpointing", [row.gradient_checkpointing for row in rows], 6),
         texts("loss kernel", [row.loss_kernel for row in rows], 3),

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-from slm_toolkit.config.run_config import FLAGS
+from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS
 from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.cells import DASH, dollars, gib, loss, rate, setting
 from slm_toolkit.report.tables.fitted import Column
 
-BEFORE_OTHERS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-"flags of which the columns come first"
 _FACTS = {
     "evidence": "evidence",
     "gpu": "GPU",
@@ -17,11 +15,7 @@ _FACTS = {
     "world_size": "ranks",
     "num_machines": "machines",
 }
-TITLES = {
-    name: flag.column or name.replace("_", " ")
-    for name, flag in FLAGS.items()
-    if flag.identity and flag.column != ""
-} | _FACTS
+TITLES = COLUMN_TITLES | _FACTS
 "by what a column shows: a flag, or a fact of the run"
 
 
@@ -153,7 +147,7 @@ def _settings(rows: list[Row]) -> list[tuple[str, str]]:
     """Name and title of what may be a column: each fact and flag, those of newer records too."""
     newer = (name for row in rows for name in row.asked if name not in FLAGS)
     titles = TITLES | {name: name.replace("_", " ") for name in newer}
-    return [(name, titles[name]) for name in dict.fromkeys(("model", *_FACTS, *BEFORE_OTHERS, *titles))]
+    return [(name, titles[name]) for name in dict.fromkeys(("model", *_FACTS, *FIRST_COLUMNS, *titles))]
 
 
 def value_of(row: Row, name: str) -> object:

@@ -6,19 +6,18 @@ from collections.abc import Callable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
 from slm_toolkit.predict.memory.gpu import STATE
 from slm_toolkit.report.tables.cells import DASH, dollars, gib, percent, rate, setting
-from slm_toolkit.report.tables.columns import BEFORE_OTHERS, TITLES
 from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
-_TITLES |= {name: TITLES[name] for name in dict.fromkeys((*BEFORE_OTHERS, *_FLAGS))}
+_TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *_FLAGS))}
 "of a column where rows differ in a setting; else it stands once above"
 _HEADINGS = {
     **{name: FLAGS[name].heading for name in _FLAGS},
