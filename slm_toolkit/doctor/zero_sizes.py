@@ -7,17 +7,12 @@ from slm_toolkit.doctor.case import Case, is_count, is_true, shown
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import REMOVE, Finding, change_by, fault, in_json, slow, unwise, wrong
 from slm_toolkit.doctor.host import is_older
+from slm_toolkit.strategy.settings import ZeroSettings
 
 BUCKET = 13_107_200
 "elements: 25 MiB in bf16, as DDP's buckets are; what ds_configs/ have"
 _WORTH_SAYING_BYTES = 100 * 2**20
 "a bucket that is larger than the model by less costs nobody's batch"
-_DEFAULTS = {  # deepspeed 0.19.8, runtime/zero/config.py
-    "reduce_bucket_size": int(5e8),
-    "stage3_prefetch_bucket_size": int(5e7),
-    "stage3_max_reuse_distance": int(1e9),
-    "stage3_max_live_parameters": int(1e9),
-}
 _AIO = {
     "block_size": 1_048_576,
     "queue_depth": 32,
@@ -61,7 +56,7 @@ def _number(case: Case, key: str) -> int:
     if value == "auto" and key in ("reduce_bucket_size", "stage3_prefetch_bucket_size"):
         return case.spec.hidden_size**2  # accelerate 1.15; 0.9 of it for prefetching
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number else _DEFAULTS[key]
+    return int(value) if is_number else getattr(ZeroSettings(), key)
 
 
 def _size_of(case: Case, key: str) -> str:

@@ -23,7 +23,7 @@ from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.record import run_record
 from slm_toolkit.record.run_record import RECORD_FILE, SCHEMA_VERSION, RunRecord
 from slm_toolkit.record.saved_files import delete, sync
-from slm_toolkit.strategy.deepspeed_json import DeepSpeedJson
+from slm_toolkit.strategy.settings import DeepSpeedSettings
 from slm_toolkit.strategy.strategy import check_sections
 
 LIMIT_BYTES = 2**28
@@ -116,7 +116,7 @@ def _problem(record: RunRecord) -> str | None:
         for name in ("accelerate_config", "deepspeed_config"):
             check_values(asked.get(name), f"invalid field: asked.{name}", hint="")
         check_sections(asked.get("accelerate_config") or {}, Path("invalid field: asked.accelerate_config"))
-        converted(asked.get("deepspeed_config") or {}, DeepSpeedJson, prefix="asked.deepspeed_config")
+        converted(asked.get("deepspeed_config") or {}, DeepSpeedSettings, prefix="asked.deepspeed_config")
         check_values(record.lm_eval, "invalid field: lm_eval", hint="")
     except ValueError as error:
         return str(error).partition("\n")[0]

@@ -1,14 +1,12 @@
 """The DeepSpeed configuration that an accelerate YAML stands for, read and checked."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from slm_toolkit.base.secrets import check_no_secrets
-from slm_toolkit.base.typed_files import LARGEST, NonNegative, PositiveInt, converted
+from slm_toolkit.base.typed_files import converted
 from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
+from slm_toolkit.strategy.settings import DeepSpeedSettings
 
 # The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
 # accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
@@ -98,46 +96,9 @@ def _set_twice(
     return problems
 
 
-_Auto = Literal["auto"]
-_AtLeastOne = Annotated[float, Meta(ge=1, le=LARGEST)]
-
-
-class _Offload(msgspec.Struct, frozen=True):
-    device: Literal["none", "cpu", "nvme"] | None = None
-    buffer_count: NonNegative | None = None
-    buffer_size: NonNegative | None = None
-
-
-class _Zero(msgspec.Struct, frozen=True):
-    overlap_comm: bool | None = None
-    contiguous_gradients: bool | None = None
-    offload_optimizer: _Offload | None = None
-    offload_param: _Offload | None = None
-    reduce_bucket_size: _AtLeastOne | _Auto | None = None
-    sub_group_size: _AtLeastOne | _Auto | None = None
-    stage3_prefetch_bucket_size: NonNegative | _Auto | None = None
-    stage3_param_persistence_threshold: NonNegative | _Auto | None = None
-    stage3_max_live_parameters: NonNegative | None = None
-    stage3_max_reuse_distance: NonNegative | None = None
-    zero_hpz_partition_size: PositiveInt | _Auto | None = None
-    "auto is slm_toolkit's: the ranks of a node"
-
-
-class DeepSpeedJson(msgspec.Struct, frozen=True):
-    """The keys that are read here, with the values that DeepSpeed 0.19 takes; null is its default."""
-
-    zero_optimization: _Zero = _Zero()
-    bf16: dict[str, Any] | None = None
-    fp16: dict[str, Any] | None = None
-    data_types: dict[str, Any] | None = None
-    gradient_accumulation_steps: NonNegative | _Auto | None = None
-    train_micro_batch_size_per_gpu: NonNegative | _Auto | None = None
-    gradient_clipping: NonNegative | _Auto | None = None
-
-
 def _check_types(config: Any, path: Path) -> None:
     try:
-        converted(config, DeepSpeedJson)
+        converted(config, DeepSpeedSettings)
     except ValueError as error:
         hint = 'a size is a number or "auto", a device none, cpu or nvme; compare with ds_configs/zero3.json'
         raise ValueError(f"{path}: {error}\nhint: {hint}") from None

@@ -68,7 +68,7 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
                 "hint: an even number of ranks, at least 4"
             )
         return _with_sizes(strategy, {_COPIES: copies, _SHARD: shard})
-    if strategy.deepspeed is None or strategy.deepspeed.hpz_partition_size is not None:
+    if strategy.deepspeed is None or strategy.deepspeed.zero_optimization.zero_hpz_partition_size != "auto":
         return strategy
     zero = {**strategy.deepspeed_config["zero_optimization"], "zero_hpz_partition_size": ranks_per_node}
     deepspeed = {**strategy.deepspeed_config, "zero_optimization": zero}

@@ -3,69 +3,121 @@
 Nothing here raises: the readers check the files, and a value that they refuse counts as absent.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from slm_toolkit.base.typed_files import LARGEST, NonNegative, PositiveInt
 
 FSDP1_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 "of torch.distributed.fsdp.ShardingStrategy, in its order: a YAML gives the name or the number, from 1"
+_Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True)
-class DeepSpeedSettings:
-    """What a DeepSpeed JSON and the YAML's deepspeed_config ask for; sizes are numbers of elements.
+Auto = Literal["auto"]
+_Size = Annotated[float, Meta(ge=1, le=LARGEST)] | Auto | None
+_SizeOrZero = NonNegative | Auto | None
 
-    The defaults are deepspeed 0.19.8's (runtime/zero/config.py, offload_config.py). None stands for "auto".
+
+class OptimizerOffload(msgspec.Struct, frozen=True):
+    """The section offload_optimizer."""
+
+    device: Literal["none", "cpu", "nvme"] | None = "none"
+    "none: the GPU"
+    ratio: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
+    "the share of the optimizer that is offloaded"
+    buffer_count: NonNegative | None = 4
+    buffer_size: NonNegative | None = None
+
+
+class ParameterOffload(msgspec.Struct, frozen=True):
+    """The section offload_param."""
+
+    device: Literal["none", "cpu", "nvme"] | None = "none"
+    buffer_count: NonNegative | None = 5
+    buffer_size: NonNegative | None = 100_000_000
+
+
+class ZeroSettings(msgspec.Struct, frozen=True):
+    """The section zero_optimization; sizes are numbers of elements."""
+
+    stage: Any = 0
+    "0 to 3: `strategy_of` checks it"
+    reduce_bucket_size: _Size = 500_000_000
+    "auto: the square of the hidden size"
+    overlap_comm: bool | None = None
+    "None: as the stage has it, see `overlaps`"
+    contiguous_gradients: bool | None = True
+    sub_group_size: _Size = 1_000_000_000
+    "ZeRO-3: elements that the optimizer steps at once"
+    offload_optimizer: OptimizerOffload | None = OptimizerOffload()
+    offload_param: ParameterOffload | None = ParameterOffload()
+    stage3_prefetch_bucket_size: _SizeOrZero = 50_000_000
+    "0 gathers nothing ahead; auto: 0.9 times the square of the hidden size"
+    stage3_param_persistence_threshold: _SizeOrZero = 100_000
+    "smaller parameters are whole on every rank; auto: ten times the hidden size"
+    stage3_max_live_parameters: NonNegative | None = 1_000_000_000
+    stage3_max_reuse_distance: NonNegative | None = 1_000_000_000
+    memory_efficient_linear: bool | None = True
+    "ZeRO-3: DeepSpeed replaces torch.nn.functional.linear"
+    zero_hpz_partition_size: PositiveInt | Auto | None = 1
+    "ranks that share a second copy of the parameters; auto, which is slm_toolkit's: the ranks of a node"
+    zero_quantized_weights: bool | None = False
+    zero_quantized_gradients: bool | None = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced beside backward: DeepSpeed's default is True for stage 3 alone."""
+        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    def of_width(self, hidden_size: int) -> "ZeroSettings":
+        """The settings with the sizes that accelerate 1.15 computes for "auto" from the model's width."""
+        computed = {
+            "reduce_bucket_size": hidden_size**2,
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        }
+        is_auto = {name: size for name, size in computed.items() if getattr(self, name) == "auto"}
+        return msgspec.structs.replace(self, **is_auto)
+
+
+class _Precision(msgspec.Struct, frozen=True):
+    enabled: Any = None
+
+
+class _DataTypes(msgspec.Struct, frozen=True):
+    grad_accum_dtype: str | None = ""
+
+
+class DeepSpeedSettings(msgspec.Struct, frozen=True):
+    """The keys of a DeepSpeed JSON that are read here, with the values that it may have.
+
+    The defaults are deepspeed 0.19.8's (runtime/zero/config.py, offload_config.py), which null stands for.
     """
 
-    stage: int = 0
-    reduce_bucket_size: int | None = 500_000_000
-    "None: the square of the hidden size"
-    overlap_comm: bool = False
-    "DeepSpeed's default is True for stage 3, False for the others"
-    contiguous_gradients: bool = True
-    sub_group_size: int = 1_000_000_000
-    "ZeRO-3: elements that the optimizer steps at once"
-    max_live_parameters: int = 1_000_000_000
-    param_persistence_threshold: int | None = 100_000
-    "ZeRO-3: smaller parameters are whole on every rank; None: ten times the hidden size"
-    prefetch_bucket_size: int | None = 50_000_000
-    "ZeRO-3: 0 gathers nothing ahead"
-    memory_efficient_linear: bool = True
-    "ZeRO-3: DeepSpeed replaces torch.nn.functional.linear"
-    hpz_partition_size: int | None = 1
-    "ranks that share a second copy of the parameters; None: the ranks of a node"
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
-    optimizer_device: str = "none"
-    "none (the GPU), cpu or nvme"
-    optimizer_ratio: float = 1.0
-    "the share of the optimizer that is offloaded"
-    optimizer_buffer_count: int = 4
-    parameter_device: str = "none"
-    parameter_buffer_count: int = 5
-    parameter_buffer_size: int = 100_000_000
-    zero3_init_flag: bool = True
-    "of the YAML: whether a rank builds only its share of the model; accelerate's default is True"
-    grad_accum_dtype: str = ""
-    "of data_types"
-    micro_batch_size: int | None = None
-    "train_micro_batch_size_per_gpu; None: the flags decide"
-    gradient_accumulation_steps: int | None = None
+    zero_optimization: ZeroSettings = ZeroSettings()
+    bf16: _Precision | None = _Precision()
+    fp16: _Precision | None = _Precision()
+    data_types: _DataTypes | None = _DataTypes()
+    gradient_accumulation_steps: _SizeOrZero = "auto"
+    train_micro_batch_size_per_gpu: _SizeOrZero = "auto"
+    gradient_clipping: _SizeOrZero = "auto"
 
     @property
     def accumulates_in_fp32(self) -> bool:
-        return self.grad_accum_dtype in ("fp32", "float32")
+        return self.data_types.grad_accum_dtype in ("fp32", "float32")
 
-    def of_width(self, hidden_size: int) -> "DeepSpeedSettings":
-        """The settings with the sizes that accelerate 1.15 computes for "auto" from the model's width."""
-        bucket, threshold = self.reduce_bucket_size, self.param_persistence_threshold
-        return replace(
-            self,
-            reduce_bucket_size=hidden_size**2 if bucket is None else bucket,
-            param_persistence_threshold=10 * hidden_size if threshold is None else threshold,
-        )
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The JSON's; None where the flags decide."""
+        return None if self.train_micro_batch_size_per_gpu == "auto" else self.train_micro_batch_size_per_gpu
+
+    @property
+    def num_micro_steps(self) -> int | None:
+        """The JSON's; None where the flags decide."""
+        return None if self.gradient_accumulation_steps == "auto" else self.gradient_accumulation_steps
 
 
 @dataclass(frozen=True)
@@ -84,57 +136,31 @@ class FsdpSettings:
         return self.sharding_strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 
-_MAY_BE_AUTO = (
-    *("reduce_bucket_size", "param_persistence_threshold", "prefetch_bucket_size", "hpz_partition_size"),
-    *("micro_batch_size", "gradient_accumulation_steps"),
-)
-_OPTIMIZER, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
-_OF_THE_JSON = {  # field: section of the JSON, and key
-    "reduce_bucket_size": ("zero_optimization", "reduce_bucket_size"),
-    "overlap_comm": ("zero_optimization", "overlap_comm"),
-    "contiguous_gradients": ("zero_optimization", "contiguous_gradients"),
-    "sub_group_size": ("zero_optimization", "sub_group_size"),
-    "max_live_parameters": ("zero_optimization", "stage3_max_live_parameters"),
-    "param_persistence_threshold": ("zero_optimization", "stage3_param_persistence_threshold"),
-    "prefetch_bucket_size": ("zero_optimization", "stage3_prefetch_bucket_size"),
-    "memory_efficient_linear": ("zero_optimization", "memory_efficient_linear"),
-    "hpz_partition_size": ("zero_optimization", "zero_hpz_partition_size"),
-    "quantized_weights": ("zero_optimization", "zero_quantized_weights"),
-    "quantized_gradients": ("zero_optimization", "zero_quantized_gradients"),
-    "optimizer_device": (_OPTIMIZER, "device"),
-    "optimizer_ratio": (_OPTIMIZER, "ratio"),
-    "optimizer_buffer_count": (_OPTIMIZER, "buffer_count"),
-    "parameter_device": (_PARAMETERS, "device"),
-    "parameter_buffer_count": (_PARAMETERS, "buffer_count"),
-    "parameter_buffer_size": (_PARAMETERS, "buffer_size"),
-    "grad_accum_dtype": ("data_types", "grad_accum_dtype"),
-    "micro_batch_size": ("", "train_micro_batch_size_per_gpu"),
-    "gradient_accumulation_steps": ("", "gradient_accumulation_steps"),
-}
-
-
-def deepspeed_settings(
-    config: Mapping[str, Any], *, stage: int, zero3_init_flag: object = None
-) -> DeepSpeedSettings:
+def deepspeed_settings(config: Mapping[str, Any], *, stage: int) -> DeepSpeedSettings:
     """The settings in the content of a DeepSpeed JSON, under a ZeRO stage."""
-    given: dict[str, Any] = {"overlap_comm": stage == 3}
-    if zero3_init_flag is not None:
-        given["zero3_init_flag"] = is_true(zero3_init_flag)
-    for field, (path, key) in _OF_THE_JSON.items():
-        section: Any = config
-        for name in filter(None, path.split(".")):
-            section = section.get(name) if isinstance(section, Mapping) else None
-        value = section.get(key) if isinstance(section, Mapping) else None
-        default = getattr(DeepSpeedSettings, field)
-        if isinstance(default, bool | str):
-            is_right = type(value) is type(default)
-        else:
-            is_right = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
-        if field in _MAY_BE_AUTO and value == "auto":
-            given[field] = None
-        elif is_right:
-            given[field] = int(value) if type(value) is float and field != "optimizer_ratio" else value
-    return DeepSpeedSettings(stage=stage, **given)
+    settings = _settings(config, DeepSpeedSettings)
+    zero = msgspec.structs.replace(settings.zero_optimization, stage=stage)
+    return msgspec.structs.replace(settings, zero_optimization=zero)
+
+
+def _settings(section: object, kind: type[_Section]) -> _Section:
+    """A section's values, with the default for null and for a value that DeepSpeed refuses."""
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind) if isinstance(section, Mapping) else ():
+        value = section.get(field.name)
+        if isinstance(field.default, msgspec.Struct):
+            values[field.name] = _settings(value, type(field.default))
+        elif value is not None and _is_of_type(value, field.type):
+            values[field.name] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return kind(**values)
+
+
+def _is_of_type(value: object, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def fsdp_settings(section: Mapping[str, Any]) -> FsdpSettings:

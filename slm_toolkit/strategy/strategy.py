@@ -23,6 +23,7 @@ from slm_toolkit.strategy.settings import (
     FsdpSettings,
     deepspeed_settings,
     fsdp_settings,
+    is_true,
 )
 from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
@@ -84,10 +85,7 @@ class Strategy:
         """DeepSpeed's settings; None under other engines."""
         if not self.is_deepspeed:
             return None
-        flag = self._section("deepspeed_config").get("zero3_init_flag")
-        return deepspeed_settings(
-            self.deepspeed_config or {}, stage=self.zero_stage or 0, zero3_init_flag=flag
-        )
+        return deepspeed_settings(self.deepspeed_config or {}, stage=self.zero_stage or 0)
 
     @cached_property
     def fsdp(self) -> FsdpSettings | None:
@@ -102,13 +100,16 @@ class Strategy:
     @cached_property
     def sharding(self) -> Sharding:
         """The training state's placement."""
-        if deepspeed := self.deepspeed:
-            shards_parameters = deepspeed.stage == 3
+        if self.deepspeed:
+            zero = self.deepspeed.zero_optimization
+            if zero.stage != 3:
+                return Sharding(optimizer_device=zero.offload_optimizer.device)
             return Sharding(
-                optimizer_device=deepspeed.optimizer_device,
-                parameter_device=deepspeed.parameter_device if shards_parameters else "none",
-                secondary_ranks=deepspeed.hpz_partition_size or 1 if shards_parameters else 1,
-                zero_init=shards_parameters and deepspeed.zero3_init_flag,
+                optimizer_device=zero.offload_optimizer.device,
+                parameter_device=zero.offload_param.device,
+                secondary_ranks=1 if zero.zero_hpz_partition_size == "auto" else zero.zero_hpz_partition_size,
+                # accelerate's default is true at stage 3
+                zero_init=is_true(self._section("deepspeed_config").get("zero3_init_flag", True)),
             )
         if self.fsdp is None:
             return Sharding()
@@ -147,7 +148,8 @@ class Strategy:
     def offloads(self) -> bool:
         """Whether part of the training state is to lie in the host's RAM or on its disk."""
         if self.deepspeed:
-            return (self.deepspeed.optimizer_device, self.deepspeed.parameter_device) != ("none", "none")
+            zero = self.deepspeed.zero_optimization
+            return (zero.offload_optimizer.device, zero.offload_param.device) != ("none", "none")
         return self.fsdp is not None and self.fsdp.offloads_params
 
     @property
@@ -446,7 +448,7 @@ def contradictions(
     problems += [f"{strategy.path}: {problem}" for problem in optimizer_problems(deepspeed, config)]
     steps = config.gradient_accumulation_steps
     if config.numerics == "stock" and strategy.deepspeed is not None:
-        steps = strategy.deepspeed.gradient_accumulation_steps or steps
+        steps = strategy.deepspeed.num_micro_steps or steps
     batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
     if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
         problems.append(
@@ -482,7 +484,7 @@ def contradictions(
     if strategy.is_deepspeed and (config.save_steps or config.resume_from_checkpoint):
         if strategy.zero_stage == 0:
             problems.append(f"{where}: no checkpoints under ZeRO-0, which shards nothing: DDP has them")
-        if strategy.deepspeed.optimizer_ratio != 1.0:
+        if strategy.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0:
             problems.append(f"{where}: no checkpoints with part of the optimizer offloaded: ratio 1.0")
     if config.records_graphs and strategy.shards_parameters:
         problems.append(

@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,30 +143,19 @@ def _zero_defaults() -> None:
         DeepSpeedZeroOffloadParamConfig,
     )
 
-    from slm_toolkit.doctor import zero_sizes
-    from slm_toolkit.strategy.settings import deepspeed_settings
+    from slm_toolkit.strategy.settings import OptimizerOffload, ParameterOffload, ZeroSettings
 
-    same_names = (
-        *("stage", "reduce_bucket_size", "overlap_comm", "contiguous_gradients", "sub_group_size"),
-        *("max_live_parameters", "param_persistence_threshold", "prefetch_bucket_size"),
-        "memory_efficient_linear",
-    )
-    other_names = {
-        "hpz_partition_size": "zero_hpz_partition_size",
-        "quantized_weights": "zero_quantized_weights",
-        "quantized_gradients": "zero_quantized_gradients",
-    }
+    def same(ours: Any, theirs: Any, *but: str) -> None:
+        for name in ours.__struct_fields__:
+            their_name = name.removeprefix("stage3_")  # an alias, as only the JSON has it
+            assert name in but or getattr(ours, name) == getattr(theirs, their_name), name
+
     for stage in (1, 2, 3):
-        theirs, ours = DeepSpeedZeroConfig(stage=stage), deepspeed_settings({}, stage=stage)
-        for our_name, their_name in {**{name: name for name in same_names}, **other_names}.items():
-            assert getattr(ours, our_name) == getattr(theirs, their_name), their_name
-    optimizer, parameters = DeepSpeedZeroOffloadOptimizerConfig(), DeepSpeedZeroOffloadParamConfig()
-    assert ours.optimizer_buffer_count == optimizer.buffer_count
-    assert ours.optimizer_ratio == optimizer.ratio
-    assert ours.parameter_buffer_count == parameters.buffer_count
-    assert ours.parameter_buffer_size == parameters.buffer_size
-    for key, value in zero_sizes._DEFAULTS.items():
-        assert getattr(theirs, key.removeprefix("stage3_")) == value, key
+        ours, theirs = ZeroSettings(stage=stage), DeepSpeedZeroConfig(stage=stage)
+        same(ours, theirs, "overlap_comm", "offload_optimizer", "offload_param")
+        assert ours.overlaps == theirs.overlap_comm
+    same(OptimizerOffload(), DeepSpeedZeroOffloadOptimizerConfig(), "device", "buffer_size")
+    same(ParameterOffload(), DeepSpeedZeroOffloadParamConfig(), "device")
 
 
 def _interfaces() -> None:
@@ -265,9 +255,8 @@ WORDS = (
     Leaning(
         "deepspeed: defaults that estimates and the doctor quote",
         ("reduce_bucket_size", "stage3_max_live_parameters"),
-        "predict memory under a JSON that is silent, in predict/memory/engine_bytes.py and "
-        "doctor/zero_sizes.py",
-        "strategy/settings.py: DeepSpeedSettings; doctor/zero_sizes.py: _DEFAULTS; docs that name a default",
+        "predict memory under a JSON that is silent, in predict/memory/engine_bytes.py",
+        "strategy/settings.py: ZeroSettings; docs that name a default",
         _zero_defaults,
     ),
     Leaning(

@@ -380,8 +380,7 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
 
 def keeps_inputs(strategy: Strategy) -> bool:
     """ZeRO-3 puts a linear layer of its own in place of PyTorch's, unless the JSON says otherwise."""
-    deepspeed = strategy.deepspeed
-    return deepspeed is not None and deepspeed.stage == 3 and deepspeed.memory_efficient_linear
+    return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Moment], float]:

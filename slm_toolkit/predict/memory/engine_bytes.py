@@ -16,7 +16,7 @@ from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction,
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.dtypes import Dtypes
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.settings import DeepSpeedSettings
+from slm_toolkit.strategy.settings import ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def zero_1_or_2(
     spec: ModelSpec,
     weights: Weights,
     dtypes: Dtypes,
-    zero: DeepSpeedSettings,
+    zero: ZeroSettings,
     *,
     num_gpus: int,
     num_ranks: int,
@@ -235,7 +235,7 @@ def zero_1_or_2(
         stage=zero.stage,
         num_ranks=num_gpus if is_widened else num_ranks,
         bucket=zero.reduce_bucket_size,
-        overlap_comm=zero.overlap_comm,
+        overlap_comm=zero.overlaps,
         contiguous_gradients=zero.contiguous_gradients,
         parameter_bytes=w,
         reduced_bytes=dtypes.reduced,
@@ -292,7 +292,7 @@ def zero_3(
     spec: ModelSpec,
     weights: Weights,
     dtypes: Dtypes,
-    zero: DeepSpeedSettings,
+    zero: ZeroSettings,
     *,
     num_ranks: int,
     accumulates: bool,
@@ -323,14 +323,16 @@ def zero_3(
     h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
     sizes += tuple((rows * columns, 1) for rows, columns in weights.adapter_shapes)
-    persistent = sum(size * count for size, count in sizes if size < zero.param_persistence_threshold) * L
+    persistent = (
+        sum(size * count for size, count in sizes if size < zero.stage3_param_persistence_threshold) * L
+    )
     in_use = 3 * h * spec.ffn_size + h * q
-    prefetches = zero.prefetch_bucket_size != 0
-    wanted = zero.max_live_parameters if prefetches else in_use
+    prefetches = zero.stage3_prefetch_bucket_size != 0
+    wanted = zero.stage3_max_live_parameters if prefetches else in_use
     used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input
     live = max(E, min(used, wanted), persistent) * w if num_ranks > 1 else 0
     most_live = max(min(P, wanted + E * prefetches), persistent) * w if num_ranks > 1 else 0
-    turn_of_embedding = min(L - 1, int(zero.max_live_parameters / p))
+    turn_of_embedding = min(L - 1, int(zero.stage3_max_live_parameters / p))
 
     # as under ZeRO-1 and 2, but for a sub-group of the share at a time
     stepped = min(share, zero.sub_group_size)

@@ -35,16 +35,16 @@ def _offloaded_bytes(setup: Setup) -> float:
         return 0
     dtypes, weights = setup.dtypes, setup.weights
     share = weights.trained / setup.shard_ranks
-    zero = setup.strategy.deepspeed
     of_optimizer = of_parameters = 0.0
     if placement.optimizer_device == "cpu":
         gradient = 4 if setup.strategy.is_deepspeed else dtypes.kept_gradient
         of_optimizer = share * (dtypes.master + dtypes.moments + gradient)
     elif placement.optimizer_device == "nvme":
-        of_optimizer = zero.optimizer_buffer_count * min(share, zero.sub_group_size) * 4
+        zero = setup.strategy.deepspeed.zero_optimization
+        of_optimizer = zero.offload_optimizer.buffer_count * min(share, zero.sub_group_size) * 4
     if placement.parameter_device == "cpu":
         of_parameters = weights.total / setup.shard_ranks * dtypes.parameter
     elif placement.parameter_device == "nvme":
-        elements = zero.parameter_buffer_count * zero.parameter_buffer_size
-        of_parameters = elements * dtypes.parameter
+        buffers = setup.strategy.deepspeed.zero_optimization.offload_param
+        of_parameters = buffers.buffer_count * buffers.buffer_size * dtypes.parameter
     return of_optimizer + of_parameters

@@ -214,7 +214,7 @@ def _engine_step(setup: Setup) -> Step:
             accumulates=accumulates,
             optimizer_temporary=temporary,
         )
-    zero = strategy.deepspeed.of_width(spec.hidden_size)
+    zero = strategy.deepspeed.zero_optimization.of_width(spec.hidden_size)
     shares = {"num_ranks": setup.gpu_state_ranks, "optimizer_temporary": temporary}
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps

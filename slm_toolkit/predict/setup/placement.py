@@ -11,7 +11,7 @@ from slm_toolkit.strategy.strategy import Strategy
 
 def placement_of(strategy: Strategy) -> Sharding:
     """The strategy's sharding. Raises ValueError for one that no estimate covers."""
-    if strategy.deepspeed is not None and strategy.deepspeed.stage == 0:
+    if strategy.zero_stage == 0:
         raise ValueError(
             f"{strategy.path}: no estimate of ZeRO stage 0\nhint: stages 1 to 3; ddp shards nothing"
         )

@@ -124,7 +124,7 @@ def config_as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
     changes: dict[str, Any] = {}
     if strategy.fsdp is not None and strategy.fsdp.activation_checkpointing:
         changes["gradient_checkpointing"] = "full"
-    steps = strategy.deepspeed.gradient_accumulation_steps if strategy.deepspeed else None
+    steps = strategy.deepspeed.num_micro_steps if strategy.deepspeed else None
     if config.numerics == "stock" and steps is not None:
         changes["gradient_accumulation_steps"] = steps
     return dataclasses.replace(config, **changes) if changes else config

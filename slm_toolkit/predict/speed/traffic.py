@@ -14,7 +14,7 @@ from math import gcd
 
 from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.setup.setup import Setup
-from slm_toolkit.strategy.settings import DeepSpeedSettings
+from slm_toolkit.strategy.settings import ZeroSettings
 
 INT8_SCALES = 1.0  # qwZ: one byte per parameter; its scales, one per some thousand, are not counted
 INT4_SCALES = 0.5
@@ -75,10 +75,10 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     weights, dtypes, shard_ranks = setup.weights, setup.dtypes, setup.shard_ranks
     micro_steps = setup.config.gradient_accumulation_steps
     num_units = setup.spec.num_layers + 2
-    zero = strategy.deepspeed or DeepSpeedSettings()
+    zero = strategy.deepspeed.zero_optimization if strategy.deepspeed else ZeroSettings()
     gradients = weights.trained * dtypes.reduced
-    in_a_bucket = zero.reduce_bucket_size if strategy.is_deepspeed else None
-    bucket_bytes = DDP_BUCKET_BYTES if in_a_bucket is None else in_a_bucket * dtypes.reduced
+    has_size = strategy.is_deepspeed and zero.reduce_bucket_size != "auto"
+    bucket_bytes = zero.reduce_bucket_size * dtypes.reduced if has_size else DDP_BUCKET_BYTES
     buckets = max(1.0, gradients / bucket_bytes)
 
     def transfer(
@@ -109,12 +109,12 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
             gradients,
             buckets,
             times=micro_steps if strategy.zero_stage == 2 else 1,
-            overlaps=zero.overlap_comm,
+            overlaps=zero.overlaps,
         )
         updated = weights.trained * dtypes.compute
         return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
     secondary_ranks = setup.placement.secondary_ranks
-    whole = dtypes.compute if not zero.quantized_weights else INT8_SCALES
+    whole = dtypes.compute if not zero.zero_quantized_weights else INT8_SCALES
     found = [
         transfer(
             "gather_forward",
@@ -137,7 +137,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
             )
         )
     each = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
-    reduced = weights.trained * INT4_SCALES if zero.quantized_gradients else gradients
+    reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
     found.append(
         transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
     )

@@ -112,7 +112,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 def micro_steps(launch: Launch, config: RunConfig) -> int:
     """Micro-steps per step: the flags', or in `stock` the DeepSpeed JSON's if it has a number."""
     deepspeed = launch.strategy.deepspeed
-    in_json = deepspeed.gradient_accumulation_steps if deepspeed is not None else None
+    in_json = deepspeed.num_micro_steps if deepspeed is not None else None
     json_wins = config.numerics == "stock" and in_json is not None
     return in_json if json_wins else config.gradient_accumulation_steps
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from slm_toolkit.strategy.settings import DeepSpeedSettings, deepspeed_settings, fsdp_settings
+from slm_toolkit.strategy.settings import ZeroSettings, deepspeed_settings, fsdp_settings
 from slm_toolkit.strategy.sharding import Sharding
 from slm_toolkit.strategy.strategy import Strategy, find_strategy, on_nodes, read_strategy
 
 
-def zero(**section: object) -> DeepSpeedSettings:
-    return deepspeed_settings({"zero_optimization": section}, stage=3)
+def zero(**section: object) -> ZeroSettings:
+    return deepspeed_settings({"zero_optimization": section}, stage=3).zero_optimization
 
 
 def test_overlap_comm_is_on_by_default_for_stage_3_alone() -> None:
-    on = [deepspeed_settings({}, stage=stage).overlap_comm for stage in (0, 1, 2, 3)]
+    on = [deepspeed_settings({}, stage=stage).zero_optimization.overlaps for stage in (0, 1, 2, 3)]
     assert on == [False, False, False, True]  # deepspeed 0.19, runtime/zero/config.py, overlap_comm_valid
-    assert not zero(overlap_comm=False).overlap_comm
+    assert not zero(overlap_comm=False).overlaps
 
 
 def test_null_in_a_json_is_deepspeeds_default() -> None:
@@ -27,9 +27,12 @@ def test_null_in_a_json_is_deepspeeds_default() -> None:
 
 def test_sizes_that_are_auto_follow_the_width_of_the_model() -> None:
     settings = zero(reduce_bucket_size="auto", stage3_param_persistence_threshold="auto")
-    assert (settings.reduce_bucket_size, settings.param_persistence_threshold) == (None, None)
+    assert (settings.reduce_bucket_size, settings.stage3_param_persistence_threshold) == ("auto", "auto")
     filled_in = settings.of_width(100)  # accelerate 1.15, Accelerator._prepare_deepspeed
-    assert (filled_in.reduce_bucket_size, filled_in.param_persistence_threshold) == (100 * 100, 10 * 100)
+    assert (filled_in.reduce_bucket_size, filled_in.stage3_param_persistence_threshold) == (
+        100 * 100,
+        10 * 100,
+    )
     assert zero(reduce_bucket_size=5e7).of_width(100).reduce_bucket_size == 50_000_000
 
 
@@ -41,7 +44,7 @@ def test_a_value_that_deepspeed_refuses_counts_as_absent(value: object) -> None:
 def test_a_batch_or_an_accumulation_that_is_auto_is_left_to_the_flags() -> None:
     json = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}
     settings = deepspeed_settings(json, stage=2)
-    assert (settings.micro_batch_size, settings.gradient_accumulation_steps) == (None, 4)
+    assert (settings.micro_batch_size, settings.num_micro_steps) == (None, 4)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_zero_3_builds_the_model_in_pieces_unless_its_yaml_refuses(tmp_path: Pat
 def test_other_content_makes_other_values() -> None:
     """The values are those of the content, however a Strategy was made."""
     zero3 = find_strategy("ds_zero3")
-    assert zero3.deepspeed.optimizer_device == "none"
+    assert zero3.deepspeed.zero_optimization.offload_optimizer.device == "none"
     section = {**zero3.deepspeed_config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
     offloading = dataclasses.replace(zero3, deepspeed_config={"zero_optimization": section})
     assert (offloading.sharding.optimizer_device, offloading.offloads) == ("cpu", True)
