@@ -18,15 +18,16 @@ from rich.console import Console
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
+    EXPORTS,
     add_output_flags,
     check_exports,
-    exports_asked,
     print_records,
     read_baseline,
     rows_of,
 )
-from slm_toolkit.compare.grid import PlannedRun
+from slm_toolkit.compare.grid import PAIRS, PlannedRun
 from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, every_config, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.hardware.gpus import Machine, this_machine
@@ -145,50 +146,42 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_OF_THIS_MACHINE = {
-    "gpus_per_run": "--gpus_per_node says how many a run gets",
-    "runs_at_once": "runs go on side by side as the cluster has room",
-    "dry_run": "--slurm_only_write shows what would be submitted",
-    "skip_oom": "the nodes' GPU is not known before a run ends",
-}
+_SLURM = "launcher slurm"
+_OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
+_SLURM_PAIRS = (
+    *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
+    Pair("probe_network", _SLURM, ": sbatch the command of slm_toolkit.run.network_probe"),
+    Pair("largest_batch", "slurm_only_write", ", but each trial depends on the one before"),
+    Pair("gpus_per_run", _SLURM, ", where --gpus_per_node says how many a run gets"),
+    Pair("runs_at_once", _SLURM, ", where runs go on side by side as the cluster has room"),
+    Pair("dry_run", _SLURM, ", where --slurm_only_write shows what would be submitted"),
+    Pair("skip_oom", _SLURM, ", where the nodes' GPU is not known before a run ends"),
+)
+_MEASURES_NOTHING = tuple(Pair(name, "dry_run", ", which measures nothing") for name in EXPORTS)
 
 
 def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
     """What the flags ask of Slurm; None for runs on this machine. Raises ValueError where they contradict."""
-    names = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.launcher == "local":
-        given |= {"slurm_only_write": True} if args.slurm_only_write else {}
-        if given:
-            raise ValueError(f"--{next(iter(given))} without --launcher slurm\nhint: add --launcher slurm")
+        check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
-    num_nodes, gpus_per_node = given.get("num_nodes", 1), given.get("gpus_per_node", 0)
+    num_nodes, gpus_per_node = args.num_nodes or 1, args.gpus_per_node or 0
     num_processes = args.num_processes
     if num_processes is None:
         num_processes = num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
         problems.append(f"{num_processes} processes on {num_nodes} nodes: give --num_processes a multiple")
-    if args.probe_network:
-        problems.append(
-            "--probe_network with --launcher slurm: sbatch the command of slm_toolkit.run.network_probe"
-        )
     if args.rehearse and num_nodes > 1:
         problems.append("--rehearse with --num_nodes, but a rehearsal is one process")
-    if args.largest_batch and args.slurm_only_write:
-        problems.append("--largest_batch with --slurm_only_write, but each trial depends on the one before")
-    problems += [
-        f"--{name} with --launcher slurm, where {instead}"
-        for name, instead in _OF_THIS_MACHINE.items()
-        if getattr(args, name)
-    ]
+    problems += pair_problems(flags_given(args), _SLURM_PAIRS)
     if problems:
         raise ValueError("\n".join(problems) + "\nhint: `slm compare --help` explains each flag")
     return slurm_nodes(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
-        options=given.get("slurm_options", ""),
-        template=given.get("slurm_template", SLURM_TEMPLATE),
+        options=args.slurm_options or "",
+        template=SLURM_TEMPLATE if args.slurm_template is None else args.slurm_template,
     )
 
 
@@ -241,8 +234,7 @@ def _compare(args: argparse.Namespace) -> int:
             if args.memory and not (args.trace_memory or args.rehearse):
                 raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
             check_exports(args)
-            if args.dry_run and (files := exports_asked(args)):
-                raise ValueError(f"--{files[0]} with --dry_run, which measures nothing\nhint: give one")
+            check_pairs(flags_given(args), _MEASURES_NOTHING)
             baseline = read_baseline(args.baseline)
             check_training(
                 every_config(given_flags(args)), [find_strategy(name) for name in args.strategy or ()]
@@ -295,12 +287,7 @@ def _plan(
     strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
     for note in left_out:
         print(note, file=sys.stderr)
-    if args.probe_seconds is not None:
-        raise ValueError("--probe_seconds without --probe_network\nhint: add --probe_network")
-    if args.max_batch is not None and not args.largest_batch:
-        raise ValueError("--max_batch without --largest_batch\nhint: add --largest_batch")
-    if args.largest_batch and args.dry_run:
-        raise ValueError("--dry_run with --largest_batch, where each run hangs on the last\nhint: give one")
+    check_pairs(flags_given(args), PAIRS, has_gpu=machine.num_gpus > 0)
     if nodes is None:
         slots = slots_of(
             machine,
@@ -317,8 +304,6 @@ def _plan(
             strategies,
             max_batch=args.max_batch,
             has_gpu=machine.num_gpus > 0,
-            parity=args.parity is not None,
-            repeats=args.repeats,
         )
     of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
     num_processes = args.num_processes
@@ -333,7 +318,7 @@ def _plan(
         parity_steps=args.parity,
     )
     if args.skip_oom:
-        check_skippable(runs, searching=args.largest_batch)
+        check_skippable(runs)
     notes = {
         (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
     }

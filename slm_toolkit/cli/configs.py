@@ -6,8 +6,14 @@ import sys
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.strategy.shipped import text_for_machines
 from slm_toolkit.strategy.strategy import copy_configs, find_strategy, shipped_files, shipped_strategies
+
+_PAIRS = (
+    Pair("gpus_per_node", "num_machines", is_needed=True),
+    Pair("num_machines", "copy", is_needed=True),
+)
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +54,11 @@ def _configs(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for counts that can't be, or that nothing would be done with."""
-    hint = "hint: --copy DIR --num_machines 2 --gpus_per_node 8"
-    if args.num_machines is None and args.gpus_per_node is not None:
-        raise ValueError(f"--gpus_per_node without --num_machines\n{hint}")
-    if args.num_machines is not None and args.copy is None:
-        raise ValueError(f"--num_machines without --copy\n{hint}")
+    hint = "--copy DIR --num_machines 2 --gpus_per_node 8"
+    check_pairs(flags_given(args), _PAIRS, hint=hint)
     for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
         if (count := getattr(args, name)) is not None and count < least:
-            raise ValueError(f"--{name} is {count}: at least {least}\n{hint}")
+            raise ValueError(f"--{name} is {count}: at least {least}\nhint: {hint}")
 
 
 def _texts(args: argparse.Namespace) -> dict[Path, str] | None:

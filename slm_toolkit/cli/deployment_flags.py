@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.parser import positive_number, price_per_hour
 
 if TYPE_CHECKING:
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from slm_toolkit.predict.setup.setup import Site
 
 _KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
+_PRICE_PAIRS = (
+    *(
+        Pair(own, of_table, ", which asks our table")
+        for own in ("usd_per_gpu_hour", "prices")
+        for of_table in ("price_kind", "provider")
+    ),
+    Pair("usd_per_gpu_hour", "prices", ": both give prices"),
+)
 
 
 def add_price_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +65,7 @@ def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
     usd, path, kind, provider = (
         getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
     )
-    table = "--price_kind" if kind else "--provider" if provider else None
-    for given, flag in ((usd, "--usd_per_gpu_hour"), (path, "--prices")):
-        if given is not None and table is not None:
-            raise ValueError(f"{flag} with {table}, which asks our table\nhint: give one")
-    if usd is not None and path is not None:
-        raise ValueError("--usd_per_gpu_hour with --prices: both give prices\nhint: give one")
+    check_pairs(names_given(vars(args)), _PRICE_PAIRS)
     overrides = measured = None
     if path:
         from slm_toolkit.hardware.prices import read_prices

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, sites_of
+from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
@@ -151,8 +152,8 @@ def _checked_config(args: argparse.Namespace) -> RunConfig:
     """The flags of the run. Raises ValueError for those that make no sense by themselves."""
     config = config_from_args(args)
     problems = config.problems()
-    if args.overwrite and args.fix is None:
-        problems.append("--overwrite without --fix, which would write")
+    no_fix = Pair("overwrite", "fix", ", which would write", is_needed=True)
+    problems += pair_problems(flags_given(args), [no_fix])
     if problems:
         raise all_of(problems, verb="doctor")
     return config.with_defaults(has_gpu=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.flag_pairs import flags_given
 from slm_toolkit.config.parser import positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.network import NETWORK_FILE, PROBE_SECONDS, read_network
@@ -49,8 +50,7 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
     output = Path(args.output_dir or RunConfig.output_dir) / NETWORK_FILE
     probe_seconds = args.probe_seconds or PROBE_SECONDS
     with user_errors():
-        others = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
-        if unused := [name for name in others if name not in _TAKEN]:
+        if unused := [name for name in flags_given(args) if name not in _TAKEN]:
             raise ValueError(
                 f"--{unused[0]} with --probe_network, which trains nothing\n"
                 f"hint: beside it there are {', '.join(f'--{name}' for name in _TAKEN[1:])}"

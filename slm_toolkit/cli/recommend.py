@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
@@ -165,8 +166,7 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
         tokens_for_loss,
     )
 
-    if args.tokens is not None and args.target_loss is not None:
-        raise ValueError("--tokens and --target_loss both say how long to train\nhint: give one")
+    check_pairs(flags_given(args), [Pair("tokens", "target_loss", ": both say how long to train")])
     adapters = [name for name in args.peft or () if name != "none"]
     if adapters and args.tokens is None:
         raise ValueError(

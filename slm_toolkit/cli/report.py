@@ -12,11 +12,11 @@ import msgspec
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import (
+    EXPORTS,
     add_output_flags,
     add_report_to,
     check_exports,
     check_report_to,
-    exports_asked,
     labels,
     on_stdout,
     pictures_of,
@@ -26,6 +26,7 @@ from slm_toolkit.cli.output import (
     rows_of,
 )
 from slm_toolkit.cli.study import add_paper_flags, print_paper
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.record.files import find_records, schema
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 
 PICTURES = ("html", "figures", "plot")
+_ERRORS_ALONE = tuple(
+    Pair(name, "errors", ", which prints errors alone")
+    for name in ("baseline", "memory", "phases", "strict", *PICTURES, *EXPORTS, "report_to")
+)
+_TEXT_ALONE = tuple(Pair("plot", name, ", of which stdout holds nothing else") for name in (*EXPORTS, "json"))
 _PLOT_WIDTH = 80
 "columns where stdout has no width"
 
@@ -144,14 +150,8 @@ def _report(args: argparse.Namespace) -> int:
     if args.paper or args.gpu or args.inter_node_gbps:
         return print_paper(args)
     with user_errors():
-        others = [
-            name for name in ("baseline", "memory", "phases", "strict", *PICTURES) if getattr(args, name)
-        ]
-        others += [*exports_asked(args), *(["report_to"] if args.report_to else [])]
-        if args.errors and others:
-            raise ValueError(f"--{others[0]} with --errors, which prints errors alone\nhint: give one")
-        if args.plot and (taken := on_stdout(args)):
-            raise ValueError(f"--plot with --{taken[0]}, of which stdout holds nothing else\nhint: give one")
+        check_pairs(flags_given(args), _ERRORS_ALONE)
+        check_pairs([*on_stdout(args), *(["plot"] if args.plot else [])], _TEXT_ALONE)
         check_exports(args)
         check_report_to(args)
         records, problems = find_records(args.records)
@@ -175,9 +175,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _print_schema(args: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(args).items() if value != args.parser.get_default(name)}
     with user_errors():
-        if others := sorted(given.keys() - {"schema"}):
+        if others := sorted({*flags_given(args)} - {"schema"}):
             raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0

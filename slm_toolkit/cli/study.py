@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.parser import positive_number
 
 if TYPE_CHECKING:
@@ -78,11 +79,10 @@ def print_paper(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not args.paper:
-        name = "gpu" if args.gpu else "inter_node_gbps"
-        raise ValueError(f"--{name} without --paper\nhint: add --paper")
-    others = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
-    if unused := [name for name in others if name not in (*_TAKEN, "parser", "verb")]:
+    check_pairs(
+        flags_given(args), [Pair(name, "paper", is_needed=True) for name in ("gpu", "inter_node_gbps")]
+    )
+    if unused := [name for name in flags_given(args) if name not in (*_TAKEN, "parser", "verb")]:
         taken = ", ".join(f"--{name}" for name in _TAKEN[2:])
         raise ValueError(
             f"--{unused[0]} with --paper, which prints the paper's figures\nhint: beside it there are {taken}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slm_toolkit.config.flag_pairs import Pair, names_given, pair_problems
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
@@ -14,6 +15,7 @@ from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.hub import check_hub_datasets
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, find_model
+from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
 from slm_toolkit.record.numerics import FP32_STEPS, PLAIN
 from slm_toolkit.record.run_record import (
     PARITY_REFERENCE,
@@ -24,6 +26,25 @@ from slm_toolkit.record.run_record import (
 )
 from slm_toolkit.strategy.groups import fit_groups, parallel_problems
 from slm_toolkit.strategy.strategy import Strategy, as_flags_say, contradictions, find_strategy
+
+PAIRS = (
+    Pair("max_batch", "largest_batch", is_needed=True),
+    Pair("probe_seconds", "probe_network", is_needed=True),
+    SEARCH_HAS_NO_BATCH,
+    Pair("parity", "largest_batch", ", whose runs are short and of different batches"),
+    Pair("repeats", "largest_batch", ", which runs each batch once"),
+    Pair("rehearse", "largest_batch", " and no GPU, where it never runs out of memory", on_cpu=True),
+    Pair("skip_oom", "largest_batch", ", which starts from the estimate"),
+    Pair("dry_run", "largest_batch", ", where each run hangs on the last"),
+    Pair("max_steps", "parity", ", which says how many steps to do"),
+    Pair("num_train_epochs", "parity", ", which says how many steps to do"),
+    Pair("num_processes", "rehearse", ", which starts one process and says how many ranks"),
+    Pair("parity", "rehearse", ", whose losses mean nothing"),
+    Pair("repeats", "rehearse", ", which repeats to the byte without a GPU", on_cpu=True),
+    Pair("profile", "rehearse", ", which computes nothing without a GPU", on_cpu=True),
+    Pair("torch_compile", "rehearse", ", whose tensors can't be compiled without a GPU", on_cpu=True),
+)
+"flags of `slm compare` that don't go together"
 
 
 @dataclass(frozen=True)
@@ -64,10 +85,14 @@ def plan_runs(
     single processes that see the same batches come first, in fp32 and in the numerics asked. Raises one
     ValueError with every problem of every combination.
     """
+    has_gpu = machine.num_gpus > 0
+    of_launches = {
+        "num_processes": num_processes is not None,
+        "repeats": repeats > 1,
+        "parity": parity_steps is not None,
+    }
+    names = names_given({**given, **of_launches})
     if parity_steps is not None:
-        for name in ("max_steps", "num_train_epochs"):
-            if name in given:
-                raise ValueError(f"--{name} with --parity, which says how many steps to do\nhint: give one")
         task = (
             {"parity_task": True, "fp32_steps": min(FP32_STEPS, parity_steps)}
             if "rehearse" not in given
@@ -75,32 +100,26 @@ def plan_runs(
         )
         given = {**given, **task, "max_steps": parity_steps}
     configs = [
-        config.with_defaults(has_gpu=machine.num_gpus > 0 or config.rehearse is not None)
-        for config in every_config(given)
+        config.with_defaults(has_gpu=has_gpu or config.rehearse is not None) for config in every_config(given)
     ]
     # a hybrid shard has two copies of two
     on_cpu = 4 if any(strategy.sharding.is_hybrid for strategy in strategies) else 2
     default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
     problems = [problem for config in configs for problem in config.problems()]
-    if "rehearse" in given:
-        problems += _rehearsal_problems(
-            configs,
-            strategies,
-            num_processes=num_processes,
-            parity_steps=parity_steps,
-            repeats=repeats,
-            on_gpu=machine.num_gpus > 0,
-        )
+    problems += pair_problems(names, PAIRS, has_gpu=has_gpu)
+    most_rehearsed = max(config.rehearse or 0 for config in configs)
+    if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
+        problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which is one process")
     if processes < 1:
         problems.append(f"--num_processes is {processes}: at least 1")
     if 0 < machine.num_gpus < processes:
         problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
     for strategy in strategies:
-        if strategy.is_fsdp1 and machine.num_gpus == 0:
+        if strategy.is_fsdp1 and not has_gpu:
             problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
-            problems += contradictions(strategy, config, has_gpu=machine.num_gpus > 0)
+            problems += contradictions(strategy, config, has_gpu=has_gpu)
             problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
     if problems:
         raise ValueError(
@@ -135,33 +154,6 @@ def with_batch(run: PlannedRun, size: int) -> PlannedRun:
     """The same run with another --per_device_train_batch_size."""
     config = dataclasses.replace(run.config, per_device_train_batch_size=size, run_name=None)
     return _planned(config, run.strategy, run.asked["num_processes"], run.gpu, run.versions)
-
-
-def _rehearsal_problems(
-    configs: list[RunConfig],
-    strategies: list[Strategy],
-    *,
-    num_processes: int | None,
-    parity_steps: int | None,
-    repeats: int,
-    on_gpu: bool,
-) -> list[str]:
-    """What can't be asked of one process that plays rank 0."""
-    problems = []
-    if num_processes is not None:
-        problems.append("--num_processes with --rehearse, which starts one process and says how many ranks")
-    if parity_steps is not None:
-        problems.append("--parity with --rehearse, whose losses mean nothing")
-    if repeats > 1 and not on_gpu:
-        problems.append("--repeats with --rehearse, which repeats to the byte without a GPU")
-    if configs[0].profile and not on_gpu:
-        problems.append("--profile with --rehearse, which computes nothing without a GPU")
-    if any(config.torch_compile for config in configs) and not on_gpu:
-        problems.append("--torch_compile with --rehearse, whose tensors can't be compiled without a GPU")
-    most = max(config.rehearse for config in configs)
-    if most > 1 and all(strategy.is_single for strategy in strategies):
-        problems.append(f"--rehearse {most} with {strategies[0].name}, which is one process")
-    return problems
 
 
 def _repeated(run: PlannedRun, number: int) -> PlannedRun:

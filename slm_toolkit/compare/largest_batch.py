@@ -7,6 +7,7 @@ from typing import Any
 from slm_toolkit.compare.grid import PlannedRun, with_batch
 from slm_toolkit.compare.predicted import setup_of
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, largest_batch
+from slm_toolkit.predict.flag_checks import fixed_batch_problems
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -83,28 +84,13 @@ def flags_of_trials(
     *,
     max_batch: int | None,
     has_gpu: bool,
-    parity: bool,
-    repeats: int,
 ) -> dict[str, Any]:
     """The flags of a search's runs. Raises one ValueError with all that can't be asked of a search."""
-    problems = []
-    if "per_device_train_batch_size" in given:
-        problems.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
-    if parity:
-        problems.append("--parity with --largest_batch, whose runs are short and of different batches")
-    if repeats > 1:
-        problems.append("--repeats with --largest_batch, which runs each batch once")
-    if not has_gpu and "rehearse" in given:
-        problems.append("--rehearse with --largest_batch and no GPU, where it never runs out of memory")
-    elif not has_gpu and max_batch is None:
+    problems = fixed_batch_problems(strategies)
+    if not has_gpu and max_batch is None:
         problems.append(
             "--largest_batch without a GPU, where nothing but the machine ends it: add --max_batch"
         )
-    key = "train_micro_batch_size_per_gpu"
-    for strategy in strategies:
-        fixed = strategy.deepspeed.micro_batch_size if strategy.deepspeed is not None else None
-        if fixed is not None:
-            problems.append(f"{strategy.path}: the JSON says {key} {fixed}, --largest_batch looks for it")
     if problems:
         raise ValueError(
             "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` runs nothing"

@@ -33,12 +33,10 @@ def setup_of(run: PlannedRun) -> Setup | None:
     )
 
 
-def check_skippable(runs: list[PlannedRun], *, searching: bool) -> None:
+def check_skippable(runs: list[PlannedRun]) -> None:
     """Raises ValueError where --skip_oom has nothing to go by."""
     gpu = runs[0].gpu
     known = find_gpu(gpu)
-    if searching:
-        raise ValueError("--skip_oom with --largest_batch, which starts from the estimate\nhint: give one")
     if gpu is None:
         raise ValueError(
             "--skip_oom without a GPU, where runs take what RAM there is\n"

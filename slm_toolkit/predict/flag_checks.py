@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 from slm_toolkit.config.flag_metadata import LARGEST_NUMBER
+from slm_toolkit.config.flag_pairs import Pair, pair_problems
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
@@ -14,6 +15,7 @@ from slm_toolkit.strategy.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
 "flags that `slm estimate` does not have"
+SEARCH_HAS_NO_BATCH = Pair("per_device_train_batch_size", "largest_batch", ", which looks for it: give one")
 _LARGEST_MODEL = 10**15
 
 
@@ -93,16 +95,18 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
 
 def largest_batch_problems(given: dict[str, Any], strategies: list[Strategy], gpus: list[Any]) -> list[str]:
     found = ["--largest_batch needs --gpu: fits on which?" for gpu in gpus if gpu is None]
-    if "per_device_train_batch_size" in given:
-        found.append("--per_device_train_batch_size with --largest_batch, which looks for it: give one")
-    key = "train_micro_batch_size_per_gpu"
-    for strategy in strategies:
-        fixed = strategy.deepspeed.micro_batch_size if strategy.deepspeed is not None else None
-        if fixed is not None:
-            found.append(
-                f"{strategy.path}: the DeepSpeed JSON says {key} {fixed}, --largest_batch looks for it"
-            )
-    return found
+    found += pair_problems({*given, "largest_batch"}, [SEARCH_HAS_NO_BATCH])
+    return [*found, *fixed_batch_problems(strategies)]
+
+
+def fixed_batch_problems(strategies: list[Strategy]) -> list[str]:
+    """DeepSpeed JSONs that have the batch which --largest_batch looks for."""
+    return [
+        f"{strategy.path}: the DeepSpeed JSON says train_micro_batch_size_per_gpu "
+        f"{strategy.deepspeed.micro_batch_size}, --largest_batch looks for it"
+        for strategy in strategies
+        if strategy.deepspeed is not None and strategy.deepspeed.micro_batch_size is not None
+    ]
 
 
 def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_per_node: int) -> list[str]:

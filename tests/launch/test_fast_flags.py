@@ -222,7 +222,7 @@ def test_skip_oom_refuses_what_no_estimate_knows() -> None:
     config = RunConfig(model="slm-1m", fp8="rowwise")
     run = PlannedRun(config, spec, ddp, 2, H100, {}, {}, "0", "r")
     with pytest.raises(ValueError, match="--skip_oom: --fp8 rowwise: no closed form for it"):
-        check_skippable([run], searching=False)
+        check_skippable([run])
 
 
 def test_a_flag_explains_what_it_changes_in_the_numerics() -> None:
