@@ -24,6 +24,20 @@ class Excludes:
 
 
 @dataclass(frozen=True)
+class ExcludesStrategy:
+    """Strategies that can't do what a flag asks."""
+
+    property: str
+    "of Strategy, true or false"
+    why: str
+    "the sentence; {flag}: as typed, {strategy}: its name"
+    own: tuple[Any, ...] = ()
+    "values of this flag that exclude them; empty: any but the default"
+    unless: bool = False
+    "whether those are excluded that don't have the property"
+
+
+@dataclass(frozen=True)
 class Flag:
     """All that is known of one flag; what only some places need has a default that means: nothing special."""
 
@@ -53,6 +67,7 @@ class Flag:
     needs: tuple[str, ...] = ()
     "flags that must be given beside it"
     excludes: tuple[Excludes, ...] = ()
+    excludes_strategies: tuple[ExcludesStrategy, ...] = ()
     extra: str | None = None
     "the optional packages, as in base/extras.py, that any value but the default needs"
 
@@ -107,6 +122,20 @@ def field_problems(config: Any) -> list[str]:
             *_pair_problems(name, of_flag, config, known),
         )
     ]
+
+
+def strategy_problems(config: Any, strategy: Any) -> list[str]:
+    """A sentence for each flag of a RunConfig that a Strategy can't do, with two flags of one reason once."""
+    known = flags_of_fields(config)
+    sentences = [
+        rule.why.format(flag=_as_typed(config, name, known), strategy=strategy.name)
+        for name, of_flag in known.items()
+        if _is_given(config, name)
+        for rule in of_flag.excludes_strategies
+        if getattr(strategy, rule.property) is not rule.unless
+        and (not rule.own or getattr(config, name) in rule.own)
+    ]
+    return list(dict.fromkeys(sentences))
 
 
 def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:

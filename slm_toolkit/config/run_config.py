@@ -8,7 +8,14 @@ from typing import Any
 
 from slm_toolkit.base.extras import pip_install
 from slm_toolkit.config.dataset_files import Source, sources_of
-from slm_toolkit.config.flag_metadata import Excludes, field_problems, flag, flags_of_fields, shortened
+from slm_toolkit.config.flag_metadata import (
+    Excludes,
+    ExcludesStrategy,
+    field_problems,
+    flag,
+    flags_of_fields,
+    shortened,
+)
 
 SYNTHETIC = "synthetic"
 REHEARSED_RANKS_PER_NODE = 8
@@ -30,6 +37,17 @@ _LOSSES_MEAN_NOTHING = Excludes("rehearse", "the losses of a rehearsal mean noth
 _NO_DOCUMENTS = Excludes("dataset", "synthetic tokens are no documents", values=(SYNTHETIC,))
 _NO_LOW_PRECISION = Excludes("numerics", "it has no low precision", values=("fp32",))
 _NO_MATRICES = (Excludes("peft", "it has no matrices", values=("ia3",)),)
+_NO_CHECKPOINTS = (
+    ExcludesStrategy(
+        "is_fsdp1",
+        "no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: fsdp_version: 2",
+    ),
+    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: DDP has them"),
+    ExcludesStrategy(
+        "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
+    ),
+)
+_RECORD_GRAPHS = ("reduce-overhead", "max-autotune")
 _OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
 
@@ -128,6 +146,12 @@ class RunConfig:
         bare="full",
         synonyms=CHECKPOINTING_SYNONYMS,
         grid=True,
+        excludes_strategies=(
+            ExcludesStrategy(
+                "checkpoints_activations",
+                "fsdp_activation_checkpointing is full checkpointing already, with {flag}",
+            ),
+        ),
         losses="same",
         estimate="counts",
         column="checkpointing",
@@ -158,7 +182,15 @@ class RunConfig:
             Excludes(
                 "gradient_accumulation_steps",
                 "CUDA graphs overwrite the gradients of the pass before",
-                own=("reduce-overhead", "max-autotune"),
+                own=_RECORD_GRAPHS,
+            ),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "shards_parameters",
+                "{flag} records CUDA graphs, which need every parameter to stay where it is: leave it out "
+                "under FSDP and ZeRO-3",
+                own=_RECORD_GRAPHS,
             ),
         ),
         losses="same",
@@ -174,6 +206,7 @@ class RunConfig:
         group="model",
         grid=True,
         least=0,
+        excludes_strategies=(ExcludesStrategy("is_fsdp2", "{flag} is for FSDP2: leave it out", unless=True),),
         losses="same",
         estimate="counts",
         no_closed_form="--rehearse N tells",
@@ -188,6 +221,9 @@ class RunConfig:
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,
+        excludes_strategies=(
+            ExcludesStrategy("is_zero_0", "{flag} needs ZeRO-1, 2 or 3 under DeepSpeed", own=("pure_bf16",)),
+        ),
         may_change_on_resume=False,
         losses="rounded",
         estimate="counts",
@@ -246,6 +282,14 @@ class RunConfig:
         grid=True,
         excludes=(
             Excludes("numerics", "its weights compute in bf16", values=("fp32", "stock"), own=("qlora",)),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "is_zero_3",
+                "{flag} with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, DDP or one "
+                "GPU",
+                own=("qlora",),
+            ),
         ),
         extra="peft",
         may_change_on_resume=False,
@@ -677,6 +721,7 @@ class RunConfig:
         ),
         least=1,
         excludes=_LEARNS_NOTHING,
+        excludes_strategies=_NO_CHECKPOINTS,
         losses="same",
         column="",
     )
@@ -705,6 +750,7 @@ class RunConfig:
         group="saving",
         other_names=("resume", "resume_from"),
         excludes=_LEARNS_NOTHING,
+        excludes_strategies=_NO_CHECKPOINTS,
         identity=False,
     )
     overwrite_output_dir: bool = flag(
@@ -795,7 +841,7 @@ class RunConfig:
     @property
     def records_graphs(self) -> bool:
         """Whether torch.compile records CUDA graphs, which reuse their memory."""
-        return self.torch_compile_mode in ("reduce-overhead", "max-autotune")
+        return self.torch_compile_mode in _RECORD_GRAPHS
 
     @property
     def sources(self) -> tuple[Source, ...]:

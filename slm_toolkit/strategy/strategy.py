@@ -14,6 +14,7 @@ import yaml
 from slm_toolkit.base.safe_files import make_folder, write_new
 from slm_toolkit.base.secrets import check_no_secrets
 from slm_toolkit.base.user_files import check_name, is_file, json_of, read_text, typed_path, yaml_of
+from slm_toolkit.config.flag_metadata import strategy_problems
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.strategy.deepspeed_json import is_deepspeed_config, read_deepspeed_config
 from slm_toolkit.strategy.deepspeed_optimizer import optimizer_problems, without_optimizer
@@ -79,6 +80,24 @@ class Strategy:
     @property
     def is_deepspeed(self) -> bool:
         return self.engine == "deepspeed"
+
+    @property
+    def is_zero_0(self) -> bool:
+        return self.zero_stage == 0
+
+    @property
+    def is_zero_3(self) -> bool:
+        return self.zero_stage == 3
+
+    @property
+    def offloads_part_of_optimizer(self) -> bool:
+        """Whether a DeepSpeed JSON offloads a share of the optimizer's states."""
+        return self.is_deepspeed and self.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether the YAML has accelerate checkpoint every layer, without --gradient_checkpointing."""
+        return self.fsdp is not None and self.fsdp.activation_checkpointing
 
     @cached_property
     def deepspeed(self) -> DeepSpeedSettings | None:
@@ -467,46 +486,16 @@ def contradictions(
             f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
             f"--numerics {config.numerics} needs {str(wanted).lower()}"
         )
-    own_checkpointing = strategy.fsdp is not None and strategy.fsdp.activation_checkpointing
-    if own_checkpointing and config.gradient_checkpointing != "none":
-        problems.append(
-            f"{strategy.path}: fsdp_activation_checkpointing is full checkpointing already, "
-            f"with --gradient_checkpointing {config.gradient_checkpointing}"
-        )
     where = strategy.path or strategy.name
-    if config.fsdp_prefetch and not strategy.is_fsdp2:
-        problems.append(f"{where}: --fsdp_prefetch {config.fsdp_prefetch} is for FSDP2: leave it out")
-    if strategy.is_fsdp1 and (config.save_steps or config.resume_from_checkpoint):
+    problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
+    # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
+    # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
+    reduces_in_fp32 = config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16")
+    if reduces_in_fp32 and strategy.zero_stage in (0, 1):
         problems.append(
-            f"{where}: no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: "
-            "fsdp_version: 2"
+            f"{where}: --reduce_dtype fp32 would make ZeRO-{strategy.zero_stage} another optimizer: leave "
+            f"{strategy.name} out of --strategy"
         )
-    if strategy.is_deepspeed and (config.save_steps or config.resume_from_checkpoint):
-        if strategy.zero_stage == 0:
-            problems.append(f"{where}: no checkpoints under ZeRO-0, which shards nothing: DDP has them")
-        if strategy.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0:
-            problems.append(f"{where}: no checkpoints with part of the optimizer offloaded: ratio 1.0")
-    if config.records_graphs and strategy.shards_parameters:
-        problems.append(
-            f"{where}: --torch_compile_mode {config.torch_compile_mode} records CUDA graphs, which need "
-            "every parameter to stay where it is: leave it out under FSDP and ZeRO-3"
-        )
-    if config.peft == "qlora" and strategy.zero_stage == 3:
-        problems.append(
-            f"{where}: --peft qlora with ZeRO-3, which cuts weights apart without their scales: use ZeRO-2, "
-            "DDP or one GPU"
-        )
-    if strategy.is_deepspeed:
-        stage = strategy.zero_stage
-        # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
-        # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
-        if config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16") and stage < 2:
-            problems.append(
-                f"{where}: --reduce_dtype fp32 would make ZeRO-{stage} another optimizer: leave "
-                f"{strategy.name} out of --strategy"
-            )
-        if config.numerics == "pure_bf16" and stage < 1:
-            problems.append(f"{where}: --numerics pure_bf16 needs ZeRO-1, 2 or 3 under DeepSpeed")
     return problems
 
 

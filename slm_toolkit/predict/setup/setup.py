@@ -122,7 +122,7 @@ def with_flags(setup: Setup, **flags: Any) -> Setup:
 def config_as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
     """FSDP's own checkpointing, and in `stock` the JSON's accumulation."""
     changes: dict[str, Any] = {}
-    if strategy.fsdp is not None and strategy.fsdp.activation_checkpointing:
+    if strategy.checkpoints_activations:
         changes["gradient_checkpointing"] = "full"
     steps = strategy.deepspeed.num_micro_steps if strategy.deepspeed else None
     if config.numerics == "stock" and steps is not None:

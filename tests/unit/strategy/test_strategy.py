@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.strategy.strategy import (
+    Strategy,
     config_dir,
     contradictions,
     copy_configs,
@@ -143,3 +144,16 @@ def test_copy_writes_both_folders_and_overwrites_nothing(tmp_path: Path) -> None
     assert read_strategy(tmp_path / "accel_configs" / "ds_zero1.yaml").zero_stage == 1
     with pytest.raises(ValueError, match="exists"):
         copy_configs(tmp_path)
+
+
+def test_flags_exclude_strategies_by_properties_that_there_are() -> None:
+    rules = [rule for flag in FLAGS.values() for rule in flag.excludes_strategies]
+    assert rules
+    for name in shipped_strategies():
+        assert {type(getattr(find_strategy(name), rule.property)) for rule in rules} == {bool}
+
+
+def test_a_reason_against_two_flags_is_given_once() -> None:
+    config = RunConfig(save_steps=5, resume_from_checkpoint="auto")
+    (problem,) = contradictions(Strategy("mine", "deepspeed", 2, zero_stage=0), config)
+    assert problem == "mine: no checkpoints under ZeRO-0, which shards nothing: DDP has them"
