@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 LARGEST_NUMBER = 10**12
 "of any flag that has no smaller limit of its own"
 _LONGEST_QUOTE = 40  # characters
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class ExcludesStrategy:
 class Flag:
     """All that is known of one flag; what only some places need has a default that means: nothing special."""
 
+    default: Any
     help: str
+    _: KW_ONLY
     group: str
     "heading of --help under which the flag stands"
     choices: tuple[str, ...] | None = None
@@ -92,13 +95,17 @@ class Flag:
     heading: str | None = None
     "above a table whose rows all have a value that is not the default; {}: the value"
 
-    def has_closed_form(self, value: Any, default: Any) -> bool:
-        return self.no_closed_form is None or value in (self.closed_form_for or (default,))
+    def has_closed_form(self, value: Any) -> bool:
+        return self.no_closed_form is None or value in (self.closed_form_for or (self.default,))
 
 
-def flag(default: Any, help: str, *, group: str, **known: Any) -> Any:
-    """A field of RunConfig with its Flag."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(help, group, **known)})
+@dataclass_transform(frozen_default=True, field_specifiers=(Flag,))
+def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
+    """A frozen dataclass of a class whose fields are Flags: each gets its Flag's default, and the Flag."""
+    for name in cls.__annotations__:
+        of_flag = vars(cls)[name]
+        setattr(cls, name, dataclasses.field(default=of_flag.default, metadata={"flag": of_flag}))
+    return dataclass(frozen=True)(cls)
 
 
 def flags_of_fields(config: Any) -> dict[str, Flag]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.flag_metadata import (
     Excludes,
     ExcludesStrategy,
+    Flag,
+    dataclass_of_flags,
     field_problems,
-    flag,
     flags_of_fields,
     shortened,
 )
@@ -51,14 +51,14 @@ _RECORD_GRAPHS = ("reduce-overhead", "max-autotune")
 _OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
 
-@dataclass(frozen=True)
+@dataclass_of_flags
 class RunConfig:
     """What one run is asked to do, in the order of --help. None: decided by the machine, see `with_defaults`.
 
     `flag_metadata.Flag` explains what a field may declare.
     """
 
-    model: str | None = flag(
+    model: str | None = Flag(
         None,
         "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
         group="model",
@@ -70,7 +70,7 @@ class RunConfig:
         estimate="counts",
         heading="{}",
     )
-    attn_implementation: str = flag(
+    attn_implementation: str = Flag(
         "sdpa",
         "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
         "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
@@ -85,7 +85,7 @@ class RunConfig:
         label="attention",
         heading="attention {}",
     )
-    loss_kernel: str = flag(
+    loss_kernel: str = Flag(
         "hf",
         "hf: transformers' own, fp32 copies of all logits; fused_logits: in chunks, the logits' gradient in "
         "their place; fused_linear: head and loss in chunks of tokens, logits are never whole",
@@ -97,7 +97,7 @@ class RunConfig:
         label="loss",
         heading="loss {}",
     )
-    norm_kernel: str = flag(
+    norm_kernel: str = Flag(
         "hf",
         "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
         group="model",
@@ -109,7 +109,7 @@ class RunConfig:
         label="norm",
         heading="norm {}",
     )
-    mlp_kernel: str = flag(
+    mlp_kernel: str = Flag(
         "hf",
         "hf: transformers' own SwiGLU; fused: one that does not keep the SiLU of the gate for backward",
         group="model",
@@ -122,7 +122,7 @@ class RunConfig:
         label="mlp",
         heading="MLP {}",
     )
-    use_liger_kernel: bool = flag(
+    use_liger_kernel: bool = Flag(
         False,
         "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
         f"`{pip_install('liger')}`",
@@ -135,7 +135,7 @@ class RunConfig:
         column="Liger",
         heading="Liger",
     )
-    gradient_checkpointing: str = flag(
+    gradient_checkpointing: str = Flag(
         "none",
         "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
         "about a third more time; selective_layer: of every second; selective_op: all but attention and each "
@@ -158,7 +158,7 @@ class RunConfig:
         label="checkpointing",
         heading="checkpointing {}",
     )
-    torch_compile: bool = flag(
+    torch_compile: bool = Flag(
         False,
         "compile the decoder layers with torch.compile",
         group="model",
@@ -170,7 +170,7 @@ class RunConfig:
         label="compile",
         heading="compiled",
     )
-    torch_compile_mode: str = flag(
+    torch_compile_mode: str = Flag(
         "default",
         "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
         "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
@@ -199,7 +199,7 @@ class RunConfig:
         column="compile mode",
         heading="{}",
     )
-    fsdp_prefetch: int = flag(
+    fsdp_prefetch: int = Flag(
         0,
         "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
         "memory; 0: PyTorch's own way, about one",
@@ -213,7 +213,7 @@ class RunConfig:
         column="prefetch",
         heading="{} layers prefetched",
     )
-    numerics: str = flag(
+    numerics: str = Flag(
         "aligned",
         "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
         "stock: what accelerate gives each engine in the YAML's mixed_precision (default: bf16); "
@@ -229,7 +229,7 @@ class RunConfig:
         estimate="counts",
         heading="numerics {}",
     )
-    reduce_dtype: str | None = flag(
+    reduce_dtype: str | None = Flag(
         None,
         "what gradients are reduced in, with --numerics aligned or pure_bf16 (default: bf16); "
         "ZeRO-1 can't do fp32",
@@ -245,7 +245,7 @@ class RunConfig:
         column="reduced in",
         heading="gradients reduced in {}",
     )
-    fp8: str = flag(
+    fp8: str = Flag(
         "none",
         "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
         f"of compute capability 8.9 or more, emulated elsewhere; with `{pip_install('fp8')}`",
@@ -259,7 +259,7 @@ class RunConfig:
         no_closed_form="a GPU measures it",
         heading="fp8 {}",
     )
-    tf32: bool = flag(
+    tf32: bool = Flag(
         False,
         "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)",
         group="model",
@@ -273,7 +273,7 @@ class RunConfig:
         column="TF32",
         heading="TF32",
     )
-    peft: str = flag(
+    peft: str = Flag(
         "none",
         "lora: train low-rank matrices beside the frozen weights; qlora: beside weights in 4 bits (NF4); "
         f"ia3: train a scale per channel; with `{pip_install('peft')}`",
@@ -297,7 +297,7 @@ class RunConfig:
         column="adapter",
         heading="{}",
     )
-    lora_r: int = flag(
+    lora_r: int = Flag(
         16,
         "rank of LoRA's matrices",
         group="adapters",
@@ -311,7 +311,7 @@ class RunConfig:
         column="LoRA rank",
         heading="rank {}",
     )
-    lora_alpha: float = flag(
+    lora_alpha: float = Flag(
         32.0,
         "LoRA's scale, over its rank",
         group="adapters",
@@ -322,7 +322,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    lora_dropout: float = flag(
+    lora_dropout: float = Flag(
         0.0,
         "dropout before LoRA's matrices",
         group="adapters",
@@ -333,7 +333,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="counts",
     )
-    lora_target_modules: str = flag(
+    lora_target_modules: str = Flag(
         "all-linear",
         "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers "
         "(ia3: keys, values and down projections)",
@@ -342,7 +342,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="counts",
     )
-    merge_adapter: bool = flag(
+    merge_adapter: bool = Flag(
         False,
         "write the base model with the adapter merged in beside the adapter",
         group="adapters",
@@ -350,7 +350,7 @@ class RunConfig:
         excludes=(*_LEARNS_NOTHING, Excludes("save_final_model", "nothing is written", values=(False,))),
         identity=False,
     )
-    seq_len: int | None = flag(
+    seq_len: int | None = Flag(
         None,
         "tokens per sequence (1024 on a GPU, 128 on CPU)",
         group="batch",
@@ -367,7 +367,7 @@ class RunConfig:
         column="seq",
         heading="sequence {}",
     )
-    per_device_train_batch_size: int = flag(
+    per_device_train_batch_size: int = Flag(
         4,
         "sequences per process and micro-step",
         group="batch",
@@ -383,7 +383,7 @@ class RunConfig:
         label="batch",
         heading="batch {} per process",
     )
-    gradient_accumulation_steps: int = flag(
+    gradient_accumulation_steps: int = Flag(
         1,
         "micro-steps per optimizer step",
         group="batch",
@@ -399,7 +399,7 @@ class RunConfig:
         label="accum",
         heading="{} micro-steps",
     )
-    find_batch_size: bool = flag(
+    find_batch_size: bool = Flag(
         False,
         "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
         "--gradient_accumulation_steps: the same sequences per step",
@@ -407,7 +407,7 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
-    dataset: str = flag(
+    dataset: str = Flag(
         SYNTHETIC,
         "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; several by commas, A=3,B=1 "
         "with weights (else all of each), and each one's loss is told; "
@@ -422,7 +422,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    parity_task: bool = flag(
+    parity_task: bool = Flag(
         False,
         "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
         "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
@@ -430,7 +430,7 @@ class RunConfig:
         excludes=(_LOSSES_MEAN_NOTHING,),
         estimate="ignores",
     )
-    eval_dataset: str | None = flag(
+    eval_dataset: str | None = Flag(
         None,
         "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "
         "--dataset)",
@@ -444,10 +444,10 @@ class RunConfig:
         may_change_on_resume=False,
         column="",
     )
-    dataset_config_name: str | None = flag(
+    dataset_config_name: str | None = Flag(
         None, "configuration of a hub dataset", group="data", may_change_on_resume=False
     )
-    dataset_format: str = flag(
+    dataset_format: str = Flag(
         "auto",
         "what a row holds: text; messages (role, content); prompt_completion; alpaca (instruction, input, "
         "output); sharegpt (conversations); tokens (input_ids, labels too if there are); auto: by columns",
@@ -456,7 +456,7 @@ class RunConfig:
         excludes=(_NO_DOCUMENTS,),
         may_change_on_resume=False,
     )
-    loss_on: str = flag(
+    loss_on: str = Flag(
         "answers",
         "tokens of chat data that have a loss: the answers, or all",
         group="data",
@@ -464,7 +464,7 @@ class RunConfig:
         grid=True,
         may_change_on_resume=False,
     )
-    packing: str = flag(
+    packing: str = Flag(
         "auto",
         "how documents fill sequences. concat: joined and cut, tokens attend across documents; "
         "block_diagonal: the same, each document sees itself only; multipack: whole documents put together "
@@ -481,14 +481,14 @@ class RunConfig:
         closed_form_for=("auto", "concat"),
         heading="packing {}",
     )
-    text_column: str = flag(
+    text_column: str = Flag(
         "text",
         "column that holds the documents",
         group="data",
         other_names=("dataset_text_field", "text_field"),
         may_change_on_resume=False,
     )
-    tokenizer_name: str | None = flag(
+    tokenizer_name: str | None = Flag(
         None,
         "hub id or folder; byte: needs no download (default: the model's own, else byte)",
         group="data",
@@ -496,13 +496,13 @@ class RunConfig:
         is_printable=True,
         may_change_on_resume=False,
     )
-    streaming: bool | None = flag(
+    streaming: bool | None = Flag(
         None,
         "read documents as they are needed (default: where they are over 1 GiB)",
         group="data",
         may_change_on_resume=False,
     )
-    dataloader_num_workers: int = flag(
+    dataloader_num_workers: int = Flag(
         0,
         "processes per rank that read batches ahead",
         group="data",
@@ -512,7 +512,7 @@ class RunConfig:
         losses="same",
         column="workers",
     )
-    validation_split_percentage: int = flag(
+    validation_split_percentage: int = Flag(
         5,
         "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
         group="data",
@@ -521,7 +521,7 @@ class RunConfig:
         excludes=(Excludes("eval_dataset", "that is held out instead"),),
         may_change_on_resume=False,
     )
-    fp32_steps: int = flag(
+    fp32_steps: int = Flag(
         0,
         "first do so many steps in fp32, in processes of their own, and keep their losses in the record: "
         "`slm compare --parity` compares them to five digits",
@@ -534,7 +534,7 @@ class RunConfig:
         losses="same",
         estimate="ignores",
     )
-    max_steps: int | None = flag(
+    max_steps: int | None = Flag(
         None,
         "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
         group="length",
@@ -546,7 +546,7 @@ class RunConfig:
         estimate="ignores",
         column="steps asked",
     )
-    num_train_epochs: float | None = flag(
+    num_train_epochs: float | None = Flag(
         None,
         "passes over the dataset, instead of --max_steps",
         group="length",
@@ -557,21 +557,21 @@ class RunConfig:
             Excludes("dataset", "synthetic tokens never end, give --max_steps", values=(SYNTHETIC,)),
         ),
     )
-    timing_warmup_steps: int | None = flag(
+    timing_warmup_steps: int | None = Flag(
         None,
         "first steps of which the time is not counted (default: those seen to be slow or to compile)",
         group="length",
         least=1,
         column="",
     )
-    profile: bool = flag(
+    profile: bool = Flag(
         False,
         "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
         group="length",
         losses="same",
         column="",
     )
-    rehearse: int | None = flag(
+    rehearse: int | None = Flag(
         None,
         "let one process play rank 0 of so many: the real engine and sizes, nothing is sent and losses mean "
         "nothing; without a GPU tensors take no memory, and every allocation is traced",
@@ -580,14 +580,14 @@ class RunConfig:
         least=1,
         column="",
     )
-    trace_memory: bool = flag(
+    trace_memory: bool = Flag(
         False,
         "after the last timed step, follow every allocation of two more: a memory timeline by part and "
         "module (a rehearsal without a GPU always does)",
         group="length",
         column="",
     )
-    optim: str = flag(
+    optim: str = Flag(
         "adamw_torch_fused",
         "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
         group="optimizer",
@@ -600,7 +600,7 @@ class RunConfig:
         column="optimizer",
         heading="{}",
     )
-    learning_rate: float = flag(
+    learning_rate: float = Flag(
         3e-4,
         "peak learning rate; it falls to a tenth on a cosine",
         group="optimizer",
@@ -609,7 +609,7 @@ class RunConfig:
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
         estimate="ignores",
     )
-    scale_lr: str = flag(
+    scale_lr: str = Flag(
         "none",
         "change the learning rate with the batch of a step, over --base_batch_size: by the ratio's square "
         "root (Adam) or by the ratio",
@@ -617,7 +617,7 @@ class RunConfig:
         choices=("none", "sqrt", "linear"),
         grid=True,
     )
-    base_batch_size: int | None = flag(
+    base_batch_size: int | None = Flag(
         None,
         "sequences per step that --learning_rate is meant for, with --scale_lr (default: one process's "
         "micro-step)",
@@ -625,7 +625,7 @@ class RunConfig:
         least=1,
         needs=("scale_lr",),
     )
-    warmup_steps: int = flag(
+    warmup_steps: int = Flag(
         0,
         "steps over which the learning rate rises",
         group="optimizer",
@@ -633,7 +633,7 @@ class RunConfig:
         least=0,
         estimate="ignores",
     )
-    weight_decay: float = flag(
+    weight_decay: float = Flag(
         0.1,
         "AdamW's decoupled weight decay",
         group="optimizer",
@@ -641,7 +641,7 @@ class RunConfig:
         least=0,
         estimate="ignores",
     )
-    adam_beta1: float = flag(
+    adam_beta1: float = Flag(
         0.9,
         "AdamW's first moment decay",
         group="optimizer",
@@ -650,7 +650,7 @@ class RunConfig:
         below=1,
         estimate="ignores",
     )
-    adam_beta2: float = flag(
+    adam_beta2: float = Flag(
         0.95,
         "AdamW's second moment decay",
         group="optimizer",
@@ -659,7 +659,7 @@ class RunConfig:
         below=1,
         estimate="ignores",
     )
-    max_grad_norm: float | None = flag(
+    max_grad_norm: float | None = Flag(
         None,
         "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
         group="optimizer",
@@ -670,7 +670,7 @@ class RunConfig:
         least=0,
         estimate="counts",
     )
-    on_bad_step: str = flag(
+    on_bad_step: str = Flag(
         "stop",
         "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
         "sequences; skip: leave the step out, at most 10 in a row (what is no number changes no weight)",
@@ -679,7 +679,7 @@ class RunConfig:
         losses="same",
         column="",
     )
-    max_loss: float | None = flag(
+    max_loss: float | None = Flag(
         None,
         "a step's loss above it has exploded, with --on_bad_step skip that of any micro-step on any rank "
         "(default: twice that of guessing each token, ln of the vocabulary)",
@@ -688,7 +688,7 @@ class RunConfig:
         losses="same",
         column="",
     )
-    seed: int = flag(
+    seed: int = Flag(
         0,
         "of weights and data",
         group="optimizer",
@@ -698,7 +698,7 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
-    eval_steps: int | None = flag(
+    eval_steps: int | None = Flag(
         None,
         "evaluate every so many steps and at the end",
         group="saving",
@@ -707,8 +707,8 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = flag(20, "batches per process of one evaluation", group="saving", least=1, column="")
-    save_steps: int | None = flag(
+    eval_batches: int = Flag(20, "batches per process of one evaluation", group="saving", least=1, column="")
+    save_steps: int | None = Flag(
         None,
         "write a checkpoint every so many steps",
         group="saving",
@@ -725,10 +725,10 @@ class RunConfig:
         losses="same",
         column="",
     )
-    save_total_limit: int = flag(
+    save_total_limit: int = Flag(
         2, "checkpoints kept", group="saving", other_names=("keep_latest_k",), least=1, identity=False
     )
-    save_final_model: bool | None = flag(
+    save_final_model: bool | None = Flag(
         None,
         "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
         " slm compare: no)",
@@ -736,14 +736,14 @@ class RunConfig:
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
-    async_save: bool = flag(
+    async_save: bool = Flag(
         False,
         "write checkpoints while training goes on, from a copy in the host's RAM",
         group="saving",
         needs=("save_steps",),
         identity=False,
     )
-    resume_from_checkpoint: str | None = flag(
+    resume_from_checkpoint: str | None = Flag(
         None,
         "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
         "the start where there is none. The strategy and the number of processes may be others",
@@ -753,7 +753,7 @@ class RunConfig:
         excludes_strategies=_NO_CHECKPOINTS,
         identity=False,
     )
-    overwrite_output_dir: bool = flag(
+    overwrite_output_dir: bool = Flag(
         False,
         "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
         "are deleted before the first step",
@@ -767,7 +767,7 @@ class RunConfig:
         ),
         identity=False,
     )
-    lm_eval_tasks: str | None = flag(
+    lm_eval_tasks: str | None = Flag(
         None,
         "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
         f"`{pip_install('lm_eval')}`",
@@ -779,7 +779,7 @@ class RunConfig:
         ),
         identity=False,
     )
-    ddp_timeout: float = flag(
+    ddp_timeout: float = Flag(
         600.0,
         "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
         "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
@@ -791,10 +791,10 @@ class RunConfig:
         identity=False,
         estimate="ignores",
     )
-    report_to: str = flag(
+    report_to: str = Flag(
         "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
     )
-    output_dir: str = flag(
+    output_dir: str = Flag(
         "runs",
         "each run gets a folder here",
         group="saving",
@@ -802,7 +802,7 @@ class RunConfig:
         is_printable=True,
         identity=False,
     )
-    run_name: str | None = flag(
+    run_name: str | None = Flag(
         None,
         "the run's folder (default: model, strategy and a hash of all asked)",
         group="saving",

@@ -26,11 +26,7 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
 
 def _uncovered(config: RunConfig) -> list[str]:
     """Names of the flags whose values have no closed form."""
-    return [
-        name
-        for name, flag in FLAGS.items()
-        if not flag.has_closed_form(getattr(config, name), default=getattr(RunConfig, name))
-    ]
+    return [name for name, flag in FLAGS.items() if not flag.has_closed_form(getattr(config, name))]
 
 
 def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
