@@ -358,8 +358,8 @@ def _read_flags(data: bytes, folder: Path) -> None:
 
 def _read_rows(data: bytes, folder: Path) -> None:
     """Packs rows into sequences, by column as `datasets` passes them."""
+    from slm_toolkit.run.data.data import Pack
     from slm_toolkit.run.data.formats import format_of
-    from slm_toolkit.run.data.packing import Pack
 
     try:
         rows = json.loads(data)
@@ -427,7 +427,7 @@ def _read_chat_template(data: bytes, folder: Path) -> None:
 def _load_with_tokenizer(folder: Path, tokenizer: bytes, template: str | None) -> None:
     from slm_toolkit.config.run_config import RunConfig
     from slm_toolkit.model.model_spec import PRESETS
-    from slm_toolkit.run.data.packing import Pack
+    from slm_toolkit.run.data.data import Pack
     from slm_toolkit.run.data.tokenizers import load_tokenizer
 
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "[UNK]"}
@@ -475,7 +475,7 @@ def _read_slurm(data: bytes, folder: Path) -> None:
 
 
 def _read_lm_eval_task(data: bytes, folder: Path) -> None:
-    from slm_toolkit.run.lm_eval import lm_eval_command
+    from slm_toolkit.run.evaluate import lm_eval_command
 
     _write(folder, "task.yaml", data)
     lm_eval_command("task.yaml", folder / "model", folder / "out")
@@ -1479,7 +1479,7 @@ def input_of(reader: Reader, seeds: list[bytes], seed: int, index: int) -> bytes
 
 def verdict(reader: Reader, data: bytes, folder: Path, *, seconds: float = SECONDS) -> str:
     """ "accepted", "refused" or the fault: the exception and its line. `seconds=0` sets no limit."""
-    from slm_toolkit.run.data.bad_data import BadData
+    from slm_toolkit.run.data.sources import BadData
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -66,7 +66,7 @@ def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any
 
     from slm_toolkit.config.run_config import RunConfig
     from slm_toolkit.model.names import find_model
-    from slm_toolkit.run.data.synthetic import MarkovTokens
+    from slm_toolkit.run.data.data import MarkovTokens
     from slm_toolkit.run.model.model import build_model
 
     config = RunConfig(model=model, seq_len=args.seq_len, numerics="fp32")

@@ -28,7 +28,7 @@ from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
 from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_losses_, _compiled_chunk_losses_, chunk_rows
-from slm_toolkit.run.model.attention import SDPA_BACKENDS
+from slm_toolkit.run.model.model import SDPA_BACKENDS
 
 BATCHES = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 32}
 "sequences of 1024 tokens per step, as measure.py's ladder has them"

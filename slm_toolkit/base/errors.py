@@ -87,6 +87,12 @@ _CONTROL = re.compile(  # all but tab and newline; then marks of direction and o
 _LONGEST_LINE = 2000  # characters, of lines that quote a user's own words
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of its message, or its type."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 "error numbers of a write for which there is no room: of the disk, of a quota, of a limit on a file's size"
 SAYS_DISK_FULL = re.compile(

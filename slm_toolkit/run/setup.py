@@ -70,6 +70,7 @@ from slm_toolkit.run.engine.engine import (
     sequences_per_step,
     start_accelerator,
 )
+from slm_toolkit.run.evaluate import check_lm_eval
 from slm_toolkit.run.faults.find_batch_size import (
     BatchSizeSearch,
     name_groups_anew,
@@ -77,8 +78,7 @@ from slm_toolkit.run.faults.find_batch_size import (
     search_described,
     smaller_batch,
 )
-from slm_toolkit.run.kernels.optional import check_optional
-from slm_toolkit.run.lm_eval import check_lm_eval
+from slm_toolkit.run.kernels.layer_kernels import check_optional
 from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
@@ -94,8 +94,14 @@ from slm_toolkit.run.peers.launch_info import (
 )
 from slm_toolkit.run.peers.machines import Machines, let_collectives_wait, num_machines
 from slm_toolkit.run.peers.step_exchange import control_group, rank_0_first
-from slm_toolkit.run.rehearse.fake import stay_in_place
-from slm_toolkit.run.rehearse.rehearse import NUM_TRACED_STEPS, check_fake, is_fake, pretend_ranks, tensors_of
+from slm_toolkit.run.rehearse import (
+    NUM_TRACED_STEPS,
+    check_fake,
+    is_fake,
+    pretend_ranks,
+    stay_in_place,
+    tensors_of,
+)
 from slm_toolkit.strategy.strategy import as_flags_say, contradictions
 
 

@@ -71,7 +71,7 @@ def _offsets() -> None:
 def _ddp() -> None:
     import torch
 
-    from slm_toolkit.run.rehearse.fake import _FakeDistributedDataParallel, _Reducer
+    from slm_toolkit.run.rehearse import _FakeDistributedDataParallel, _Reducer
 
     model = _FakeDistributedDataParallel(torch.nn.Linear(2, 2))
     assert isinstance(model.reducer, _Reducer), "DDP makes its reducer outside of _ddp_init_helper"
@@ -165,7 +165,7 @@ ENGINES = (
             "_fully_shard",
         ),
         "prove that FSDP2 shards as the YAML says, prefetch layers, and make its mesh of real numbers",
-        "run/engine/engine.py: `_units_of` and `probe_engine`; run/rehearse/fake.py: `real_mesh`",
+        "run/engine/engine.py: `_units_of` and `probe_engine`; run/rehearse.py: `real_mesh`",
         _fully_shard,
     ),
     Leaning(
@@ -179,7 +179,7 @@ ENGINES = (
         "torch: DDP's reducer and its default bucket",
         ("_ddp_init_helper", "_rebuild_buckets", "DistributedDataParallel"),
         "rehearse DDP on fake tensors",
-        "run/rehearse/fake.py: _FakeDistributedDataParallel; run/engine/engine.py: "
+        "run/rehearse.py: _FakeDistributedDataParallel; run/engine/engine.py: "
         "`reduce_as_asked` for the 25 MiB",
         _ddp,
     ),
@@ -187,7 +187,7 @@ ENGINES = (
         "torch: the process group that does nothing",
         ("FakeStore",),
         "play rank 0 of N in a rehearsal",
-        "run/rehearse/rehearse.py: pretend_ranks, by torch's new name of fake_pg",
+        "run/rehearse.py: pretend_ranks, by torch's new name of fake_pg",
         _fake_group,
     ),
     Leaning(

@@ -175,7 +175,7 @@ EXTRAS = (
         "torchao: float8 training",
         ("convert_to_float8_training", "Float8LinearConfig"),
         "multiply in float8, emulated where there is no such GPU",
-        "run/kernels/optional.py: use_fp8",
+        "run/kernels/layer_kernels.py: use_fp8",
         _float8,
     ),
     Leaning(

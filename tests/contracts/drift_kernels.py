@@ -124,7 +124,7 @@ def _ddp_optimizer() -> None:
 
 
 def _saved_operators() -> None:
-    from slm_toolkit.run.model.checkpointing import _ALWAYS_SAVED, _MATMULS
+    from slm_toolkit.run.model.model import _ALWAYS_SAVED, _MATMULS
 
     for name in (*_MATMULS, *_ALWAYS_SAVED):
         namespace, _, operator = name.partition("::")
@@ -188,7 +188,7 @@ KERNELS = (
         "torch: operators whose results selective checkpointing keeps",
         ("_ALWAYS_SAVED",),
         "name them in checkpointing.py",
-        "run/model/checkpointing.py: _MATMULS and _ALWAYS_SAVED",
+        "run/model/model.py: _MATMULS and _ALWAYS_SAVED",
         _saved_operators,
     ),
 )

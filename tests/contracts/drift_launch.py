@@ -162,7 +162,7 @@ LAUNCHES = (
             *("GROUP_", "LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_"),
         ),
         "know rank, machine and store, play ranks in a rehearsal, and keep lm-eval from being a rank",
-        "every place that reads them, run/lm_eval.py: _OF_THE_LAUNCH; run/peers/peer_store.py: open_board",
+        "every place that reads them, run/evaluate.py: _OF_THE_LAUNCH; run/peers/peer_store.py: open_board",
         _environment,
     ),
     Leaning(

@@ -170,7 +170,7 @@ def _tokenizer() -> None:
 def _windows() -> None:
     from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-    from slm_toolkit.run.model.attention import _has_windows
+    from slm_toolkit.run.model.model import _has_windows
 
     small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
     assert _has_windows(MistralConfig(sliding_window=4, **small)), "Mistral's windows have another name"
@@ -216,15 +216,14 @@ MODELS = (
         "transformers: attention and masks by name",
         ("AttentionInterface", "AttentionMaskInterface", "sdpa_attention_forward", "attention_dropout"),
         "run SDPA without a mask, on one backend, or with documents kept apart",
-        "run/model/attention.py: what is registered under which name; "
-        "run/observe/live_settings.py: attention's dropout",
+        "run/model/model.py: what is registered under which name; run/observe/probe.py: attention's dropout",
         _attention_registry,
     ),
     Leaning(
         "transformers: packed documents looked for in masks",
         ("find_packed_sequence_indices",),
         "keep fake tensors from being read in a rehearsal",
-        "run/rehearse/fake.py: what reads values there now",
+        "run/rehearse.py: what reads values there now",
         _packed_sequences,
     ),
     Leaning(
@@ -245,7 +244,7 @@ MODELS = (
         "transformers: windows of attention in a configuration",
         ("layer_types", "sliding_window"),
         "build masks for models that see a part of the sequence only",
-        "run/model/attention.py: `_has_windows`",
+        "run/model/model.py: `_has_windows`",
         _windows,
     ),
 )

@@ -136,7 +136,7 @@ TORCH = (
         "torch: dispatch modes",
         ("TorchDispatchMode", "_disable_current_modes", "_local_scalar_dense"),
         "follow every operator of a step, to trace memory and to checkpoint by operator",
-        "run/observe/allocations.py, run/model/checkpointing.py, run/rehearse/fake.py: torch's new "
+        "run/observe/allocations.py, run/model/model.py, run/rehearse.py: torch's new "
         "way of seeing operators",
         _dispatch_mode,
     ),
@@ -151,7 +151,7 @@ TORCH = (
         "torch: a storage's address and Python object",
         ("_cdata",),
         "tell storages apart and see the end of each",
-        "run/observe/allocations.py and run/rehearse/fake.py: another identity of a storage, or "
+        "run/observe/allocations.py and run/rehearse.py: another identity of a storage, or "
         "weakrefs of tensors",
         _storages,
     ),
@@ -159,14 +159,14 @@ TORCH = (
         "torch: fake tensors",
         ("FakeTensor", "FakeTensorMode", "data_ptr"),
         "run engines on tensors without memory in a rehearsal",
-        "run/rehearse/fake.py: make the mode, and give fake tensors addresses, as this torch has it",
+        "run/rehearse.py: make the mode, and give fake tensors addresses, as this torch has it",
         _fake_tensors,
     ),
     Leaning(
         "torch: modules and functions looked up when they are called",
         ("to", "dropout"),
         "keep fake parameters in place, and drop as a GPU drops",
-        "run/rehearse/fake.py: replace what this torch calls instead",
+        "run/rehearse.py: replace what this torch calls instead",
         _modules_and_functions_replaced,
     ),
     Leaning(

@@ -108,7 +108,7 @@ def _full_disk() -> None:
 
 
 def _stacks() -> None:
-    from slm_toolkit.run.faults.lost_ranks import _WAITING
+    from slm_toolkit.run.faults.watchdog import _WAITING
 
     torch_files = [Path(inspect.getfile(torch.distributed.distributed_c10d))]
     folder = Path(torch.__file__).parent
@@ -124,7 +124,7 @@ def _stacks() -> None:
 
 
 def _frames_of_threads() -> None:
-    from slm_toolkit.run.faults.lost_ranks import _frames_of_main_thread
+    from slm_toolkit.run.faults.watchdog import _frames_of_main_thread
 
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -234,7 +234,7 @@ WORDS = (
     Leaning(
         "Python, safetensors: words for a full disk",
         ("DISK_FULL", "SAYS_DISK_FULL"),
-        "name it, in compare/outcome.py and run/faults/known_errors.py",
+        "name it, in compare/outcome.py and run/faults/watchdog.py",
         "disk_full.py: DISK_FULL, SAYS_DISK_FULL",
         _full_disk,
     ),
@@ -242,14 +242,14 @@ WORDS = (
         "torch, deepspeed: the files in which a rank waits for others",
         ("_WAITING",),
         "tell the rank that hangs from those that wait for it",
-        "run/faults/lost_ranks.py: _WAITING",
+        "run/faults/watchdog.py: _WAITING",
         _stacks,
     ),
     Leaning(
         "Python: the frames that another thread is in",
         ("_current_frames",),
         "say where a rank hangs that makes no progress",
-        "run/faults/lost_ranks.py: `_frames_of_main_thread`",
+        "run/faults/watchdog.py: `_frames_of_main_thread`",
         _frames_of_threads,
     ),
     Leaning(

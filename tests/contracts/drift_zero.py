@@ -234,7 +234,7 @@ ZERO = (
             *("fp16_groups", "sub_group_to_group_id"),
         ),
         "count parameters and bytes, and move a rank's stretches to and from checkpoints",
-        "run/observe/measure.py, run/observe/live_settings.py `_group_sizes`, run/engine/engine.py "
+        "run/observe/measure.py, run/observe/probe.py `_group_sizes`, run/engine/engine.py "
         "`_is_matrix`, run/model/model.py; "
         "run/engine/training_state.py: `_of_zero3`",
         _zero_parts,
@@ -254,7 +254,7 @@ ZERO = (
         "deepspeed: ZeRO-3 asks other ranks whether they agree",
         ("assert_ints_same_as_other_ranks", "deepspeed.runtime.zero"),
         "rehearse on fake tensors, which have no others to ask",
-        "run/rehearse/fake.py: _RANKS_AGREE and what is replaced in those modules",
+        "run/rehearse.py: _RANKS_AGREE and what is replaced in those modules",
         _zero_ranks_agree,
     ),
     Leaning(

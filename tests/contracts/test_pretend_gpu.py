@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, Finished, run, slm
 
-from slm_toolkit.run.faults.known_errors import one_line
+from slm_toolkit.run.faults.watchdog import one_line
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 TINY = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "3", "--per_device_train_batch_size", "2")

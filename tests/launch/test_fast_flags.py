@@ -14,7 +14,7 @@ from slm_toolkit.compare.predicted import check_skippable
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.numerics import Numerics, differences, precision_of
-from slm_toolkit.run.kernels.optional import check_optional, use_fp8
+from slm_toolkit.run.kernels.layer_kernels import check_optional, use_fp8
 from slm_toolkit.strategy.strategy import contradictions, find_strategy
 
 FEW = ("--model", "slm-1m", "--seq_len", "64", "--max_steps", "3")

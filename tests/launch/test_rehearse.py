@@ -191,7 +191,7 @@ def test_several_processes_are_no_rehearsal(
 _REAL_TENSORS = """
 import sys
 import torch
-import slm_toolkit.run.rehearse.rehearse as rehearse
+import slm_toolkit.run.rehearse as rehearse
 rehearse.is_fake = lambda config: False  # as on a GPU
 torch.use_deterministic_algorithms(True)  # what is not written holds NaN
 if sys.argv.pop(1) == "bad":
@@ -228,7 +228,7 @@ def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: s
 
 def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
     from slm_toolkit.run.peers.launch_info import Launch
-    from slm_toolkit.run.rehearse.rehearse import pretend_ranks
+    from slm_toolkit.run.rehearse import pretend_ranks
 
     with pytest.raises(ValueError, match=r"--rehearse 8 with .*single.yaml, which is one process\nhint: ddp"):
         pretend_ranks(Launch(find_strategy("single"), 1, ()), 8)

@@ -18,7 +18,7 @@ LAYERS = (
     *("base", "hardware", "config", "model", "strategy", "record"),
     *("predict/setup", "predict/memory", "predict/speed", "predict", "launch"),
     *("run/peers", "run/kernels", "run/model", "run/engine", "run/checkpoint", "run/data", "run/observe"),
-    *("run/rehearse", "run/faults", "run"),
+    *("run/faults", "run"),
     *("report", "report/tables", "report/charts", "compare"),
     *("recommend", "doctor", "convert", "study"),
     *("train.py", "cli"),

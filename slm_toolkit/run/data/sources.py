@@ -2,18 +2,21 @@
 
 import contextlib
 import glob
+import json
 import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.errors import DISK_FULL
+from slm_toolkit.base.errors import DISK_FULL, first_line
 from slm_toolkit.base.user_files import typed_path
 from slm_toolkit.config.dataset_files import FILE_FORMATS, Source, is_saved_dataset, local_files
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.hub import check_hub
-from slm_toolkit.run.data.bad_data import BadData, StreamedRows, fault_in, first_line
 from slm_toolkit.run.data.formats import format_of, unreadable_text
-from slm_toolkit.run.data.json_rows import MOST_COLUMNS, JsonRows
 
 STREAM_ABOVE_BYTES = 2**30
 
@@ -156,3 +159,255 @@ def _saved(folder: Path) -> Any:
     except Exception as error:  # its own errors, pyarrow's or a KeyError, depending on what is missing
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"can't read dataset {str(folder)!r}: {reason}\nhint: save it again") from None
+
+
+# Finds the fault in a data file that can't be read: which file, which line or row.
+
+_SEARCH_SECONDS = 20.0
+"to look for the fault; after that, the message only has the row's number"
+_HINT = "mend or leave out what is named, then start again; a stream that goes on reads the same rows again"
+
+
+class BadData(ValueError):
+    """A dataset can't be read; the message names the file and the place, with a hint."""
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """Rows of a stream, pass after pass. Raises BadData with the place of an error, or if a file shrank."""
+
+    rows: Any
+    path: str
+    "as the user gave it"
+    sizes: dict[str, int]
+    "bytes of each local file when the run began; empty for the hub"
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        try:
+            for row in self.rows:
+                yield row
+                number += 1
+        except GeneratorExit:
+            raise
+        except Exception as error:  # datasets raises its own, pyarrow's and Python's
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            names_place = isinstance(self.rows, JsonRows)
+            files = [] if names_place else list(self.sizes)
+            reason = self._lost() or fault_in(files) or first_line(error)
+            raise BadData(f"{self.path}, after {number:,} rows: {reason}\nhint: {_HINT}") from error
+        if (lost := self._lost()) is not None:
+            raise BadData(f"{self.path}, after {number:,} rows: {lost}\nhint: {_HINT}")
+
+    def _lost(self) -> str | None:
+        """Names a file that is gone or shorter than before, whose rows would be missing silently."""
+        for name, size in self.sizes.items():
+            path = Path(name)
+            if not path.is_file():
+                return f"{name} is gone"
+            if path.stat().st_size < size:
+                return f"{name} had {size:,} bytes when the run began and has {path.stat().st_size:,} now"
+        return None
+
+
+def fault_in(files: list[str]) -> str | None:
+    """The first file whose content is not of its type, and the place; None if no fault is found in time."""
+    deadline = time.monotonic() + _SEARCH_SECONDS
+    for file in files:
+        path = Path(file)
+        find_fault = _FINDERS.get(path.suffix.lower())
+        try:
+            fault = find_fault(path, deadline) if find_fault is not None else None
+        except OSError as unreadable:
+            fault = unreadable.strerror or first_line(unreadable)
+        except TimeoutError:
+            return None
+        except ValueError as refused:  # whose message names the file
+            return first_line(refused)
+        if fault is not None:
+            return f"{file}, {fault}"
+    return None
+
+
+def _in_json(path: Path, deadline: float) -> str | None:
+    """Also finds a value of another type than before: pyarrow takes a column's type from the first rows."""
+    kinds: dict[str, type] = {}
+    for place, row in json_rows(str(path)):
+        _check_time(deadline)
+        if kinds and row.keys() != kinds.keys():
+            return f"{place} has columns {', '.join(row)}; those before: {', '.join(kinds)}"
+        for name, value in row.items():
+            before = kinds.get(name, type(None))
+            if value is not None and before not in (type(None), type(value)):
+                return f"{place}: {name!r} is {kind_of(value)}, {kind_of(before())} before"
+            kinds[name] = before if value is None else type(value)
+    return None
+
+
+def _in_text(path: Path, deadline: float) -> str | None:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            _check_time(deadline)
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"line {number:,}: byte 0x{line[error.start]:02x} is no UTF-8 text"
+    return None
+
+
+def _in_parquet(path: Path, deadline: float) -> str | None:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            before = 0
+            for group in range(file.num_row_groups):
+                _check_time(deadline)
+                rows = file.metadata.row_group(group).num_rows
+                try:
+                    file.read_row_group(group)
+                except (pyarrow.ArrowException, OSError) as error:
+                    return f"rows {before + 1:,} to {before + rows:,}: {first_line(error)}"
+                before += rows
+    except pyarrow.ArrowInvalid as error:
+        return f"cut off or no Parquet file: {first_line(error)}"
+    return None
+
+
+_FINDERS: dict[str, Callable[[Path, float], str | None]] = {
+    ".jsonl": _in_json,
+    ".json": _in_json,
+    ".txt": _in_text,
+    ".md": _in_text,
+    ".parquet": _in_parquet,
+}
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError
+
+
+# Reads the rows of JSON files; refuses files that would crash or stall the reader of `datasets`.
+
+MOST_LEVELS = 100
+"of nested objects and lists: pyarrow parses recursively, and 200,000 levels crash the process"
+MOST_COLUMNS = 10_000
+"of all rows of a dataset, nested ones included: datasets takes over 200 s for a million"
+_KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number"}
+_BLANKS = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """The rows of several JSON files, pass after pass, each with at least the columns of the first row."""
+
+    files: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        columns, of_first = _Columns(), {}
+        for file in self.files:
+            for _, row in json_rows(file, columns):
+                of_first = of_first or dict.fromkeys(row)
+                yield {**of_first, **row}
+
+
+def json_rows(file: str, columns: "_Columns | None" = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a .jsonl or .json file, each with its place ("line 3"; "row 3" of an array).
+
+    A file holds an object per line, objects over several lines, or an array of objects or texts.
+    Raises ValueError, with a hint, for a value that is not a row, and for more levels or columns than the
+    limits above; `columns` counts towards them.
+    """
+    columns = columns or _Columns()
+    for place, value in _values(file):
+        row = {"text": value} if isinstance(value, str) and place.startswith("row") else value
+        if not isinstance(row, dict):
+            what = f"{place} is {kind_of(row)}, not an object with columns"
+            raise ValueError(f"{file}, {what}\nhint: give each row as {{'text': ...}}")
+        if too_much := columns.add(row):
+            raise ValueError(f"{file}, {place}: {too_much}\nhint: keep only the columns that are trained on")
+        yield place, row
+
+
+def kind_of(value: Any) -> str:
+    return {**_KINDS, float: "a number", type(None): "null"}[type(value)]
+
+
+class _Columns:
+    """All columns that the rows have had so far, each with its nested columns."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.num_names = 0
+
+    def add(self, row: dict[str, Any]) -> str | None:
+        """Add a row's columns; describes a limit that they exceed, if any."""
+        left: list[tuple[dict[str, Any], Any, int]] = [(self.names, row, 1)]
+        while left:
+            names, value, level = left.pop()
+            if level > MOST_LEVELS:
+                return f"more than {MOST_LEVELS} objects or lists inside one another"
+            if isinstance(value, list):
+                left += [(names, each, level + 1) for each in value if isinstance(each, dict | list)]
+                continue
+            for name, each in value.items():
+                if name not in names:
+                    names[name] = {}
+                    self.num_names += 1
+                if isinstance(each, dict | list):
+                    left.append((names[name], each, level + 1))
+            if self.num_names > MOST_COLUMNS:
+                return f"more than {MOST_COLUMNS:,} columns so far"
+        return None
+
+
+def _values(file: str) -> Iterator[tuple[str, Any]]:
+    number = 0
+    with open(file, "rb") as lines:
+        try:
+            for line in lines:
+                number += 1
+                if not line.strip():
+                    continue
+                value = None if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") else _of_line(line)
+                if value is None:
+                    yield from _over_lines((line + lines.read()).decode("utf-8-sig"), number)
+                    return
+                yield f"line {number:,}", value[0]
+            return
+        except RecursionError:
+            reason = f"line {number:,} has too many objects inside one another"
+        except json.JSONDecodeError as error:
+            reason = f"line {number + error.lineno - 1:,}: {error.msg} (column {error.colno})"
+        except UnicodeDecodeError:
+            reason = f"line {number:,}: no UTF-8 text"
+        except ValueError as error:  # a whole number of over 4300 digits
+            reason = f"line {number:,}: {str(error).partition(';')[0]}"
+    raise ValueError(f"{file}, {reason}\nhint: is it well-formed JSON?")
+
+
+def _of_line(line: bytes) -> tuple[Any] | None:
+    """The line's value; None if it continues in the next line, or if another value follows."""
+    try:
+        return (json.loads(line, strict=False),)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(error.doc.rstrip()) or error.msg == "Extra data":
+            return None
+        raise
+
+
+def _over_lines(text: str, line: int) -> Iterator[tuple[str, Any]]:
+    """Values with only blanks between them; for an array, its elements."""
+    decoder = json.JSONDecoder(strict=False)
+    end = 0
+    while (start := _BLANKS.match(text, end).end()) < len(text):
+        line += text.count("\n", end, start)
+        value, end = decoder.raw_decode(text, start)
+        if isinstance(value, list):
+            yield from ((f"row {number:,}", each) for number, each in enumerate(value, start=1))
+        else:
+            yield f"line {line:,}", value
+        line += text.count("\n", start, end)

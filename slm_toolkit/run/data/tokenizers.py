@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slm_toolkit.base.errors import first_line
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.hub import check_hub, is_hub_id
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.run.data.bad_data import first_line
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}"

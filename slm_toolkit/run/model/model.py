@@ -1,24 +1,35 @@
 """Builds the Hugging Face model of a ModelSpec, with random or loaded weights, in the numerics' dtype."""
 
-from contextlib import nullcontext
-from functools import partial
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft and bitsandbytes, where they are
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import set_zero3_state
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import has_weights
-from slm_toolkit.run.kernels.layer_kernels import use_kernels
-from slm_toolkit.run.kernels.optional import use_fp8, use_liger
+from slm_toolkit.run.kernels.layer_kernels import use_fp8, use_kernels, use_liger
 from slm_toolkit.run.model.adapters import add_adapter, quantize
-from slm_toolkit.run.model.attention import transformers_name
-from slm_toolkit.run.model.checkpointing import enable_checkpointing
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
@@ -196,3 +207,174 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
 def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """Parameters that zero3_init_flag did not make in pieces; pieces have the dtype of the JSON."""
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
+
+
+# Registers attention with transformers: SDPA without building a mask, on the backend of the flag.
+
+SDPA_BACKENDS = {
+    "sdpa_math": SDPBackend.MATH,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"values of --attn_implementation; sdpa itself takes the fastest backend that fits"
+_ON_CPU = ("sdpa_math", "sdpa_flash")
+
+
+def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
+    """The name by which transformers knows the attention; registers SDPA and its backends under our names.
+
+    If every layer of `config` attends to all earlier tokens, which batches without padding allow,
+    transformers gets no mask function: to find out whether it needs a mask, it would read position ids off
+    the device in every forward, and the host would wait for the GPU. `documents_apart`: sequences hold
+    several documents that must not see each other, so transformers has to find out.
+    Raises ValueError if this machine's PyTorch has no such backend for training.
+    """
+    if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
+        return kernel
+    if kernel in SDPA_BACKENDS and kernel not in _ON_CPU and not torch.cuda.is_available():
+        raise ValueError(f"--attn_implementation {kernel} needs a GPU\nhint: a CPU has {', '.join(_ON_CPU)}")
+    if kernel == "sdpa_flash" and documents_apart and torch.cuda.is_available():
+        raise ValueError(
+            "--attn_implementation sdpa_flash takes no mask on a GPU, which keeps packed documents apart\n"
+            "hint: sdpa, or flash_attention_2"
+        )
+    backend = SDPA_BACKENDS.get(kernel)
+    # with "flash" in the name, transformers would look for a package
+    name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"
+    if documents_apart or _has_windows(config):
+        name = f"masked_{name}"
+        AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(name, partial(_attention, backend))
+    return name
+
+
+def _has_windows(config: PretrainedConfig) -> bool:
+    """Whether some layers see only a part of the sequence."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
+
+
+def _attention(backend: SDPBackend | None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    held: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
+    with held:
+        return sdpa_attention_forward(*args, **kwargs)
+
+
+# Activation checkpointing: backward recomputes some decoder layers, or some operators in them.
+
+# torchtitan's policy: https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/activation_checkpoint.py
+_MATMULS = ("aten::mm", "aten::addmm", "aten::linear")  # a linear layer: without bias, with, or whole
+_ALWAYS_SAVED = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "flash_attn::_flash_attn_forward",
+    "flex_attention",
+    "_c10d_functional::reduce_scatter_tensor",
+)
+
+
+def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -> None:
+    """Let backward recompute activations, as `--gradient_checkpointing` says.
+
+    full: everything in every decoder layer but its input. selective_layer: everything in every second layer,
+    the second, the fourth, ... as torchtitan counts. selective_op: in every layer everything but its input
+    and the results of attention and of every second matrix product: query, value, gate and down are saved;
+    key, output and up are recomputed. (Backward does not need down's result; torchtitan saves it, too.)
+    """
+    if mode == "none":
+        return
+    contexts = _contexts_for_compiler if compiled else _contexts
+    options = {"context_fn": contexts} if mode == "selective_op" else {}
+    for number, layer in enumerate(model.model.layers, start=1):
+        if mode != "selective_layer" or number % 2 == 0:
+            layer.forward = _checkpointed(layer.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A layer's forward that backward recomputes, inside of torch.compile's and the engine's hooks.
+
+    transformers 5.17 puts its own checkpoint outside of them, where compiled layers can't choose operators
+    ("Tensor cached during selective activation checkpoint has been mutated"). This is a function, since
+    torch.compile does not look into a partial of `checkpoint`.
+    """
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    return checkpointed
+
+
+def _contexts() -> tuple["_Save", "_Replay"]:
+    """Two contexts, for a layer's forward and for its recomputation.
+
+    PyTorch's own pair requires the same operators in both. Under ZeRO-3 a layer's forward also gathers
+    parameters, more in one than in the other, and PyTorch's pair fails.
+    """
+    results: deque[Any] = deque()
+    return _Save(results), _Replay(results)
+
+
+def _contexts_for_compiler() -> tuple[Any, Any]:
+    """PyTorch's own pair, the only one from which torch.compile learns what to save."""
+    # by whether it is the recomputation, for which torch 2.13 does not call the policy
+    is_saved = {False: _policy(), True: _policy()}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = is_saved[context.is_recompute](op)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _policy() -> Callable[[Any], bool]:
+    """A function that decides whether to save an operator's result; call it for all operators in order."""
+    num_matmuls = 0
+
+    def is_saved(op: Any) -> bool:
+        nonlocal num_matmuls
+        name = op.name().partition(".")[0]  # without its overload
+        if name in _MATMULS:
+            num_matmuls += 1
+            return num_matmuls % 2 == 1
+        return name in _ALWAYS_SAVED
+
+    return is_saved
+
+
+class _Save(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self.results, self.is_saved = results, _policy()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changes = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
+        if changes:  # in place, as DeepSpeed's linear layer adds its bias
+            self._keep(args[0])
+        result = op(*args, **(kwargs or {}))
+        if self.is_saved(op):  # detached, since the tensor itself is about to join autograd's graph
+            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        return result
+
+    def _keep(self, changing: torch.Tensor) -> None:
+        """Replace a saved result that is about to change by a copy."""
+        memory = changing.untyped_storage()._cdata
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata == memory else tensor
+
+        for number, result in enumerate(self.results):
+            self.results[number] = tree_map_only(torch.Tensor, kept, result)
+
+
+class _Replay(TorchDispatchMode):
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self.results, self.is_saved = results, _policy()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.results.popleft() if self.is_saved(op) else op(*args, **(kwargs or {}))

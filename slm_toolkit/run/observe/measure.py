@@ -1,4 +1,4 @@
-"""Seconds per step, peak memory, gradients and training state of one rank."""
+"""Seconds per step, peak memory, gradients and training state of one rank, and the profile of its steps."""
 
 import ctypes
 import gc
@@ -7,14 +7,17 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
@@ -277,3 +280,45 @@ def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
     """The master weights of stage 3, or of stages 1 and 2; empty under stage 0."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])
+
+
+TRACE_FILE = "trace-rank{rank}.json.gz"
+PROFILED_STEPS = 3
+PROFILER_STEPS = 1 + PROFILED_STEPS  # the profiler warms up in the first, which is not in the trace
+
+
+def profile_steps(step: Callable[[], object], folder: Path, accelerator: Accelerator) -> Anatomy | None:
+    """Call `step` PROFILER_STEPS times under torch.profiler. Every rank must, so that all are slowed alike:
+    profiled steps show shares of time, not rates.
+
+    Writes a trace of each rank into `folder`; https://ui.perfetto.dev opens it. None on a GPU whose driver
+    shows no kernels, for example where only administrators may profile.
+    """
+    path = folder / TRACE_FILE.format(rank=accelerator.process_index)
+    has_gpu = torch.cuda.is_available()
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])],
+        schedule=schedule(wait=0, warmup=1, active=PROFILED_STEPS, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+        record_shapes=False,
+        with_stack=False,
+        acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
+    )
+    engine = deepspeed_engine(accelerator)
+    if engine is not None:  # it steps inside backward, and torch names only Adam's part of the step
+        zero_step = engine.optimizer.step
+
+        def named_step(*arguments: Any, **options: Any) -> Any:
+            with torch.profiler.record_function("phase:optimizer"):
+                return zero_step(*arguments, **options)
+
+        engine.optimizer.step = named_step
+    profiler.start()
+    for _ in range(PROFILER_STEPS):
+        step()
+        if has_gpu:
+            torch.cuda.synchronize()
+        profiler.step()  # the last one writes the trace
+    profiler.stop()
+    anatomy = anatomy_of(read_trace(path))
+    return None if has_gpu and anatomy.device != "cuda" else anatomy

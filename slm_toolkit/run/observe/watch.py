@@ -12,7 +12,6 @@ from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.observe.live_settings import optimizer_settings
 from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
 from slm_toolkit.run.observe.measure import (
     GradientCounter,
@@ -23,7 +22,7 @@ from slm_toolkit.run.observe.measure import (
     reset_peak_memory,
     state_bytes,
 )
-from slm_toolkit.run.observe.probe import NumericsProbe
+from slm_toolkit.run.observe.probe import NumericsProbe, optimizer_settings
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 MOST_PROBED_STEPS = 5

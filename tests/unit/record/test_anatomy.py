@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from torch.profiler import record_function
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.report.tables.step_breakdown import PARTS, anatomy_table
-from slm_toolkit.run.observe.profile import PROFILED_STEPS, PROFILER_STEPS, StepProfiler
+from slm_toolkit.run.observe.measure import PROFILED_STEPS, TRACE_FILE, profile_steps
 
 MAIN, AUTOGRAD, GLOO = 1, 2, 3  # threads
 
@@ -276,10 +277,8 @@ def test_bars_share_one_scale() -> None:
 def test_a_real_model_is_profiled_and_the_trace_adds_up(tmp_path: Path) -> None:
     model = torch.nn.TransformerEncoderLayer(64, 2, dropout=0.0, batch_first=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    path = tmp_path / "trace.json.gz"
-    profiler = StepProfiler(path)
-    profiler.start()
-    for _ in range(PROFILER_STEPS):
+
+    def step() -> None:
         with record_function("phase:data"):
             inputs = torch.randn(4, 32, 64)
         with record_function("phase:forward"):
@@ -289,11 +288,15 @@ def test_a_real_model_is_profiled_and_the_trace_adds_up(tmp_path: Path) -> None:
         with record_function("phase:optimizer"):
             optimizer.step()
             optimizer.zero_grad()
-        profiler.step()
-    anatomy = profiler.stop()
+
+    anatomy = profile_steps(step, tmp_path, Accelerator(cpu=True))
 
     assert (anatomy.num_steps, anatomy.device) == (PROFILED_STEPS, "cpu")
-    steps = [event["dur"] for event in read_trace(path) if event["name"].startswith("ProfilerStep#")]
+    steps = [
+        event["dur"]
+        for event in read_trace(tmp_path / TRACE_FILE.format(rank=0))
+        if event["name"].startswith("ProfilerStep#")
+    ]
     assert anatomy.step_seconds == pytest.approx(sum(steps) / len(steps) / 1e6, rel=1e-6)
     busy = ("matmul", "attention", "other_compute", "optimizer", "data", "idle")
     assert all(getattr(anatomy, f"{part}_seconds") > 0 for part in busy)

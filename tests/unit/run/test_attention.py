@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
 from slm_toolkit.record.step_breakdown import read_trace
-from slm_toolkit.run.model.attention import transformers_name
-from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.model.model import build_model, transformers_name
 
 
 def gradients(kernel: str) -> torch.Tensor:

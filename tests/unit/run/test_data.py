@@ -11,8 +11,7 @@ import torch
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.synthetic import MarkovTokens
+from slm_toolkit.run.data.data import MarkovTokens, load_data
 from slm_toolkit.run.data.tokenizers import load_tokenizer
 
 SPEC = PRESETS["slm-1m"]

@@ -18,9 +18,8 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
 from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, use_kernels
 from slm_toolkit.run.kernels.loss_kernels import LossHead, chunk_rows, fused_logits_loss
-from slm_toolkit.run.model.checkpointing import enable_checkpointing
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.model.model import build_model
+from slm_toolkit.run.model.model import build_model, enable_checkpointing
 
 ALL = {
     **{"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"},

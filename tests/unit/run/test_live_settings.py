@@ -13,8 +13,8 @@ from slm_toolkit.record.parity import settings_not_as_asked
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.run.after_step import weights_of_ranks
 from slm_toolkit.run.model.model import build_model
-from slm_toolkit.run.observe.live_settings import model_settings, named, optimizer_settings
 from slm_toolkit.run.observe.measure import gradient_norms
+from slm_toolkit.run.observe.probe import model_settings, named, optimizer_settings
 
 CONFIG = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
 GROUP = "lr {:g}, betas 0.9 0.95, eps 1e-08, decay {}"

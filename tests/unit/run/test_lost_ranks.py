@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slm_toolkit.run.faults import lost_ranks
-from slm_toolkit.run.faults.lost_ranks import LocalRanks, Stall, explain
+from slm_toolkit.run.faults import watchdog as lost_ranks
+from slm_toolkit.run.faults.watchdog import LocalRanks, Stall, explain
 from slm_toolkit.run.peers.peer_store import Board
 
 

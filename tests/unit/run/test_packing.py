@@ -10,9 +10,8 @@ from conftest import ROOT, launch, record_under
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.batches import model_inputs
-from slm_toolkit.run.data.data import Data, load_data
+from slm_toolkit.run.data.data import Data, columns_of, fill, load_data
 from slm_toolkit.run.data.formats import Document
-from slm_toolkit.run.data.packing import columns_of, fill
 from slm_toolkit.run.kernels.loss_kernels import token_losses
 from slm_toolkit.run.model.model import build_model
 

@@ -5,7 +5,7 @@ import torch
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.run.data.synthetic import CopiedPhrases
+from slm_toolkit.run.data.data import CopiedPhrases
 from slm_toolkit.run.model.model import build_model, check_attention
 
 TOKENS = CopiedPhrases(vocab_size=250, seq_len=64, num_sequences=10, seed=3)

@@ -1,1 +1,0 @@
-"""Rehearsals: one process plays rank 0 of many."""
