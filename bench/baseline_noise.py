@@ -21,9 +21,9 @@ from rich.table import Table
 
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.baseline import changes
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.report.stats import throughput
+from slm_toolkit.report.tables.baseline import changes
 
 SLOW_DOWN = """
 import importlib.abc, importlib.util, sys, time

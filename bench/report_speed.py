@@ -38,7 +38,7 @@ PARTS = {  # what `slm report` does, by the functions that do it
     "rows, with estimates": ("slm_toolkit.report.rows", "row_of"),
     "of those, estimates": ("slm_toolkit.report.rows", "estimate_of"),
     "of those, statistics": ("slm_toolkit.report.rows", "throughput"),
-    "ranking": ("slm_toolkit.report.ranking", "ranked"),
+    "ranking": ("slm_toolkit.report.rows", "ranked"),
     "table": ("slm_toolkit.report.tables.comparison", "comparison_table"),
 }
 

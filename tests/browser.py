@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.report.charts.images import find_browser
+from slm_toolkit.report.charts.files import find_browser
 
 _START_SECONDS = 60
 _ALONE = (  # without a window and without asking anybody; root, as in containers, has no sandbox

@@ -10,7 +10,7 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.step_breakdown import Anatomy
-from slm_toolkit.report.charts.images import find_browser
+from slm_toolkit.report.charts.files import find_browser
 
 ENGINES = {  # strategy: engine, ZeRO stage, reshard after forward, share of DDP's rate
     "ddp": ("ddp", None, None, 1.0),

@@ -41,10 +41,9 @@ def print_probe(args: argparse.Namespace) -> int:
 
 
 def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
-    from slm_toolkit.compare.probe_network import num_ranks_to_probe, probe_network
+    from slm_toolkit.compare.probe_network import network_table, num_ranks_to_probe, probe_network
     from slm_toolkit.compare.supervisor import locked
     from slm_toolkit.hardware.gpus import this_machine
-    from slm_toolkit.report.tables.network import network_table
 
     console = Console(stderr=True)
     output = Path(args.output_dir or RunConfig.output_dir) / NETWORK_FILE

@@ -111,7 +111,7 @@ def add_report_to(parser: argparse.ArgumentParser) -> None:
 
 def check_report_to(args: argparse.Namespace) -> None:
     """Raises ValueError for a tracker that is not installed."""
-    from slm_toolkit.report.trackers import TRACKERS, check_installed
+    from slm_toolkit.report.tables.export import TRACKERS, check_installed
 
     if args.report_to in TRACKERS:
         check_installed(args.report_to)
@@ -121,7 +121,7 @@ def track_rows(
     rows: dict[str, "Row"], records: list[tuple[Path, RunRecord]], args: argparse.Namespace
 ) -> None:
     """Each labelled row as a run; says on stderr how to look at them."""
-    from slm_toolkit.report.trackers import TRACKERS, track, tracked_run
+    from slm_toolkit.report.tables.export import TRACKERS, track, tracked_run
 
     if args.report_to not in TRACKERS:  # `slm compare` knows all of accelerate's
         known = ", ".join(TRACKERS)
@@ -194,10 +194,8 @@ def print_records(
     memory that was followed.
     """
     from slm_toolkit.record.step_breakdown import Anatomy
-    from slm_toolkit.report.baseline import changes
-    from slm_toolkit.report.tables.baseline import baseline_table
-    from slm_toolkit.report.tables.comparison import comparison_table
-    from slm_toolkit.report.tables.details import dataset_table, has_several, phase_table
+    from slm_toolkit.report.tables.baseline import baseline_table, changes
+    from slm_toolkit.report.tables.comparison import comparison_table, dataset_table, has_several, phase_table
     from slm_toolkit.report.tables.export import json_rows
     from slm_toolkit.report.tables.step_breakdown import anatomy_table
 
@@ -255,8 +253,7 @@ def print_records(
 
 def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
     """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
-    from slm_toolkit.report.ledger import ledger_of, summaries
-    from slm_toolkit.report.tables.ledger import ledger_table
+    from slm_toolkit.report.tables.ledger import ledger_of, ledger_table, summaries
 
     entries, left_out = ledger_of(records)
     for line in left_out:
@@ -284,8 +281,7 @@ def rows_of(
     `searches`: by record, how the batch of it was found to be the largest. `problems`: takes a line for each
     record that can't be shown, since it holds numbers that no run wrote.
     """
-    from slm_toolkit.report.ranking import ranked
-    from slm_toolkit.report.rows import row_of
+    from slm_toolkit.report.rows import ranked, row_of
 
     parities = judge([record for _, record in records], loss_tolerance=args.parity_tolerance)
     launches: dict[tuple[str, str], list[int]] = {}
@@ -347,7 +343,7 @@ def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
 def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
     if not judged:
         return row
-    from slm_toolkit.report.ranking import with_values
+    from slm_toolkit.report.rows import with_values
 
     worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
     return with_values(

@@ -18,8 +18,16 @@ from slm_toolkit.recommend.ranking import (
     reason_of,
     score_of,
 )
-from slm_toolkit.report.tables.cells import DASH, gib, percent, rate, setting
-from slm_toolkit.report.tables.fitted import Column, columns_that_fit, table_of
+from slm_toolkit.report.tables.fitted import (
+    DASH,
+    Column,
+    columns_that_fit,
+    gib,
+    percent,
+    rate,
+    setting,
+    table_of,
+)
 
 _NETWORK = {
     "measured": "what --network measured",

@@ -11,8 +11,7 @@ from rich.text import Text
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.bottleneck import misaligned_widths
-from slm_toolkit.report.tables.cells import DASH, dollars, percent, rate
-from slm_toolkit.report.tables.fitted import fix_width
+from slm_toolkit.report.tables.fitted import DASH, dollars, fix_width, percent, rate
 from slm_toolkit.study.answers import SERIES_WORDS, thousands
 from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, Best
 from slm_toolkit.study.comparison import PAPER_NUMERICS, Comparison, figure_errors

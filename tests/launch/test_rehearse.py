@@ -16,8 +16,7 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, MemoryTimeline, Segment, read_segments, write_timeline
 from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.report.ranking import ranked
-from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.tables.memory import memory_chart, memory_picture
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy

@@ -23,7 +23,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.recommend.launch_files import write_launch
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import run_name_of
-from slm_toolkit.report.trackers import TRACKERS, TrackedRun
+from slm_toolkit.report.tables.export import TRACKERS, TrackedRun
 from slm_toolkit.strategy.strategy import find_strategy
 
 SOURCES = sorted((ROOT / "slm_toolkit").rglob("*.py"))

@@ -31,7 +31,7 @@ ABOVE_SATELLITES = {
     "recommend": {"recommend"},
     "doctor": {"doctor", "before_launch"},
     "convert": {"convert"},
-    "study": {"study"},
+    "study": {"report"},
 }
 "by satellite, the files of cli that import it: nothing else of the package does"
 

@@ -8,7 +8,7 @@ from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.memory.gpu import STATE
 from slm_toolkit.record.memory_timeline import PARTS as TRACED_PARTS
-from slm_toolkit.report.charts.figure import (
+from slm_toolkit.report.charts.figures import (
     Bar,
     Figure,
     Panel,
@@ -20,8 +20,8 @@ from slm_toolkit.report.charts.figure import (
     strategy_colour,
     strategy_symbol,
 )
-from slm_toolkit.report.ledger import COUNTED_STATE, LedgerEntry
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.tables.ledger import COUNTED_STATE, LedgerEntry
 from slm_toolkit.report.tables.memory import PARTS, MemoryPicture, size_text
 
 UNTOLD = "not told apart"

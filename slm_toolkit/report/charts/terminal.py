@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.cells import dollars, gib, rate
+from slm_toolkit.report.tables.fitted import dollars, gib, rate
 
 _STYLES = ("blue", "yellow", "red", "green", "magenta", "cyan", "bright_blue", "bright_yellow")
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # Unicode 6.0, Braille Patterns: by column, row

@@ -1,14 +1,152 @@
-"""Changes since a baseline: a table and a verdict."""
+"""What changed since earlier records of the same runs: slower, bigger or less accurate, beyond noise."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.report.baseline import Change
-from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.cells import rate
-from slm_toolkit.report.tables.fitted import Column, columns_that_fit, table_of
+from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
+from slm_toolkit.record.run_record import finite
+from slm_toolkit.report.rows import Row, num_asked_otherwise
+from slm_toolkit.report.stats import overlap
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, rate, table_of
+
+MEMORY_TOLERANCE = 0.01
+"of a GPU's peak allocated bytes, which repeat to the byte where the allocations do"
+PROCESS_MEMORY_TOLERANCE = 0.05
+"of a CPU process's peak resident bytes, which depend on what else the system does"
+STATE_TOLERANCE = 0.001
+"of the training state's bytes, which are exact: a rank's share may be padded otherwise"
+_NOT_PART_OF_THE_RUN = frozenset(  # what is timed and held is the same with other values of these
+    ("max_steps", "profile", "timing_warmup_steps", "save_steps")
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One run now and in the baseline. A ratio is now over then; None where one of them is unknown."""
+
+    strategy: str
+    tokens_per_second_then: float | None
+    tokens_per_second_now: float | None
+    speed_ratio: float | None
+    speed: str
+    "tie, slower, faster or unknown"
+    memory_ratio: float | None
+    "of peak memory, or of the training state where that says more"
+    memory: str
+    "same, bigger, smaller or unknown"
+    max_loss_difference: float | None
+    losses: str
+    "same, differ or unknown"
+    status: str
+    "ok, or what went wrong since: `ok -> oom`"
+    record_now: str
+    record_then: str
+
+    @property
+    def is_regression(self) -> bool:
+        worse = self.speed == "slower" or self.memory == "bigger" or self.losses == "differ"
+        return worse or self.status not in ("ok", "mended")
+
+
+def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
+    """Each run of `now` that the baseline has too, and those that it lacks.
+
+    Two runs are the same if model, strategy, GPU (without one: CPU), ranks, the allocator where both say it,
+    and every flag are; versions may differ. Of several in the baseline the most alike counts, of those the
+    newest.
+    """
+    found, missing = [], []
+    then = sorted(then, key=lambda row: row.started_at, reverse=True)
+    for row in now:
+        alike = [other for other in then if _same_run(row, other)]
+        earlier = min(alike, key=lambda other: num_asked_otherwise(row, other), default=None)
+        if earlier is None:
+            missing.append(row)
+        else:
+            found.append(_change(row, earlier))
+    return found, missing
+
+
+def _same_run(row: Row, other: Row) -> bool:
+    names = ("model", "strategy", "gpu", "evidence")
+    names += () if row.gpu or row.is_rehearsed else ("cpu",)
+    known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
+    or_unknown = ("world_size", "num_machines", "allocator")
+    pairs = [(getattr(row, name), getattr(other, name)) for name in or_unknown]
+    return (
+        all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
+        and all(getattr(row, name) == getattr(other, name) for name in names)
+        and all(row.asked[name] == other.asked[name] for name in known)
+    )
+
+
+def _change(row: Row, earlier: Row) -> Change:
+    speed_ratio = _ratio(row.tokens_per_second, earlier.tokens_per_second)
+    memory, memory_ratio = _memory(row, earlier)
+    difference = _loss_difference(row, earlier)
+    status = "ok"
+    if row.status != earlier.status:
+        status = "mended" if row.status == "ok" else f"{earlier.status} -> {row.status}"
+    tolerance = ALIKE[precision_of(row.asked)].at(PARITY_STEPS).loss
+    return Change(
+        strategy=row.strategy,
+        tokens_per_second_then=earlier.tokens_per_second,
+        tokens_per_second_now=row.tokens_per_second,
+        speed_ratio=speed_ratio,
+        speed="unknown" if speed_ratio is None else _speed(row, earlier, speed_ratio),
+        memory_ratio=memory_ratio,
+        memory=memory,
+        max_loss_difference=None if difference is None else finite(difference),
+        losses="unknown" if difference is None else "differ" if difference > tolerance else "same",
+        status=status,
+        record_now=row.record,
+        record_then=earlier.record,
+    )
+
+
+def _speed(row: Row, earlier: Row, ratio: float) -> str:
+    if overlap(row.interval, earlier.interval):
+        return "tie"
+    return "faster" if ratio > 1 else "slower"
+
+
+def _memory(row: Row, earlier: Row) -> tuple[str, float | None]:
+    """Peak memory and the training state, each with its own tolerance; what is worse is told."""
+    peaks = [item.peak_bytes for item in (row, earlier)]
+    states = [sum((item.state_bytes_per_rank or {}).values()) or None for item in (row, earlier)]
+    tolerance = MEMORY_TOLERANCE if row.gpu or row.is_rehearsed else PROCESS_MEMORY_TOLERANCE
+    verdicts = [
+        (_size(ratio, allowed), ratio)
+        for ratio, allowed in ((_ratio(*peaks), tolerance), (_ratio(*states), STATE_TOLERANCE))
+        if ratio is not None
+    ]
+    order = ("bigger", "smaller", "same")
+    return min(verdicts, key=lambda verdict: order.index(verdict[0]), default=("unknown", None))
+
+
+def _size(ratio: float, tolerance: float) -> str:
+    return "bigger" if ratio > 1 + tolerance else "smaller" if ratio < 1 - tolerance else "same"
+
+
+def _loss_difference(row: Row, earlier: Row) -> float | None:
+    """Over the first steps, before training lets rounding grow; None for another learning rate schedule.
+
+    Infinite for a loss that is no number at any step and was one.
+    """
+    pairs = list(zip(row.losses, earlier.losses, strict=False))
+    if not pairs or row.max_steps != earlier.max_steps or len(row.losses) != len(earlier.losses):
+        return None
+    if any(now is None and then is not None for now, then in pairs):
+        return float("inf")
+    return max((abs(now - then) for now, then in pairs[:PARITY_STEPS] if then is not None), default=None)
+
+
+def _ratio(now: float | None, then: float | None) -> float | None:
+    return None if now is None or not then else now / then
+
 
 _STYLES = {"slower": "red", "bigger": "red", "differ": "red", "faster": "green", "smaller": "green"}
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS
 from slm_toolkit.record.run_record import FP32_REFERENCE
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.cells import DASH, dollars, gib, loss, rate, setting
-from slm_toolkit.report.tables.fitted import Column
+from slm_toolkit.report.tables.fitted import DASH, Column, dollars, gib, loss, rate, setting
 
 _FACTS = {
     "evidence": "evidence",

@@ -1,5 +1,6 @@
-"""The comparison of runs: a table, its heading and its notes."""
+"""The comparison of runs: a table, its heading and notes; below it datasets' losses and steps' phases."""
 
+import math
 import re
 
 from rich.console import Group, RenderableType
@@ -8,7 +9,15 @@ from rich.text import Text
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
-from slm_toolkit.report.tables.fitted import columns_that_fit, left_out_note, table_of
+from slm_toolkit.report.tables.fitted import (
+    DASH,
+    Column,
+    columns_that_fit,
+    left_out_note,
+    loss,
+    milliseconds,
+    table_of,
+)
 
 _ALWAYS_ABOVE = (
     *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -129,3 +138,48 @@ def _warnings(rows: list[Row]) -> list[Text]:
         others = f" (and the like, {len(found)} times in {len(rows)} rows)" if len(found) > 1 else ""
         lines.append(Text(f"{', '.join(names)}: {max(text for _, text in found)}{others}", style="yellow"))
     return lines
+
+
+# The losses of each dataset, and the phases of a step, as rich tables below the comparison.
+
+
+def has_several(row: Row) -> bool:
+    """Whether a run mixed datasets, or was evaluated on several."""
+    return len(row.final_loss_by_dataset) > 1 or len(row.final_eval_losses) > 1
+
+
+def dataset_table(rows: dict[str, Row]) -> RenderableType:
+    """Lines for each labelled row: its datasets' last training losses, its held-out sets' losses."""
+    lines = [
+        (label, name, row.final_loss_by_dataset.get(name), row.final_eval_losses.get(name))
+        for label, row in rows.items()
+        for name in dict.fromkeys([*row.final_loss_by_dataset, *row.final_eval_losses])
+    ]
+    columns = [
+        Column("run", [label for label, *_ in lines], justify="left"),
+        Column("dataset", [name for _, name, _, _ in lines], justify="left"),
+        Column("last training\nloss", [loss(trained) for _, _, trained, _ in lines]),
+        Column("held-out\nloss", [loss(held_out) for *_, held_out in lines]),
+        Column("held-out\nperplexity", [_perplexity(held_out) for *_, held_out in lines]),
+    ]
+    return Group(Text("losses by dataset", style="bold"), table_of(columns))
+
+
+def _perplexity(held_out_loss: float | None) -> str:
+    return DASH if held_out_loss is None else f"{math.exp(min(held_out_loss, 50)):.4g}"
+
+
+PHASES = ("step", "data", "forward", "backward", "optimizer")
+
+
+def phase_table(rows: dict[str, Row]) -> RenderableType:
+    """A line for each labelled row: the mean over the timed steps of the slowest rank."""
+    columns = [Column("strategy", list(rows), justify="left")]
+    for name in PHASES:
+        cells = [milliseconds((row.phase_seconds or {}).get(name)) for row in rows.values()]
+        columns.append(Column(f"{name}\nms", cells))
+    notes = []
+    if any(row.engine == "deepspeed" for row in rows.values()):
+        note = "DeepSpeed steps inside backward: only its whole steps compare with the others'"
+        notes.append(Text(note, style="dim"))
+    return Group(Text("phases of a step, not profiled", style="bold"), table_of(columns), *notes)

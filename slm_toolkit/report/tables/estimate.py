@@ -10,8 +10,18 @@ from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, R
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
 from slm_toolkit.predict.memory.gpu import STATE
-from slm_toolkit.report.tables.cells import DASH, dollars, gib, percent, rate, setting
-from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
+from slm_toolkit.report.tables.fitted import (
+    DASH,
+    Column,
+    columns_that_fit,
+    dollars,
+    gib,
+    left_out_note,
+    percent,
+    rate,
+    setting,
+    table_of,
+)
 
 _BAR_WIDTH = 40
 _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}

@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.record.memory_timeline import OF_MODULES, Segment
-from slm_toolkit.report.tables.cells import DASH
-from slm_toolkit.report.tables.fitted import Column, table_of
+from slm_toolkit.report.tables.fitted import DASH, Column, table_of
 
 
 @dataclass(frozen=True)

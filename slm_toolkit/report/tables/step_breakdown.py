@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.record.step_breakdown import Anatomy
-from slm_toolkit.report.tables.cells import milliseconds
-from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, table_of
+from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_note, milliseconds, table_of
 
 
 @dataclass(frozen=True)

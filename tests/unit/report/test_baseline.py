@@ -10,8 +10,8 @@ from conftest import Comparison, made_record, slm
 
 from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.baseline import Change, changes
 from slm_toolkit.report.rows import row_of
+from slm_toolkit.report.tables.baseline import Change, changes
 
 
 def change(now: RunRecord, then: RunRecord) -> Change:

@@ -12,8 +12,7 @@ from pyarrow import parquet
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
-from slm_toolkit.report.ranking import ranked
-from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables import fitted
 from slm_toolkit.report.tables.export import latex_text, markdown_text
 
@@ -172,9 +171,11 @@ def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
 def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from slm_toolkit.report import ranking
+    from slm_toolkit.report import rows as report_rows
 
-    monkeypatch.setattr(ranking, "num_asked_otherwise", lambda row, other: pytest.fail("held against all"))
+    monkeypatch.setattr(
+        report_rows, "num_asked_otherwise", lambda row, other: pytest.fail("held against all")
+    )
     probed = {"compute_dtype": "bfloat16"}
     made = [
         made_record(strategy="ddp", numerics=probed),

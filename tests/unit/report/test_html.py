@@ -13,7 +13,7 @@ from made_records import made, needs_browser, write_records
 from slm_toolkit.cli.report import panels_of
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
-from slm_toolkit.report.charts.html import html_page
+from slm_toolkit.report.charts.files import html_page
 from slm_toolkit.report.rows import row_of
 
 NUM_RECORDS = 200

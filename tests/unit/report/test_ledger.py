@@ -13,10 +13,9 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.run_record import RunRecord, everything_asked, model_facts
-from slm_toolkit.report.ledger import LedgerEntry, ledger_of, summaries
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.rows import row_of
-from slm_toolkit.report.tables.ledger import ledger_table
+from slm_toolkit.report.tables.ledger import LedgerEntry, ledger_of, ledger_table, summaries
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 SMALL = PRESETS["slm-1m"]  # 951,424 parameters

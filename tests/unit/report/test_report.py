@@ -14,8 +14,7 @@ from slm_toolkit.hardware.gpus import find_gpu, gpus
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.files import find_records, read_record, write_record
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.ranking import ranked
-from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables.comparison import comparison_table, heading
 
 

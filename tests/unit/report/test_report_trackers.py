@@ -14,7 +14,7 @@ from conftest import made_record, slm
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import row_of
-from slm_toolkit.report.trackers import TRACKERS, check_installed, track, tracked_run
+from slm_toolkit.report.tables.export import TRACKERS, check_installed, track, tracked_run
 
 LOSSES = [4.0 - step / 16 for step in range(33)]
 "exact in fp32, which is what TensorBoard stores"
@@ -141,7 +141,7 @@ def test_wandb_writes_its_offline_runs(runs: Path) -> None:
 
 @pytest.mark.parametrize("tracker", list(TRACKERS))
 def test_a_tracker_that_is_not_installed_is_named(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slm_toolkit.report.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("slm_toolkit.report.tables.export.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"{tracker} is not installed\nhint: pip install {tracker}"):
         check_installed(tracker)
 

@@ -8,8 +8,7 @@ from conftest import made_record
 
 from slm_toolkit.cli.output import labels
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.ranking import ranked
-from slm_toolkit.report.rows import Row, row_of
+from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, throughput
 
 
