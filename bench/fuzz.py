@@ -466,7 +466,7 @@ def _read_dataset_names(data: bytes, folder: Path) -> None:
 
 
 def _read_slurm(data: bytes, folder: Path) -> None:
-    from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
+    from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 
     options, _, template = data.partition(b"\n")
     path = _write(folder, "slurm.sh", template or SLURM_TEMPLATE.read_bytes())

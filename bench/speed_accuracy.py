@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 
 from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
-from slm_toolkit.study.published import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
+from slm_toolkit.study.comparison import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
 
 PAPER_CONSTANTS = (
     *("misaligned_share.ampere", "misaligned_share.hopper", "eager_slowdown", "score_bytes", "layer_seconds"),

@@ -19,8 +19,7 @@ if _COLLECTS := gc.isenabled():
 
 # isort: split
 from slm_toolkit.base.interrupts import end_at_once
-from slm_toolkit.launch.launcher_gone import end_with_launcher
-from slm_toolkit.launch.python_environment import leave_out_working_folder
+from slm_toolkit.launch.processes import end_with_launcher, leave_out_working_folder
 
 if __name__ == "__main__":
     end_with_launcher()

@@ -10,9 +10,8 @@ import yaml
 from planted_faults import HYBRID, Planted
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.case import Case, read_files
+from slm_toolkit.doctor.case import Case, Host, read_files
 from slm_toolkit.doctor.finding import REMOVE
-from slm_toolkit.doctor.host import Host
 from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.strategy import config_dir
 

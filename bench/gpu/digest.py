@@ -34,9 +34,8 @@ from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, product_seconds, rates_of
-from slm_toolkit.predict.speed.roofline import LOGIT_BYTES
 from slm_toolkit.predict.speed.software import TODAY, calibrated
-from slm_toolkit.predict.speed.step import optimizer_bytes, step_time
+from slm_toolkit.predict.speed.step import LOGIT_BYTES, optimizer_bytes, step_time
 from slm_toolkit.predict.speed.traffic import transfers
 from slm_toolkit.strategy.strategy import find_strategy
 

@@ -99,3 +99,19 @@ SAYS_DISK_FULL = re.compile(
     r"\[Errno (28|122|27)\]|No space left on device|Disk quota exceeded|os error (28|122|27)\b"
 )
 "the same numbers on Linux, and how C++ and Rust say it"
+
+
+# The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves
+# install from a checkout only (`pip install -e ".[peft]"`).
+PACKAGES = {
+    "figures": "kaleido",
+    "fp8": "torchao",
+    "liger": "liger-kernel",
+    "lm_eval": "lm_eval",
+    "peft": "peft bitsandbytes",
+}
+
+
+def pip_install(extra: str) -> str:
+    """`pip install peft bitsandbytes` of "peft"."""
+    return f"pip install {PACKAGES[extra]}"

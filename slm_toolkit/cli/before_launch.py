@@ -8,10 +8,9 @@ from pathlib import Path
 import yaml
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.doctor.case import Case, Files, read_files
+from slm_toolkit.doctor.case import Case, Files, Host, look_here, read_files
 from slm_toolkit.doctor.examine import examine
 from slm_toolkit.doctor.finding import TRAINS_ALL_THE_SAME, Finding, gravest_first
-from slm_toolkit.doctor.host import Host, look_here
 from slm_toolkit.hardware.gpus import Machine, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path

@@ -26,7 +26,7 @@ from slm_toolkit.cli.output import (
     rows_of,
 )
 from slm_toolkit.compare.grid import PAIRS, PlannedRun
-from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
+from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, every_config, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
@@ -44,10 +44,9 @@ from slm_toolkit.strategy.strategy import (
 )
 
 if TYPE_CHECKING:
-    from slm_toolkit.compare.gpu_slots import Slot
     from slm_toolkit.compare.grid import PlannedRun
-    from slm_toolkit.compare.slurm import SlurmJobs
-    from slm_toolkit.compare.slurm_script import SlurmNodes
+    from slm_toolkit.compare.local import Slot
+    from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
 def add_grid_flags(parser: argparse.ArgumentParser) -> None:
@@ -273,11 +272,11 @@ def _plan(
     args: argparse.Namespace, machine: Machine, nodes: "SlurmNodes | None"
 ) -> tuple[list["PlannedRun"], list["Slot"]]:
     """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
-    from slm_toolkit.compare.gpu_slots import Slot, slots_of
     from slm_toolkit.compare.grid import plan_runs
     from slm_toolkit.compare.largest_batch import flags_of_trials
+    from slm_toolkit.compare.local import Slot, slots_of
     from slm_toolkit.compare.predicted import check_skippable
-    from slm_toolkit.compare.slurm_script import strategy_on_nodes
+    from slm_toolkit.compare.slurm import strategy_on_nodes
 
     given = given_flags(args)
     if given.get("save_final_model") is None:
@@ -339,8 +338,8 @@ def _run(
     """Do what is not done yet, then print the table of all."""
     from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.gpu_slots import run_in_slots
     from slm_toolkit.compare.largest_batch import Search, find_largest_batch
+    from slm_toolkit.compare.local import run_in_slots
     from slm_toolkit.compare.predicted import skipped_record
 
     if jobs is None and not args.force and not args.largest_batch:

@@ -3,8 +3,12 @@
 import argparse
 import json
 import sys
+import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, sites_of
@@ -12,6 +16,7 @@ from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.finding import SEVERITIES, Finding
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
@@ -29,10 +34,9 @@ from slm_toolkit.strategy.strategy import (
 )
 
 if TYPE_CHECKING:
-    from slm_toolkit.doctor.case import Case, Files
+    from slm_toolkit.doctor.case import Case, Files, Host
     from slm_toolkit.doctor.examine import Examined
     from slm_toolkit.doctor.finding import Finding
-    from slm_toolkit.doctor.host import Host
 
 _GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
 _NUM_GPUS = 8
@@ -187,7 +191,7 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
 
 def _host(args: argparse.Namespace) -> "Host":
     """This machine, which is meant unless --gpu names others; its RAM counts where its GPUs are meant."""
-    from slm_toolkit.doctor.host import PACKAGES, look_here
+    from slm_toolkit.doctor.case import PACKAGES, look_here
     from slm_toolkit.hardware.gpus import gpus_here
     from slm_toolkit.hardware.machine import look_at_host_ram
 
@@ -249,10 +253,57 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
 def _print(found: list["Finding"], config: RunConfig) -> None:
     from rich.console import Console
 
-    from slm_toolkit.doctor.show import finding_text
-
     console = Console(markup=False, emoji=False)
     if found:
         console.print(finding_text(found, width=console.width), soft_wrap=True)
     else:
         console.print(f"{config.model}: nothing to say against it")
+
+
+# Findings as text: what it is, why, and the change, wrapped to the width there is.
+
+_STYLE = {"wrong": "bold red", "unwise": "bold yellow", "could be faster": "green"}
+_INDENT = "    "
+
+
+def finding_text(found: list[Finding], *, width: int) -> Text:
+    """All findings, those of one cause and one change together, and how many of each severity.
+
+    Lines break between words only, so that a flag or a path can be copied; print it with `soft_wrap=True`.
+    """
+    text = Text()
+    groups: dict[tuple, list[Finding]] = {}
+    for finding in found:
+        same = (finding.severity, finding.name, finding.why, finding.change, finding.file, finding.key)
+        groups.setdefault(same, []).append(finding)
+    for (severity, name, why, change, file, key), alike in groups.items():
+        for sentence in dict.fromkeys(finding.sentence for finding in alike):
+            text.append_text(_wrapped(f"{severity}: {sentence}  [{name}]", width, style=_STYLE[severity]))
+        if file is not None:
+            text.append(f"{_INDENT}{file}{f': {key}' if key else ''}\n", style="dim")
+        text.append_text(_wrapped(f"why: {why}", width, indent=_INDENT))
+        text.append_text(_wrapped(f"change: {change}", width, indent=_INDENT, style="bold"))
+    text.append(count_line(found), style="bold")
+    return text
+
+
+def count_line(found: list[Finding]) -> str:
+    counts = Counter(finding.severity for finding in found)
+    line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
+    num_mended = sum(finding.is_mended_by_files for finding in found)
+    return line + (f"; --fix mends {num_mended}" if num_mended else "")
+
+
+def _wrapped(words: str, width: int, *, indent: str = "", style: str = "") -> Text:
+    """A paragraph that hangs by `_INDENT`; `style` is of what stands before its first colon."""
+    lines = textwrap.fill(
+        words,
+        width=max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=_INDENT + indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    text = Text(f"{lines}\n")
+    text.stylize(style, 0, len(indent) + words.index(":"))
+    return text

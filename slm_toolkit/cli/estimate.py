@@ -17,7 +17,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
 )
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.memory.coverage import unlike_the_model
+from slm_toolkit.predict.setup.setup import unlike_the_model
 from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked
 from slm_toolkit.strategy.strategy import Strategy
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.launch.accelerate_arguments import arguments_of, option, said_alike
-from slm_toolkit.launch.python_environment import SAFE_PATH, safe_environment
+from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_SECONDS,
     PATIENCE_VARIABLE,

@@ -22,7 +22,7 @@ from slm_toolkit.predict.flag_checks import (
     check_grid,
     model_to_estimate,
 )
-from slm_toolkit.predict.memory.coverage import unlike_the_model
+from slm_toolkit.predict.setup.setup import unlike_the_model
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     Strategy,
@@ -260,7 +260,7 @@ def _recommend(args: argparse.Namespace) -> int:
 
             check_folder(args.write)
         found, left_out = _search(args, jobs, offers, strategies, configs)
-        from slm_toolkit.recommend.ranking import best_plans
+        from slm_toolkit.recommend.plans import best_plans
 
         limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
         ranked = best_plans(found, objective=args.objective, **limits)
@@ -280,9 +280,9 @@ def _recommend(args: argparse.Namespace) -> int:
         if offer.site.price is None
     ]
     if args.json:
-        from slm_toolkit.recommend.plans import row_of
+        from slm_toolkit.recommend.plans import as_json
 
-        print("[" + ",\n ".join(json.dumps(row_of(plan), allow_nan=False) for plan in ranked) + "]")
+        print("[" + ",\n ".join(json.dumps(as_json(plan), allow_nan=False) for plan in ranked) + "]")
     else:
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
         from slm_toolkit.report.tables.fitted import console_of_stdout
@@ -344,8 +344,7 @@ def _search(
     configs: list[RunConfig],
 ) -> tuple[list["Plan"], list[str]]:
     """All plans that fit, and what was left out and why."""
-    from slm_toolkit.recommend.measured_plans import observations_of
-    from slm_toolkit.recommend.plans import search
+    from slm_toolkit.recommend.plans import observations_of, search
 
     observations = observations_of(args.records)
     found, left_out = [], []

@@ -7,9 +7,7 @@ from slm_toolkit.compare.outcome import planned_record
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import estimate
-from slm_toolkit.predict.memory.coverage import unknown_to_estimates
-from slm_toolkit.predict.setup.placement import placement_of
-from slm_toolkit.predict.setup.setup import Setup, config_as_launched
+from slm_toolkit.predict.setup.setup import Setup, config_as_launched, placement_of, unknown_to_estimates
 from slm_toolkit.record.run_record import RunRecord
 
 

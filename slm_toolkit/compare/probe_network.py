@@ -15,7 +15,7 @@ from slm_toolkit.compare.outcome import LOG_FILE, reason_in_log
 from slm_toolkit.compare.supervisor import end_kept, start_kept
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.hardware.network import COLLECTIVES, MeasuredNetwork, bus_bytes_per_second, fit, seconds
-from slm_toolkit.launch.python_environment import safe_environment
+from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.report.tables.fitted import DASH, Column, fix_width, table_of
 from slm_toolkit.strategy.strategy import find_strategy, write_resolved
 

@@ -72,7 +72,7 @@ class Flag:
     excludes: tuple[Excludes, ...] = ()
     excludes_strategies: tuple[ExcludesStrategy, ...] = ()
     extra: str | None = None
-    "the optional packages, as in base/extras.py, that any value but the default needs"
+    "the optional packages, as in base/errors.py, that any value but the default needs"
 
     identity: bool = True
     "whether another value makes another run"

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from slm_toolkit.base.extras import pip_install
+from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.dataset_files import Source, sources_of
 from slm_toolkit.config.flag_metadata import (
     Excludes,

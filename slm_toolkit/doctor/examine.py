@@ -6,21 +6,17 @@ from dataclasses import dataclass
 
 from slm_toolkit.doctor.advice import findings
 from slm_toolkit.doctor.case import Case, located
-from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults
-from slm_toolkit.doctor.environment_faults import environment_faults
+from slm_toolkit.doctor.deepspeed_faults import deepspeed_faults, zero_size_faults
 from slm_toolkit.doctor.finding import Finding, gravest_first, wrong
 from slm_toolkit.doctor.fix import edits_of, mended
 from slm_toolkit.doctor.flag_faults import flag_faults
 from slm_toolkit.doctor.fsdp_faults import fsdp_faults
-from slm_toolkit.doctor.keys import key_faults
-from slm_toolkit.doctor.launch_faults import group_faults, launch_faults, machine_count_faults
-from slm_toolkit.doctor.machine_faults import host_ram_faults, machine_faults
-from slm_toolkit.doctor.zero_sizes import zero_size_faults
+from slm_toolkit.doctor.launch_faults import group_faults, key_faults, launch_faults, machine_count_faults
+from slm_toolkit.doctor.machine_faults import environment_faults, host_ram_faults, machine_faults
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
-from slm_toolkit.predict.memory.coverage import known_to_estimates, unlike_the_model
-from slm_toolkit.predict.setup.setup import Setup, Site
+from slm_toolkit.predict.setup.setup import Setup, Site, known_to_estimates, unlike_the_model
 from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
 
 _CHECKS = {  # with the topic of findings that have none

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from slm_toolkit.base.extras import PACKAGES, pip_install
+from slm_toolkit.base.errors import PACKAGES, pip_install
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.doctor.case import Case, is_count, shown
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, unwise, wrong

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from slm_toolkit.doctor.case import Case, is_count, is_true
+from slm_toolkit.doctor.case import Case, is_count, is_older, is_true
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, unwise, wrong
-from slm_toolkit.doctor.host import is_older
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

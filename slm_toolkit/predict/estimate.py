@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.hardware.network import NODE_NETWORK_SHARE, Cluster
-from slm_toolkit.model.flops import model_flops_utilization
+from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC, DeepSpeedEstimator
 from slm_toolkit.predict.memory.gpu import (
     allocated_band,
@@ -103,7 +103,7 @@ class Estimate:
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
-    "of 6 N + 12 L H S per token; with adapters of 4 N + 6 N_adapters + 12 L H S: `flops.py`"
+    "of 6 N + 12 L H S per token; with adapters of 4 N + 6 N_adapters + 12 L H S"
     bottleneck: str | None
     "one of `predict.speed.step.BOTTLENECKS`"
     inter_node_gbps: float | None

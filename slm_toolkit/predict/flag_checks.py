@@ -9,7 +9,7 @@ from slm_toolkit.config.flag_pairs import Pair, pair_problems
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.coverage import unknown_to_estimates
+from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -111,7 +111,7 @@ def fixed_batch_problems(strategies: list[Strategy]) -> list[str]:
 
 def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_per_node: int) -> list[str]:
     """Shards and copies that don't divide the GPUs."""
-    from slm_toolkit.predict.setup.placement import placement_of
+    from slm_toolkit.predict.setup.setup import placement_of
 
     found = []
     for strategy, count in itertools.product(strategies, num_gpus):

@@ -9,9 +9,9 @@ from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS
 from slm_toolkit.model.from_config import GPT_TYPES
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
-from slm_toolkit.recommend.plans import Plan
-from slm_toolkit.recommend.ranking import (
+from slm_toolkit.recommend.plans import (
     TIE,
+    Plan,
     faster_for_the_same,
     on_the_same_hardware,
     per_hardware,

@@ -2,17 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.hardware.gpus import Gpu
+from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.cost import budget
+from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, Site, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
+from slm_toolkit.record.files import find_records
+from slm_toolkit.record.run_record import RunRecord, spec_of
+from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
+from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
@@ -277,9 +283,173 @@ def _plan(
     )
 
 
-def row_of(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """As JSON: the estimate's keys, then the plan's."""
     own = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     for name in ("estimate", "spec", "config", "strategy", "site"):
         del own[name]
     return {**vars(plan.estimate), **own, "gpu_hours": plan.gpu_hours}
+
+
+# What records say of configurations that `slm recommend` considers.
+
+
+def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
+    """By `observation_key`; a rehearsal without a GPU stands under the GPU None, for all GPUs.
+
+    Raises ValueError for a folder without records.
+    """
+    if not folders:
+        return {}
+    records, problems = find_records(folders)
+    if not records:
+        nothing = f"no records under {folders[0]}\nhint: `slm compare` writes them"
+        raise ValueError(problems[0] if problems else nothing)
+    groups: dict[tuple, list[tuple[Path, RunRecord]]] = {}
+    for path, record in records:
+        if record.engine is None or record.world_size is None or record.is_parity_reference:
+            continue
+        gpu = find_gpu(record.gpu)
+        if gpu is None and not (record.is_rehearsal and record.gpu is None):
+            continue  # CPU processes, and GPUs we don't know
+        name = gpu.name if gpu else None
+        strategy, config = strategy_that_ran(record), config_that_ran(record)
+        key = observation_key(spec_of(record), name, record.world_size, strategy, config)
+        groups.setdefault(key, []).append((path, record))
+    return {key: _of_launches(found) for key, found in groups.items()}
+
+
+def _of_launches(found: list[tuple[Path, RunRecord]]) -> Observed:
+    """Measured before rehearsed; of several launches the median rate and the largest peak."""
+    rows = [row_of([each]) for each in found]
+    ok = [row for row in rows if row.status == "ok"]
+    measured = [row for row in ok if not row.is_rehearsed]
+    rates = [row.tokens_per_second for row in measured if row.tokens_per_second is not None]
+    peaked = [row for row in measured or ok if row.peak_allocated_bytes is not None]
+    return Observed(
+        tokens_per_second=median(rates) if rates else None,
+        peak_allocated_bytes=max((row.peak_allocated_bytes for row in peaked), default=None),
+        memory_evidence=peaked[0].evidence if peaked else None,
+        is_out_of_memory=not ok and any(row.status == "oom" for row in rows),
+    )
+
+
+# Which plans to take, and why not the others.
+
+TIE = 0.03
+"relative: plans closer than that can't be told apart by any estimate"
+
+
+def best_plans(
+    found: list[Plan],
+    *,
+    objective: str,
+    deadline_hours: float | None = None,
+    budget_usd: float | None = None,
+) -> list[Plan]:
+    """Ranked by dollars or hours: of each training, GPU, count and strategy the best within the limits.
+
+    What only fits tightly stands in for what fits nowhere else. By dollars, GPUs without a price come last.
+    """
+    within = [
+        plan
+        for plan in found
+        if (deadline_hours is None or plan.hours <= deadline_hours)
+        and (budget_usd is None or (plan.usd is not None and plan.usd <= budget_usd))
+    ]
+    score = score_of(objective)
+    best: dict[tuple, Plan] = {}
+    for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
+        row = plan.estimate
+        # other results, not only a rate
+        training = (row.model, row.numerics, row.seq_len, row.reduce_dtype, row.peft, row.lora_r)
+        best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
+    return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
+
+
+def per_hardware(ranked: list[Plan]) -> list[Plan]:
+    """The first plan of each model, GPU type and count; of one such only, all its plans."""
+    first: dict[tuple, Plan] = {}
+    for plan in ranked:
+        first.setdefault(_hardware(plan), plan)
+    return list(first.values()) if len(first) > 1 else ranked
+
+
+def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
+    """The other strategies' plans there, ranked."""
+    return [other for other in ranked if _hardware(other) == _hardware(plan) and other is not plan]
+
+
+def faster_for_the_same(ranked: list[Plan], plan: Plan) -> Plan | None:
+    """The fastest that costs as much as `plan` and fits as well, within TIE; None: it is that itself."""
+    tied = [
+        other
+        for other in ranked
+        if (other.usd is None) == (plan.usd is None)
+        and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
+        and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
+    ]
+    fastest = min(tied, key=lambda other: other.hours)
+    return fastest if fastest.hours < plan.hours * (1 - TIE) else None
+
+
+def _hardware(plan: Plan) -> tuple:
+    row = plan.estimate
+    return row.model, row.numerics, row.seq_len, row.gpu, row.usd_per_gpu_hour, row.num_gpus
+
+
+def score_of(objective: str) -> Callable[[Plan], tuple[float, ...]]:
+    """Less is better: dollars, then GPU-hours of what has no price; or hours; the other breaks ties."""
+    if objective == "time":
+        return lambda plan: (plan.hours, *_cost(plan))
+    return lambda plan: (*_cost(plan), plan.hours)
+
+
+def _cost(plan: Plan) -> tuple[float, float]:
+    return (True, plan.gpu_hours) if plan.usd is None else (False, plan.usd)
+
+
+def _amount(plan: Plan, objective: str) -> float:
+    """In the unit that `objective` ranks this plan by."""
+    return plan.hours if objective == "time" else _cost(plan)[1]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a plan is behind the winner."""
+
+    ratio: float | None
+    "its dollars, GPU-hours or hours over the winner's; None where only one of them has a price"
+    parts: tuple[tuple[str, float], ...]
+    "parts of the step that cost more than the winner's, as shares of the winner's total, largest first"
+    ties_at_usd_per_gpu_hour: float | None
+    "the price of its GPU at which it would tie; None on the winner's GPU, without a price, by time"
+
+
+def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
+    if objective == "cost" and (plan.usd is None) != (winner.usd is None):
+        return Reason(None, (), None)
+    ratio = _amount(plan, objective) / _amount(winner, objective)
+    of_plan, of_winner = (_parts_per_token(each, objective) for each in (plan, winner))
+    total = sum(of_winner.values())
+    more = {name: (seconds - of_winner[name]) / total for name, seconds in of_plan.items()}
+    parts = tuple(sorted(((n, v) for n, v in more.items() if v >= 0.005), key=lambda pair: -pair[1]))
+    ties_at = None
+    other_gpu = plan.estimate.gpu != winner.estimate.gpu
+    if objective == "cost" and other_gpu and plan.usd is not None:
+        ties_at = price_sensitivity(winner=_offer(winner), runner_up=_offer(plan)).usd_per_gpu_hour
+    return Reason(ratio, parts, ties_at)
+
+
+def _parts_per_token(plan: Plan, objective: str) -> dict[str, float]:
+    """Dollars (GPU-seconds without prices) or seconds that each part of a step takes of a token."""
+    row = plan.estimate
+    if objective == "time":
+        each = 1.0
+    else:
+        each = row.num_gpus * (row.usd_per_gpu_hour if plan.usd is not None else 1.0)
+    return {name: each * seconds / plan.tokens_per_step for name, seconds in row.parts_seconds.items()}
+
+
+def _offer(plan: Plan) -> Offer:
+    return Offer(plan.tokens_per_second, plan.estimate.usd_per_gpu_hour, plan.estimate.num_gpus)

@@ -9,7 +9,7 @@ from typing import Any
 
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import find_price
-from slm_toolkit.model.flops import flops_per_token, flops_per_token_without_attention
+from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import differences, numerics_from

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from slm_toolkit.base.extras import pip_install
+from slm_toolkit.base.errors import pip_install
 from slm_toolkit.base.user_files import is_file, read_text
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.python_environment import safe_environment
+from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.data.batches import model_inputs, num_labels
 from slm_toolkit.run.model.adapters import MERGED

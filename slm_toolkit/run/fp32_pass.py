@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.launcher_gone import end_with_parent
+from slm_toolkit.launch.processes import end_with_parent
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE
 from slm_toolkit.run.peers.peer_store import open_board

@@ -7,8 +7,14 @@ from itertools import groupby
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, aligned_sibling, describe_alignment
 from slm_toolkit.predict.speed.software import PAPER, TODAY, Software
-from slm_toolkit.study.comparison import Comparison, cells_behind
-from slm_toolkit.study.published import Point, cell_token_per_dollar, paper_model, points
+from slm_toolkit.study.comparison import (
+    Comparison,
+    Point,
+    cell_token_per_dollar,
+    cells_behind,
+    paper_model,
+    points,
+)
 
 FSDP = ("fsdp_full_shard", "fsdp_shard_grad_op")
 

@@ -10,7 +10,7 @@ from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import Site
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
-from slm_toolkit.study.published import GPUS_PER_NODE, MODELS, SEQ_LEN
+from slm_toolkit.study.comparison import GPUS_PER_NODE, MODELS, SEQ_LEN
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS_PER_STEP = 1_048_576

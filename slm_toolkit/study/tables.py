@@ -14,8 +14,7 @@ from slm_toolkit.predict.bottleneck import misaligned_widths
 from slm_toolkit.report.tables.fitted import DASH, dollars, fix_width, percent, rate
 from slm_toolkit.study.answers import SERIES_WORDS, thousands
 from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, Best
-from slm_toolkit.study.comparison import PAPER_NUMERICS, Comparison, figure_errors
-from slm_toolkit.study.published import SEQ_LEN
+from slm_toolkit.study.comparison import PAPER_NUMERICS, SEQ_LEN, Comparison, figure_errors
 
 _FIGURES = {
     1: ("attention", "global batch"),

@@ -159,7 +159,7 @@ KERNELS = (
     Leaning(
         "torch: the profiler's events and operators' names",
         ("kineto_results",),
-        "say in probe.py and anatomy.py which kernels and dtypes ran",
+        "say in probe.py and step_breakdown.py which kernels and dtypes ran",
         "run/observe/probe.py: `_operators` and the tables of names above it",
         _kineto,
     ),
@@ -187,7 +187,7 @@ KERNELS = (
     Leaning(
         "torch: operators whose results selective checkpointing keeps",
         ("_ALWAYS_SAVED",),
-        "name them in checkpointing.py",
+        "name them in run/model/model.py",
         "run/model/model.py: _MATMULS and _ALWAYS_SAVED",
         _saved_operators,
     ),

@@ -197,7 +197,7 @@ LAUNCHES = (
         "torch: the profiler's names of gloo's collectives",
         ("_REDUCTION",),
         "say in probe.py in which dtype gradients were reduced",
-        "run/observe/probe.py: _REDUCTION; anatomy.py: _COLLECTIVE",
+        "run/observe/probe.py: _REDUCTION; record/step_breakdown.py: _COLLECTIVE",
         _profiled_collectives,
     ),
     Leaning(

@@ -196,7 +196,7 @@ WORDS = (
         "torch: which interface gloo and NCCL take",
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
         "name the variable to set where ranks don't reach each other",
-        "run/peers/machines.py, launch_verb.py, doctor/environment_faults.py: the new variables",
+        "run/peers/machines.py, cli/launch.py, doctor/machine_faults.py: the new variables",
         _interfaces,
     ),
     Leaning(
@@ -235,7 +235,7 @@ WORDS = (
         "Python, safetensors: words for a full disk",
         ("DISK_FULL", "SAYS_DISK_FULL"),
         "name it, in compare/outcome.py and run/faults/watchdog.py",
-        "disk_full.py: DISK_FULL, SAYS_DISK_FULL",
+        "base/errors.py: DISK_FULL, SAYS_DISK_FULL",
         _full_disk,
     ),
     Leaning(

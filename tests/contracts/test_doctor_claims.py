@@ -14,7 +14,7 @@ from conftest import ENV
 from doctor_cases import MEANT, clean, planted_case
 from planted_faults import ALL
 
-from slm_toolkit.doctor import keys
+from slm_toolkit.doctor import launch_faults as keys
 from slm_toolkit.doctor.examine import examine
 from slm_toolkit.doctor.fix import write_mended
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, YAML_SETTINGS

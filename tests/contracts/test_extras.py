@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-from slm_toolkit.base.extras import PACKAGES
+from slm_toolkit.base.errors import PACKAGES
 
 _FILES = subprocess.run(
     ["git", "ls-files", "slm_toolkit", "docs", "recipes", "README.md"],

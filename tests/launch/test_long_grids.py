@@ -19,9 +19,8 @@ from conftest import ENV, H100, ROOT, left_over, made_record, slm
 from rich.console import Console
 
 from slm_toolkit.compare.display import Display, as_words, seconds_left
-from slm_toolkit.compare.gpu_slots import Slot, run_in_slots, slots_of
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.local import kept_record
+from slm_toolkit.compare.local import Slot, kept_record, run_in_slots, slots_of
 from slm_toolkit.compare.supervisor import locked
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.record.files import find_records, write_record

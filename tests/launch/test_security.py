@@ -15,7 +15,7 @@ from conftest import ROOT, SMALL_LLAMA, plans_of, slm
 
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.cli.convert import convert
-from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, slurm_nodes
+from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.training_command import MODULE
 from slm_toolkit.model.model_spec import PRESETS
@@ -221,7 +221,7 @@ def test_a_launch_script_says_hostile_names_and_runs_none(name: str, tmp_path: P
 
 def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path) -> None:
     from slm_toolkit.compare.grid import plan_runs
-    from slm_toolkit.compare.slurm_script import write_script
+    from slm_toolkit.compare.slurm import write_script
 
     nodes = slurm_nodes(
         num_nodes=1, gpus_per_node=2, options="--comment='$(touch pwned)'", template=SLURM_TEMPLATE

@@ -18,7 +18,7 @@ from conftest import ENV, ROOT, Finished, run, slm
 from hosts import Hosts, two_hosts
 
 from slm_toolkit.compare.local import free_port
-from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
+from slm_toolkit.compare.slurm import SLURM_TEMPLATE
 
 CONFIGURATION = """\
 ClusterName=test

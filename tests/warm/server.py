@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import psutil
 import setproctitle
 
-from slm_toolkit.launch import launcher_gone
+from slm_toolkit.launch import processes as launcher_gone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sitecustomize import MODULES, fixed

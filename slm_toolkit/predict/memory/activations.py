@@ -18,8 +18,7 @@ from itertools import accumulate
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import ATTENTION, FFN, Adapters, adapter_sizes, matrices_of
-from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16, FP32
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
 SOFTWARE = ("2024", "2026")

@@ -14,8 +14,7 @@ from functools import lru_cache
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction, Where, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
-from slm_toolkit.predict.setup.dtypes import Dtypes
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
 

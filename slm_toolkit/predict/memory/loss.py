@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from slm_toolkit.predict.memory.activations import keeps_inputs
-from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16, FP32
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from slm_toolkit.predict.memory.activations import (
     gradients_made,
     layers_of,
 )
-from slm_toolkit.predict.memory.coverage import unknown_to_estimates
 from slm_toolkit.predict.memory.engine_bytes import (
     At,
     Copies,
@@ -28,8 +27,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
 )
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Where
-from slm_toolkit.predict.setup.dtypes import AUTOCAST, BF16
-from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
 
 BATCH_BYTES_PER_TOKEN = 24
 "token ids, shifted labels and positions, 8 bytes each"

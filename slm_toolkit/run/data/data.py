@@ -379,7 +379,7 @@ class Pack:
     loss_on: str
     vocab_size: int
     version: int = 1
-    "of formats.py and packing.py: raise it when they make other sequences, or caches return the old ones"
+    "of formats.py and this file: raise it when they make other sequences, or caches return the old ones"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])

@@ -31,7 +31,7 @@ from slm_toolkit.base.errors import (
     first_line,
 )
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.launcher_gone import end_with_launcher, launcher_pid
+from slm_toolkit.launch.processes import end_with_launcher, launcher_pid
 from slm_toolkit.launch.torch_extensions import CompilerNews
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR

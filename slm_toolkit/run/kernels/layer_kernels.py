@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from slm_toolkit.base.extras import pip_install
+from slm_toolkit.base.errors import pip_install
 from slm_toolkit.config.run_config import FP8_MULTIPLE, RunConfig
 from slm_toolkit.run.kernels.loss_kernels import (
     LossHead,

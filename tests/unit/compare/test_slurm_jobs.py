@@ -13,11 +13,20 @@ from conftest import made_record
 from rich.console import Console
 
 from slm_toolkit.compare import slurm
-from slm_toolkit.compare.gpu_slots import Slot
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.local import LOG_FILE
-from slm_toolkit.compare.slurm import UNKNOWN, Job, SlurmJobs, _record_of, _seconds, accounted, queue
-from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE, script_path, slurm_nodes
+from slm_toolkit.compare.local import LOG_FILE, Slot
+from slm_toolkit.compare.slurm import (
+    SLURM_TEMPLATE,
+    UNKNOWN,
+    Job,
+    SlurmJobs,
+    _record_of,
+    _seconds,
+    accounted,
+    queue,
+    script_path,
+    slurm_nodes,
+)
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RunRecord

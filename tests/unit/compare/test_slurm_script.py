@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import Finished, slm
 
-from slm_toolkit.compare.slurm_script import SLURM_TEMPLATE
+from slm_toolkit.compare.slurm import SLURM_TEMPLATE
 
 
 def written(folder: Path, *words: str) -> Finished:

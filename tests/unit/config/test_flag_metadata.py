@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from slm_toolkit.base.extras import PACKAGES
+from slm_toolkit.base.errors import PACKAGES
 from slm_toolkit.config.flag_metadata import Excludes
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 

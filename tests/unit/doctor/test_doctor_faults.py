@@ -10,11 +10,10 @@ import pytest
 from doctor_cases import MEANT, clean, planted_case
 from planted_faults import ALL, HYBRID, Planted
 
-from slm_toolkit.doctor.case import Case, read_files
+from slm_toolkit.doctor.case import Case, Host, read_files
 from slm_toolkit.doctor.examine import Examined, examine_all
 from slm_toolkit.doctor.finding import Edit, Finding
 from slm_toolkit.doctor.fix import mended, write_mended
-from slm_toolkit.doctor.host import Host
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import cluster_of
 from slm_toolkit.predict.setup.setup import Site

@@ -10,10 +10,9 @@ import pytest
 from conftest import DEEPSPEED, own_strategy, slm
 
 from slm_toolkit.cli.doctor import _gpus_of
-from slm_toolkit.doctor.case import read_files
+from slm_toolkit.doctor.case import Host, parsed_version, read_files
 from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit
 from slm_toolkit.doctor.fix import with_edits
-from slm_toolkit.doctor.host import Host, parsed_version
 from slm_toolkit.hardware.gpus import visible
 from slm_toolkit.strategy.strategy import config_dir
 

@@ -4,8 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.flops import flops_per_token
-from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.model.model_spec import PRESETS, flops_per_token
 from slm_toolkit.run.model.model import build_model
 
 

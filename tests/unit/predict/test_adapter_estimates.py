@@ -13,12 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
-from slm_toolkit.model.flops import flops_per_token
-from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.memory.coverage import unknown_to_estimates
+from slm_toolkit.model.model_spec import PRESETS, flops_per_token
+from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.predict.speed.matmul import product_seconds, rates_of
-from slm_toolkit.predict.speed.roofline import adapter_work
 from slm_toolkit.predict.speed.software import SOFTWARE
+from slm_toolkit.predict.speed.step import adapter_work
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.run.model.model import build_model
 

@@ -17,9 +17,15 @@ from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import Setup, Site
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
-from slm_toolkit.predict.speed.roofline import layer_traffic
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
-from slm_toolkit.predict.speed.step import PARTS, StepTime, optimizer_bytes, step_time, transfer_seconds
+from slm_toolkit.predict.speed.step import (
+    PARTS,
+    StepTime,
+    layer_traffic,
+    optimizer_bytes,
+    step_time,
+    transfer_seconds,
+)
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy

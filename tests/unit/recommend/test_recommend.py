@@ -11,7 +11,7 @@ from conftest import FSDP2, made_record, own_strategy, plans_of, slm
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.cli.recommend import _LAWS
-from slm_toolkit.recommend.ranking import best_plans, reason_of
+from slm_toolkit.recommend.plans import best_plans, reason_of
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.files import write_record
 

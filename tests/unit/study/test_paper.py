@@ -14,8 +14,15 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.study.answers import Panel, answers, disagreements, paragraphs, places, thousands
 from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, NUM_NODES, Best, best_configurations
-from slm_toolkit.study.comparison import Comparison, Measured, comparisons, figure_errors, measured_cells
-from slm_toolkit.study.published import MODELS, Cell
+from slm_toolkit.study.comparison import (
+    MODELS,
+    Cell,
+    Comparison,
+    Measured,
+    comparisons,
+    figure_errors,
+    measured_cells,
+)
 from slm_toolkit.study.tables import best_table, figure_table
 
 CELL = Cell("slm-100m", "h100-80gb", num_gpus=2, strategy="ddp", batch=4, attention="sdpa")
