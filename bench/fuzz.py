@@ -359,7 +359,7 @@ def _read_flags(data: bytes, folder: Path) -> None:
 def _read_rows(data: bytes, folder: Path) -> None:
     """Packs rows into sequences, by column as `datasets` passes them."""
     from slm_toolkit.run.data.data import Pack
-    from slm_toolkit.run.data.formats import format_of
+    from slm_toolkit.run.data.documents import format_of
 
     try:
         rows = json.loads(data)
@@ -386,7 +386,7 @@ def _read_rows(data: bytes, folder: Path) -> None:
 def _tokenizer() -> Any:
     from transformers import ByT5Tokenizer
 
-    from slm_toolkit.run.data.tokenizers import CHAT_TEMPLATE
+    from slm_toolkit.run.data.documents import CHAT_TEMPLATE
 
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -428,7 +428,7 @@ def _load_with_tokenizer(folder: Path, tokenizer: bytes, template: str | None) -
     from slm_toolkit.config.run_config import RunConfig
     from slm_toolkit.model.model_spec import PRESETS
     from slm_toolkit.run.data.data import Pack
-    from slm_toolkit.run.data.tokenizers import load_tokenizer
+    from slm_toolkit.run.data.documents import load_tokenizer
 
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "[UNK]"}
     (folder / "mine").mkdir()

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     leave_out_working_folder()
 
 # isort: split
-from slm_toolkit.launch.training_command import check_command_line, training_config
+from slm_toolkit.launch.command_line import check_command_line, training_config
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or no child of ours could open a GPU

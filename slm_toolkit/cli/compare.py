@@ -33,7 +33,7 @@ from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.hardware.gpus import Machine, this_machine
 from slm_toolkit.hardware.machine import advise
 from slm_toolkit.hardware.prices import find_price
-from slm_toolkit.launch.training_command import check_training
+from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked

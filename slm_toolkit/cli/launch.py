@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.launch.accelerate_arguments import arguments_of, option, said_alike
+from slm_toolkit.launch.command_line import (
+    MODULE,
+    arguments_of,
+    check_training,
+    option,
+    said_alike,
+    training_config,
+)
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_SECONDS,
@@ -26,7 +33,6 @@ from slm_toolkit.launch.rendezvous import (
     own_addresses,
     patience_seconds,
 )
-from slm_toolkit.launch.training_command import MODULE, check_training, training_config
 from slm_toolkit.strategy.groups import check_groups, fit_groups, group_sizes, with_group_options
 from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strategy, read_strategy
 

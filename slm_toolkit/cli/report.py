@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from slm_toolkit.report.charts.figures import Panel
     from slm_toolkit.report.rows import Row
     from slm_toolkit.study.answers import Answers
-    from slm_toolkit.study.best import Best
     from slm_toolkit.study.comparison import Comparison
+    from slm_toolkit.study.tables import Best
 
 
 PICTURES = ("html", "figures", "plot")
@@ -239,8 +239,8 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
 def print_paper(args: argparse.Namespace) -> int:
     """Figures, answers and best configurations to stdout; returns 1 where a given record can't be read."""
     from slm_toolkit.study.answers import answers
-    from slm_toolkit.study.best import best_configurations
     from slm_toolkit.study.comparison import comparisons, measured_cells
+    from slm_toolkit.study.tables import best_configurations
 
     with user_errors():
         _check(args)

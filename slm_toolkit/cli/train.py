@@ -12,7 +12,7 @@ from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
-from slm_toolkit.launch.training_command import MODULE, check_training
+from slm_toolkit.launch.command_line import MODULE, check_training
 from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slm_toolkit.convert.counterparts import (
+from slm_toolkit.convert.engines import (
     FSDP_ALONE,
     INIT_FLAG,
     PAIRS,

@@ -12,7 +12,7 @@ import yaml
 
 from slm_toolkit.base.user_files import json_of, read_text
 from slm_toolkit.convert.command import launch_values, script_of, torchrun_command, torchrun_options
-from slm_toolkit.convert.counterparts import INIT_FLAG, ZERO
+from slm_toolkit.convert.engines import INIT_FLAG, ZERO
 from slm_toolkit.convert.settings import (
     Draft,
     Row,

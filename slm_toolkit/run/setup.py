@@ -21,7 +21,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.launch.accelerate_arguments import said_alike
+from slm_toolkit.launch.command_line import said_alike
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
@@ -59,7 +59,7 @@ from slm_toolkit.run.checkpoint.resume import (
 from slm_toolkit.run.checkpoint.saved_model import check_apart
 from slm_toolkit.run.data.batches import count_steps, make_loader
 from slm_toolkit.run.data.data import Data, load_data
-from slm_toolkit.run.data.tokenizers import tokenizer_of
+from slm_toolkit.run.data.documents import tokenizer_of
 from slm_toolkit.run.engine.engine import (
     build_optimizer,
     check_engine,

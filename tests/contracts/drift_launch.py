@@ -117,7 +117,7 @@ def _summary() -> None:
 def _launch_arguments() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    from slm_toolkit.launch.accelerate_arguments import option
+    from slm_toolkit.launch.command_line import option
 
     parser = launch_command_parser()
     words = ["--config_file", "a.yaml", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
@@ -189,7 +189,7 @@ LAUNCHES = (
         "accelerate: the launcher's module and options",
         ("accelerate.commands.launch", "_validate_launch_command", "launch_command_parser"),
         "launch runs, find the launcher among a rank's parents, and read its options",
-        "compare/local.py, launch/accelerate_arguments.py, run/peers/launch_info.py; "
+        "compare/local.py, launch/command_line.py, run/peers/launch_info.py; "
         "tests/contracts/launcher_says.py for the private function",
         _launch_arguments,
     ),

@@ -237,7 +237,7 @@ MODELS = (
         "transformers: a tokenizer of bytes without a download",
         ("ByT5Tokenizer", "apply_chat_template"),
         "read text where no tokenizer is named",
-        "run/data/tokenizers.py, run/data/formats.py",
+        "run/data/documents.py, run/data/documents.py",
         _tokenizer,
     ),
     Leaning(

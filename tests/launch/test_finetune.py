@@ -12,7 +12,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
 from slm_toolkit.run.data.batches import make_loader, num_labels
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.formats import documents_of
+from slm_toolkit.run.data.documents import documents_of
 from slm_toolkit.run.evaluate import mean_loss
 from slm_toolkit.run.model.model import build_model
 

@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, own_strategy, slm
 
 from slm_toolkit.cli.launch import plan_launch
-from slm_toolkit.launch.accelerate_arguments import option, said_alike
+from slm_toolkit.launch.command_line import option, said_alike
 from slm_toolkit.launch.rendezvous import Link, Machine, Patience, attend, host, listen, patience_seconds
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import find_strategy, on_nodes, shipped_strategies

@@ -17,7 +17,7 @@ from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.cli.convert import convert
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.training_command import MODULE
+from slm_toolkit.launch.command_line import MODULE
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
 from slm_toolkit.recommend.launch_files import write_launch
@@ -102,7 +102,7 @@ def test_a_model_folder_with_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None
 def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     from slm_toolkit.predict.memory.peak import peak
     from slm_toolkit.predict.setup.setup import Setup
-    from slm_toolkit.run.data.tokenizers import load_tokenizer
+    from slm_toolkit.run.data.documents import load_tokenizer
     from slm_toolkit.run.model.model import build_model
 
     folder, marker = tmp_path / "evil", tmp_path / "marker"

@@ -15,7 +15,7 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.train import launch_words, yaml_to_launch
 from slm_toolkit.config.flags import config_from_args
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.training_command import check_training
+from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.strategy.strategy import find_strategy, read_strategy
 
 DDP = str(ROOT / "accel_configs" / "ddp.yaml")

@@ -20,9 +20,15 @@ from slm_toolkit.config.dataset_files import Source
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.run.checkpoint.files import NUM_HELD_OUT
-from slm_toolkit.run.data.formats import CHATS, Document, documents_of, unreadable_text
+from slm_toolkit.run.data.documents import (
+    CHAT_TEMPLATE,
+    CHATS,
+    Document,
+    documents_of,
+    load_tokenizer,
+    unreadable_text,
+)
 from slm_toolkit.run.data.sources import BadData, read_rows
-from slm_toolkit.run.data.tokenizers import CHAT_TEMPLATE, load_tokenizer
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 
@@ -379,7 +385,7 @@ class Pack:
     loss_on: str
     vocab_size: int
     version: int = 1
-    "of formats.py and this file: raise it when they make other sequences, or caches return the old ones"
+    "of documents.py and this file: raise it when they make other sequences, or caches return the old ones"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])

@@ -10,7 +10,7 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.parser import HINTS, SAME_MEANING, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
-from slm_toolkit.launch.training_command import training_config
+from slm_toolkit.launch.command_line import training_config
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
 from slm_toolkit.strategy.strategy import find_strategy, precision_problem

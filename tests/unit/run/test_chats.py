@@ -8,8 +8,7 @@ from chats import CHAT, EOS, ROWS, SPEC, TEXT, config_of, write_rows
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.data.formats import documents_of
-from slm_toolkit.run.data.tokenizers import CHAT_TEMPLATE, load_tokenizer
+from slm_toolkit.run.data.documents import CHAT_TEMPLATE, documents_of, load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ROWS)

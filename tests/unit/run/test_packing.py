@@ -11,7 +11,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.run.data.batches import model_inputs
 from slm_toolkit.run.data.data import Data, columns_of, fill, load_data
-from slm_toolkit.run.data.formats import Document
+from slm_toolkit.run.data.documents import Document
 from slm_toolkit.run.kernels.loss_kernels import token_losses
 from slm_toolkit.run.model.model import build_model
 

@@ -13,7 +13,6 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.study.answers import Panel, answers, disagreements, paragraphs, places, thousands
-from slm_toolkit.study.best import MOST_TOKENS_PER_STEP, NUM_NODES, Best, best_configurations
 from slm_toolkit.study.comparison import (
     MODELS,
     Cell,
@@ -23,7 +22,14 @@ from slm_toolkit.study.comparison import (
     figure_errors,
     measured_cells,
 )
-from slm_toolkit.study.tables import best_table, figure_table
+from slm_toolkit.study.tables import (
+    MOST_TOKENS_PER_STEP,
+    NUM_NODES,
+    Best,
+    best_configurations,
+    best_table,
+    figure_table,
+)
 
 CELL = Cell("slm-100m", "h100-80gb", num_gpus=2, strategy="ddp", batch=4, attention="sdpa")
 
