@@ -22,7 +22,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.setup.setup import Setup, Site
+from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
@@ -120,7 +120,7 @@ def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
         num_gpus=row.num_gpus,
         gpus_per_node=GPUS_PER_NODE,
         gpu=row.gpu,
-        site=Site(row.cluster),
+        deployment=Deployment(row.cluster),
     )
     sent = transfers(setup, reduces_each_micro_step=software.reduces_each_micro_step)
     time = step_time(setup, sent, software, loss_kernel=row.loss_kernel)

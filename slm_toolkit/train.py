@@ -54,7 +54,7 @@ from slm_toolkit.record.measurement_warnings import warnings_of
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, write_timeline
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import MODEL_DIR, sweep
-from slm_toolkit.run.after_step import BadStepFiles, Guard, largest_loss
+from slm_toolkit.run.after_step import AfterStep, BadStepFiles, largest_loss
 from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run
 from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.checkpoint.saved_model import save_model
@@ -67,7 +67,7 @@ from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
-from slm_toolkit.run.peers.step_exchange import Lookout
+from slm_toolkit.run.peers.step_exchange import StepExchange
 from slm_toolkit.run.rehearse import (
     TraceWatch,
     check_stepped,
@@ -178,7 +178,12 @@ def run(
 
 
 def train(
-    job: Job, prepared: Prepared, record: RunRecord, watchdog: Watchdog, *, end_after: int | None = None
+    job: Job,
+    prepared: Prepared,
+    record: RunRecord,
+    watchdog: Watchdog,
+    *,
+    end_after: int | None = None,
 ) -> dict[str, Any]:
     """All steps, or those up to `end_after`; returns the record's fields that were observed, the same on all
     ranks."""
@@ -205,7 +210,7 @@ def train(
         loss_recorder.limit = max_loss
     tokenizer, num_micro_steps = job.data.tokenizer, prepared.num_micro_steps
     bad_steps = BadStepFiles(accelerator, job.run_dir, prepared.loader, num_micro_steps, tokenizer)
-    guard = Guard(
+    after_step = AfterStep(
         config,
         accelerator,
         model,
@@ -213,7 +218,7 @@ def train(
         run_dir=job.run_dir,
         num_steps=num_steps,
         max_loss=max_loss,
-        exchange=Lookout(accelerator, job.control_group),
+        exchange=StepExchange(accelerator, job.control_group),
         bad_steps=bad_steps,
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
@@ -237,10 +242,10 @@ def train(
             evaluations.run(done)
             watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
-        if guard.after(step, step_loss, norm):
+        if after_step.run(step, step_loss, norm):
             watch.clock.pause()
 
-    guard.end(last_step)
+    after_step.end(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
     if not has_trained and evaluations.due(num_steps):  # killed after its last checkpoint, before its record
@@ -248,13 +253,15 @@ def train(
         evaluations.run(num_steps)
     job.search.end()
     if has_trained:
-        last_loss = guard.losses[-1] if guard.losses else step_loss.item()  # a rehearsal has one rank's
+        last_loss = (
+            after_step.losses[-1] if after_step.losses else step_loss.item()
+        )  # a rehearsal has one rank's
         progress.show(num_steps, last_loss, watch.num_tokens() * accelerator.num_processes)
     else:
         progress.say(f"all {num_steps} steps were done before")
     progress.close()
 
-    observed = {**watch.observed(), **guard.observed(), **evaluations.observed()}
+    observed = {**watch.observed(), **after_step.observed(), **evaluations.observed()}
     more_steps = functools.partial(train_step, job, prepared, batches)
     return observed | finish(job, prepared, more_steps, watch, watchdog, progress, has_trained=has_trained)
 
@@ -338,7 +345,10 @@ def follow_memory(job: Job, prepared: Prepared, steps: Callable[[TraceWatch], ob
 
 
 def train_step(
-    job: Job, prepared: Prepared, batches: Iterator[dict[str, torch.Tensor]], watch: RunWatch | TraceWatch
+    job: Job,
+    prepared: Prepared,
+    batches: Iterator[dict[str, torch.Tensor]],
+    watch: RunWatch | TraceWatch,
 ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
     """All micro-steps and the optimizer's step; returns this rank's mean loss and the gradient norm."""
     accelerator, model = job.accelerator, prepared.model

@@ -18,8 +18,8 @@ from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.hardware.network import cluster_of
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.setup.setup import Site
-from slm_toolkit.recommend.plans import GpuOffer, Job, Plan, search
+from slm_toolkit.predict.setup.setup import Deployment
+from slm_toolkit.recommend.plans import GpuOffer, Plan, Workload, search
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.strategy.strategy import find_strategy
@@ -269,11 +269,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = None) -> list[Plan]:
     """slm-1m on one or two A100s, slm-500m on more: batch 8 of 1024 tokens, one micro-step, $2 per hour."""
     gpu = gpu_of_name("a100-80gb")
-    site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
-    offer = GpuOffer(gpu, (num_gpus,), site)
+    deployment = Deployment(cluster_of(gpu, inter_node_gbps=inter_node_gbps), Price(2.0, "made up"))
+    offer = GpuOffer(gpu, (num_gpus,), deployment)
     model = "slm-1m" if num_gpus <= 2 else "slm-500m"
-    job = Job(model, PRESETS[model], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
-    config = RunConfig(model=job.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
+    workload = Workload(model, PRESETS[model], 1e9, num_gpus * 8 * 1024, LAWS["besiroglu"])
+    config = RunConfig(model=workload.asked_model, per_device_train_batch_size=8, norm_kernel="fused")
     configs = [config.with_defaults(has_gpu=True)]
     found = [find_strategy(name) for name in strategies]
-    return search(job, [offer], found, configs, gpus_per_node=8, observations={}).plans
+    return search(workload, [offer], found, configs, gpus_per_node=8, observations={}).plans

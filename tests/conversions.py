@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 
 from slm_toolkit.cli.convert import convert
-from slm_toolkit.convert.settings import Row
-from slm_toolkit.convert.write import Written
+from slm_toolkit.convert.settings import KeyAccount
+from slm_toolkit.convert.write import Converted
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, read_strategy
 
 
-def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Written:
+def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -> Converted:
     """A conversion; with `folder` its files are written there."""
     asked = {"num_processes": None, "gpus_per_node": None, **ranks}
     written = convert(list(source), to, folder=folder, **asked)
@@ -21,7 +21,7 @@ def converted(*source: str, to: str, folder: Path | None = None, **ranks: int) -
     return written
 
 
-def strategy_of(written: Written, folder: Path) -> Strategy:
+def strategy_of(written: Converted, folder: Path) -> Strategy:
     (name,) = [name for name in written.files if name.endswith(".yaml")]
     return read_strategy(folder / name)
 
@@ -39,7 +39,7 @@ def meaning(strategy: Strategy) -> Strategy:
     )
 
 
-def row(written: Written, key: str) -> Row:
+def row(written: Converted, key: str) -> KeyAccount:
     (found,) = [row for row in written.rows if row.key == key]
     return found
 

@@ -338,7 +338,7 @@ def _run(
     """Do what is not done yet, then print the table of all."""
     from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.largest_batch import Search, find_largest_batch
+    from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
     from slm_toolkit.compare.local import run_in_slots
     from slm_toolkit.compare.predicted import skipped_record
 
@@ -375,7 +375,7 @@ def _run(
         display.end(run, record, kept=kept)
         return record
 
-    def work(run: "PlannedRun", slot: "Slot") -> tuple["PlannedRun", RunRecord, Search | None]:
+    def work(run: "PlannedRun", slot: "Slot") -> tuple["PlannedRun", RunRecord, BatchSearch | None]:
         if not args.largest_batch:
             return run, execute_or_keep(run, slot), None
         found, shown, record = find_largest_batch(
@@ -383,7 +383,7 @@ def _run(
         )
         return shown, record, found
 
-    done: dict[int, tuple[PlannedRun, RunRecord, Search | None]] = {}
+    done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
     display = Display(
         runs,
         console,

@@ -14,8 +14,8 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.parser import count
 from slm_toolkit.convert.engines import to_engine
 from slm_toolkit.convert.read import read_source
-from slm_toolkit.convert.settings import FATES, Row
-from slm_toolkit.convert.write import Written, write_accelerate, write_deepspeed_json, write_trainer
+from slm_toolkit.convert.settings import FATES, KeyAccount
+from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json, write_trainer
 
 _FORMS = {  # name: (engine, None for the source's; writer; what it is)
     "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
@@ -102,7 +102,7 @@ def _form(text: str) -> str:
 
 def convert(
     source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
-) -> Written:
+) -> Converted:
     """The source in another form. Raises ValueError for what can't be read or has nothing like it there."""
     engine, write, _ = _FORMS[form]
     source = source[1:] if source[0] == "--" else source
@@ -148,7 +148,7 @@ def _write(files: dict[str, str], folder: Path) -> list[Path]:
     return paths
 
 
-def _as_json(written: Written, paths: list[Path]) -> dict[str, Any]:
+def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:
     return {
         "files": written.files,
         "written": [str(path) for path in paths],
@@ -157,7 +157,7 @@ def _as_json(written: Written, paths: list[Path]) -> dict[str, Any]:
     }
 
 
-def _account(written: Written) -> list[str]:
+def _account(written: Converted) -> list[str]:
     """The rows by what became of them, each with its reason, and the command to launch."""
     lines = []
     for fate, title in FATES.items():
@@ -165,7 +165,7 @@ def _account(written: Written) -> list[str]:
         if not of_fate:
             continue
         lines.append(f"{title}:")
-        together: dict[tuple[str, bool], list[Row]] = {}  # rows that need no line of their own
+        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that need no line of their own
         for index, row in enumerate(of_fate):
             is_alone = row.to and row.key and row.to != (_said(row),)
             together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
@@ -176,7 +176,7 @@ def _account(written: Written) -> list[str]:
     return [*lines, f"launch: {shlex.join(written.command)}"]
 
 
-def _lines(rows: list[Row]) -> list[str]:
+def _lines(rows: list[KeyAccount]) -> list[str]:
     """One entry for rows with the same reason: what was said, what it became, why."""
     said, to = ", ".join(_said(row) for row in rows if row.key), ", ".join(rows[0].to)
     if len(rows) == 1 and said and to and said != to:
@@ -187,7 +187,7 @@ def _lines(rows: list[Row]) -> list[str]:
     return first + textwrap.wrap(rows[0].why, _WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
-def _said(row: Row) -> str:
+def _said(row: KeyAccount) -> str:
     if row.value is None:
         return f"{row.key} (absent)"
     return f"{row.key}: {row.value if isinstance(row.value, str) else json.dumps(row.value)}"

@@ -12,7 +12,7 @@ from slm_toolkit.config.parser import positive_number, price_per_hour
 if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
     from slm_toolkit.hardware.network import MeasuredNetwork
-    from slm_toolkit.predict.setup.setup import Site
+    from slm_toolkit.predict.setup.setup import Deployment
 
 _KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
 _PRICE_PAIRS = (
@@ -57,10 +57,13 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
-    """The Site of each GPU under these flags. Raises ValueError for flags that contradict each other, files
-    that can't be read, and a measured network of other GPUs."""
-    from slm_toolkit.predict.setup.setup import Site
+def deployments_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]":
+    """The Deployment of each GPU under these flags.
+
+    Raises ValueError for flags that contradict each other, files that can't be read, and a measured network
+    of other GPUs.
+    """
+    from slm_toolkit.predict.setup.setup import Deployment
 
     usd, path, kind, provider = (
         getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
@@ -86,9 +89,9 @@ def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
         price_of("h100-80gb", kind=kind or "on-demand", provider=provider)  # refuses an unknown one
 
     @cache
-    def site_of(gpu: "Gpu | None") -> "Site":
+    def deployment_of(gpu: "Gpu | None") -> "Deployment":
         if gpu is None:
-            return Site()
+            return Deployment()
         from slm_toolkit.hardware.network import cluster_of
         from slm_toolkit.hardware.prices import Price, price_of
 
@@ -98,9 +101,9 @@ def sites_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Site]":
             price = Price(usd, "given by --usd_per_gpu_hour")
         else:
             price = price_of(gpu.name, kind=kind or "on-demand", provider=provider, overrides=overrides)
-        return Site(cluster_of(gpu, inter_node_gbps=args.inter_node_gbps, measured=measured), price)
+        return Deployment(cluster_of(gpu, inter_node_gbps=args.inter_node_gbps, measured=measured), price)
 
-    return site_of
+    return deployment_of
 
 
 def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu", path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, sites_of
+from slm_toolkit.cli.deployment_flags import add_network_flags, deployments_of
 from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
@@ -131,7 +131,9 @@ def _doctor(args: argparse.Namespace) -> int:
             args.gpu, counts = gpus_asked(args.gpu, [args.num_gpus] if args.num_gpus else None)
             args.num_gpus = max(counts) if counts else None
         cases = _cases(args, config)
-        examined, found, notes = examine_all(cases, site_of=sites_of(args), software=args.software)
+        examined, found, notes = examine_all(
+            cases, deployment_of=deployments_of(args), software=args.software
+        )
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
     read = [one.strategy for one in examined if one.strategy is not None]
     for note in (*notes_on(read), *notes):

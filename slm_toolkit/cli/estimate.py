@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployments_of
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.predict.flag_checks import (
@@ -88,7 +88,7 @@ def _estimate(args: argparse.Namespace) -> int:
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
             software=args.software,
-            sites=sites_of(args),
+            deployments=deployments_of(args),
         )
     for note in (
         *left_out,

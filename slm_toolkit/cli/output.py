@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.compare.largest_batch import Search
+from slm_toolkit.compare.largest_batch import BatchSearch
 from slm_toolkit.config.parser import positive_number, price_per_hour
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.files import find_records
@@ -273,7 +273,7 @@ def rows_of(
     records: list[tuple[Path, RunRecord]],
     args: argparse.Namespace,
     *,
-    searches: dict[str, Search] | None = None,
+    searches: dict[str, BatchSearch] | None = None,
     problems: list[str] | None = None,
 ) -> list["Row"]:
     """One row for each run, however often it was launched, with parity, marks and ranks.
@@ -333,7 +333,7 @@ def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
     return any(not record.is_parity_reference for _, record in records)
 
 
-def _with_search(row: "Row", searches: dict[str, Search]) -> "Row":
+def _with_search(row: "Row", searches: dict[str, BatchSearch]) -> "Row":
     if row.record not in searches:
         return row
     found = searches[row.record]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, sites_of
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployments_of
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
@@ -32,7 +32,7 @@ from slm_toolkit.strategy.strategy import (
 )
 
 if TYPE_CHECKING:
-    from slm_toolkit.recommend.plans import GpuOffer, Job, Plan
+    from slm_toolkit.recommend.plans import GpuOffer, Plan, Workload
 
 
 GRID: dict[str, list[Any]] = {
@@ -124,10 +124,10 @@ def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
     """Raises one ValueError with all that can't be read or had."""
     from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
     from slm_toolkit.hardware.prices import Price
-    from slm_toolkit.predict.setup.setup import Site
+    from slm_toolkit.predict.setup.setup import Deployment
     from slm_toolkit.recommend.plans import GpuOffer
 
-    site_of = sites_of(args)
+    deployment_of = deployments_of(args)
     found, problems = [], []
     for text in args.gpu:
         asked = gpu_and_count(text)
@@ -139,26 +139,26 @@ def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
         per_node = args.gpus_per_node
         usual = args.num_gpus or [n for n in _DEFAULT_COUNTS if n <= per_node or n % per_node == 0]
         counts = list(counts) or usual
-        site = site_of(gpu)
+        deployment = deployment_of(gpu)
         if usd is not None:
             if usd <= 0:
                 problems.append(f"--gpu {text}: a price is above 0")
                 continue
-            site = Site(site.cluster, Price(usd, "given by --gpu"))
+            deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
         for number in counts:
             if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
                 problems.append(
                     f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {args.gpus_per_node}"
                 )
-        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), site))
+        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
         raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
     return found
 
 
-def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
-    """A job per model, and notes on models that never reach the target. Raises ValueError if none does."""
-    from slm_toolkit.recommend.plans import Job
+def workloads_of(args: argparse.Namespace) -> tuple[list["Workload"], list[str]]:
+    """One for each model, and notes on models that never reach the target. Raises ValueError if none does."""
+    from slm_toolkit.recommend.plans import Workload
     from slm_toolkit.recommend.scaling_laws import (
         LAWS,
         compute_optimal_tokens,
@@ -191,7 +191,7 @@ def jobs_of(args: argparse.Namespace) -> tuple[list["Job"], list[str]]:
                 continue
         if num_tokens is None:
             num_tokens = compute_optimal_tokens(law, num_params)
-        found.append(Job(name, spec, num_tokens, args.global_batch_tokens, law))
+        found.append(Workload(name, spec, num_tokens, args.global_batch_tokens, law))
     if not found:
         raise ValueError("\n".join(unreached))
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
@@ -251,7 +251,7 @@ def _recommend(args: argparse.Namespace) -> int:
     """Exit code 0: a plan was found; 1: none is within the limits."""
     with user_errors():
         offers = offers_of(args)
-        jobs, notes = jobs_of(args)
+        workloads, notes = workloads_of(args)
         strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
         notes += notes_on(strategies)
         configs = configs_of(args)
@@ -259,7 +259,7 @@ def _recommend(args: argparse.Namespace) -> int:
             from slm_toolkit.recommend.launch_files import check_folder
 
             check_folder(args.write)
-        found, left_out = _search(args, jobs, offers, strategies, configs)
+        found, left_out = _search(args, workloads, offers, strategies, configs)
         from slm_toolkit.recommend.plans import best_plans
 
         limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
@@ -277,7 +277,7 @@ def _recommend(args: argparse.Namespace) -> int:
     notes += [
         f"{offer.gpu.name}: no price known: give one as {offer.gpu.name}@USD, or with --prices"
         for offer in offers
-        if offer.site.price is None
+        if offer.deployment.price is None
     ]
     if args.json:
         from slm_toolkit.recommend.plans import as_json
@@ -313,7 +313,7 @@ def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Names
             gpus_per_node=args.gpus_per_node,
             gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
             software=args.software,
-            site=plan.site,
+            deployment=plan.deployment,
         )
 
     lines = []
@@ -338,7 +338,7 @@ def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Names
 
 def _search(
     args: argparse.Namespace,
-    jobs: list["Job"],
+    workloads: list["Workload"],
     offers: list["GpuOffer"],
     strategies: list[Strategy],
     configs: list[RunConfig],
@@ -348,12 +348,12 @@ def _search(
 
     observations = observations_of(args.records)
     found, left_out = [], []
-    for job in jobs:
+    for workload in workloads:
         of_job = search(
-            job,
+            workload,
             offers,
             strategies,
-            [config for config in configs if config.model == job.asked_model],
+            [config for config in configs if config.model == workload.asked_model],
             gpus_per_node=args.gpus_per_node,
             observations=observations,
             software=args.software,

@@ -17,7 +17,7 @@ _FIRST_STRIDE = 1 / 16  # of where the search starts: the estimate is seldom far
 
 
 @dataclass(frozen=True)
-class Search:
+class BatchSearch:
     """What trials found."""
 
     largest_ok: int | None
@@ -26,7 +26,7 @@ class Search:
     "None: none ran out of memory up to the most that was allowed"
 
 
-def search(runs: Callable[[int], str], *, start: int, most: int) -> Search:
+def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
     """Find the largest batch up to `most` for which `runs` says "ok"; larger ones say "oom".
 
     From `start` by strides that double until both answers are known, then by halves. No batch is tried
@@ -42,7 +42,7 @@ def search(runs: Callable[[int], str], *, start: int, most: int) -> Search:
         elif answer == "oom":
             oom = batch
         else:
-            return Search(None, oom if oom <= most else None)
+            return BatchSearch(None, oom if oom <= most else None)
         if oom > most:  # nothing was too large yet
             batch = min(ok + stride, most)
         elif ok == 0:
@@ -50,12 +50,12 @@ def search(runs: Callable[[int], str], *, start: int, most: int) -> Search:
         else:
             batch = (ok + oom) // 2
         stride *= 2
-    return Search(ok, oom if oom <= most else None)
+    return BatchSearch(ok, oom if oom <= most else None)
 
 
 def find_largest_batch(
     run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int | None
-) -> tuple[Search, PlannedRun, RunRecord]:
+) -> tuple[BatchSearch, PlannedRun, RunRecord]:
     """Search for one planned run, from the estimate for its GPU (else from 1); `execute` does a trial.
 
     Returns the trial to show, too: the largest that ran, else batch 1, else the one that failed.

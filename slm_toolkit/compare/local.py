@@ -26,7 +26,7 @@ from slm_toolkit.compare.outcome import LOG_FILE, Ended, own_record, port_taken,
 from slm_toolkit.compare.supervisor import end_kept, start_kept
 from slm_toolkit.config.flags import flags_of
 from slm_toolkit.hardware.gpus import Machine, num_cores
-from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
+from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
@@ -299,7 +299,7 @@ def _launch(
     )
 
 
-def _killed_by(before: HostRam, least_available_bytes: int) -> str:
+def _killed_by(before: RamState, least_available_bytes: int) -> str:
     return who_killed(before, look_at_host_ram(), least_available_bytes=least_available_bytes)
 
 

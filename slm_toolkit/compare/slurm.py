@@ -182,7 +182,7 @@ UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as Slurm last showed it."""
 
     job_id: int
@@ -198,21 +198,21 @@ class Job:
         return self.state in _LIVE
 
 
-def queue() -> dict[str, Job]:
+def queue() -> dict[str, SlurmJob]:
     """This user's jobs by script, the newest of each, with those that ended some minutes ago."""
-    found: dict[str, Job] = {}
+    found: dict[str, SlurmJob] = {}
     shown = command("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r|%M|%o")
     for line in shown.splitlines():
         number, state, reason, elapsed, script = line.strip().split("|", 4)
         if not number.isdigit():  # of a job array, which is none of ours
             continue
-        job = Job(int(number), state, reason, _seconds(elapsed))
+        job = SlurmJob(int(number), state, reason, _seconds(elapsed))
         if script not in found or found[script].job_id < job.job_id:
             found[script] = job
     return found
 
 
-def accounted(job: Job) -> Job:
+def accounted(job: SlurmJob) -> SlurmJob:
     """The end of a job that has left the queue, as accounting has it, where there is any."""
     words = ("--jobs", str(job.job_id), "--allocations", "--noheader", "--parsable2")
     try:
@@ -222,7 +222,11 @@ def accounted(job: Job) -> Job:
     state, _, elapsed = shown.partition("|")
     state = state.partition(" ")[0]  # "CANCELLED by 1000"
     ended = state != "" and state not in _LIVE
-    return Job(job.job_id, state, "", _seconds(elapsed)) if ended else dataclasses.replace(job, state=UNKNOWN)
+    return (
+        SlurmJob(job.job_id, state, "", _seconds(elapsed))
+        if ended
+        else dataclasses.replace(job, state=UNKNOWN)
+    )
 
 
 def command(*words: str) -> str:
@@ -264,7 +268,7 @@ class SlurmJobs:
         self.nodes, self.console, self.timeout_seconds = nodes, console, timeout_seconds
         self.waiting: list[PlannedRun] = []
         "that Slurm does not have yet"
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, SlurmJob] = {}
         "ours, by script"
         self.said, self.refusal = "", ""
         self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
@@ -404,7 +408,7 @@ class SlurmJobs:
         self.next_look = time.monotonic() + self.pause_seconds
         self._say_once(says)
 
-    def _now(self, script: str, job: Job, shown: Job | None) -> Job:
+    def _now(self, script: str, job: SlurmJob, shown: SlurmJob | None) -> SlurmJob:
         """A live job as Slurm knows it now; lost only where nobody knows it twice in a row."""
         if shown is None or shown.job_id < job.job_id:  # an older one's: ours is not listed yet
             shown = accounted(job)
@@ -434,7 +438,7 @@ class SlurmJobs:
                     self.refusal = str(error)
                     self._say(f"{len(self.waiting)} runs wait: {self.refusal}")
                 break
-            job = Job(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
+            job = SlurmJob(int(answer.partition(";")[0]), "PENDING", "None", 0.0)
             self.jobs[str(script)] = job
             self.has_accepted = True
             submitted.append(job)
@@ -451,7 +455,7 @@ class SlurmJobs:
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _forget(self, run: PlannedRun, job: Job | None) -> None:
+    def _forget(self, run: PlannedRun, job: SlurmJob | None) -> None:
         if job is not None and job.is_live:
             command("scancel", str(job.job_id))
         local.forget(run)
@@ -483,7 +487,7 @@ def _pause(stop: threading.Event, seconds: float) -> None:
         raise CancelledError
 
 
-def _record_of(run: PlannedRun, job: Job) -> RunRecord:
+def _record_of(run: PlannedRun, job: SlurmJob) -> RunRecord:
     """What the run wrote about itself, or what Slurm says about its end."""
     path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
     last = local.progress_of(run.folder)
@@ -511,7 +515,7 @@ def _record_of(run: PlannedRun, job: Job) -> RunRecord:
     return record
 
 
-def _counts(jobs: Iterable[Job], *, num_waiting: int) -> str:
+def _counts(jobs: Iterable[SlurmJob], *, num_waiting: int) -> str:
     """One line on all jobs, with why the first one waits."""
     jobs = list(jobs)
     numbers = Counter(job.state for job in jobs)
@@ -521,6 +525,6 @@ def _counts(jobs: Iterable[Job], *, num_waiting: int) -> str:
     return "slurm: " + ", ".join(words) + (f" ({reasons[0]})" if reasons else "")
 
 
-def _ids(jobs: Iterable[Job]) -> str:
+def _ids(jobs: Iterable[SlurmJob]) -> str:
     numbers = [str(job.job_id) for job in jobs]
     return f"Slurm job {numbers[0]}" if len(numbers) == 1 else f"Slurm jobs {', '.join(numbers)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slm_toolkit.base.secrets import without_secrets
-from slm_toolkit.convert.settings import Row, Setting, truth
+from slm_toolkit.convert.settings import KeyAccount, Setting, truth
 from slm_toolkit.convert.trainer_keys import (
     ARGUMENTS_READ,
     BARE,
@@ -42,7 +42,7 @@ class CommandSource:
     "the script and its other arguments"
     environment: list[str] = field(default_factory=list)
     "NAME=value words that have nothing to do with sharding"
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KeyAccount] = field(default_factory=list)
 
 
 def command_source(words: list[str]) -> CommandSource:
@@ -199,10 +199,10 @@ def _option(option: str, value: str, numbers: dict[str, tuple[int, str]], found:
     elif option in DEEPSPEED_LAUNCHER:
         found.more.append(Setting("plugin", (DEEPSPEED_LAUNCHER[option],), value, option, value))
     elif option in _AS_ACCELERATE:
-        found.rows.append(Row(option, True, "default", (), _AS_ACCELERATE[option]))
+        found.rows.append(KeyAccount(option, True, "default", (), _AS_ACCELERATE[option]))
     else:
         why = "no key of accelerate's YAML; `accelerate launch` itself may take the option"
-        found.rows.append(Row(option, value or True, "no counterpart", (), why))
+        found.rows.append(KeyAccount(option, value or True, "no counterpart", (), why))
 
 
 def _script_length(words: list[str]) -> int:

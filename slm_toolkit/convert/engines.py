@@ -12,13 +12,13 @@ from typing import Any
 
 from slm_toolkit.convert.settings import (
     Draft,
-    Row,
+    KeyAccount,
     Setting,
+    account_of,
     flat,
     hybrid_settings,
     of_key,
     ranks_per_node,
-    row_of,
     stage_of,
     truth,
     value_of,
@@ -362,7 +362,7 @@ def alone(table: tuple[Alone, ...], key: str) -> Alone | None:
     )
 
 
-Found = tuple[list[Setting], list[Row]]
+Found = tuple[list[Setting], list[KeyAccount]]
 
 _HPZ_KEY = ZERO + "zero_hpz_partition_size"
 _NO_FP8 = "beside a DeepSpeed JSON accelerate takes no mixed_precision, and the JSON has no word for fp8"
@@ -446,18 +446,18 @@ def _to_zero(draft: Draft) -> Draft:
 def _setting_to_zero(setting: Setting, draft: Draft, stage: int) -> Found:
     key = setting.path[0]
     if key == "parallelism_config_dp_shard_size" and not _has_copies(draft):
-        return [], [row_of(setting, "default", why="all ranks are one group under ZeRO anyway")]
+        return [], [account_of(setting, "default", why="all ranks are one group under ZeRO anyway")]
     if setting.section in ("fsdp", "groups"):
         return _by_table(setting, key, pairs_to_zero, stage, FSDP_ALONE)
     if key == "mixed_precision":
         off = [dtype for dtype in ("bf16", "fp16") if dtype != setting.value]
         if setting.value not in ("no", "bf16", "fp16"):
-            return [], [row_of(setting, "no counterpart", why=_NO_FP8)]
+            return [], [account_of(setting, "no counterpart", why=_NO_FP8)]
         switch = dataclasses.replace(setting, section="deepspeed", value=False)
         others = [dataclasses.replace(switch, path=(dtype, "enabled")) for dtype in off]
         return [*_by_table(setting, key, pairs_to_zero, stage, ())[0], *others], []
     if key == "fp8_config":
-        return [], [row_of(setting, "no counterpart", why=_NO_FP8)]
+        return [], [account_of(setting, "no counterpart", why=_NO_FP8)]
     return [setting], []
 
 
@@ -511,10 +511,10 @@ def _setting_from_zero(setting: Setting, draft: Draft, engine: str) -> Found:
         return [setting], []
     if engine == "ddp" and key == ZERO + "stage":
         word = "NO" if draft.ranks.num == 1 else "MULTI_GPU"
-        return [], [row_of(setting, "carried", f"distributed_type: {word}", why="ZeRO-0 shards nothing")]
+        return [], [account_of(setting, "carried", f"distributed_type: {word}", why="ZeRO-0 shards nothing")]
     if draft.is_trainers and key in DEEPSPEED_ARGUMENTS and "enabled" not in key and setting.value != "auto":
         why = f"the script's {' and '.join(DEEPSPEED_ARGUMENTS[key])} must say the same already"
-        return [], [row_of(setting, "default", why=why)]
+        return [], [account_of(setting, "default", why=why)]
     if key == GATHER and stage == 3 and setting.value is True and not draft.is_trainers:
         path, value = ("fsdp_state_dict_type",), "SHARDED_STATE_DICT"
         return [dataclasses.replace(setting, section="fsdp", path=path, value=value, why=SAVED)], []
@@ -523,7 +523,7 @@ def _setting_from_zero(setting: Setting, draft: Draft, engine: str) -> Found:
     found = _by_table(setting, key, pairs_to_fsdp, stage, ZERO_ALONE)
     if engine == "ddp" and key.startswith(ZERO):  # the table speaks of FSDP
         why = "buckets and reduction of DDP have no key in accelerate's YAML"
-        return [], [row_of(setting, "no counterpart", why=why)]
+        return [], [account_of(setting, "no counterpart", why=why)]
     if found[0] and key.endswith(".device") and stage == 3 and not _offloads_both(draft):
         why = "FSDP has parameters, gradients and optimizer state in one place: all of them in host RAM"
         return [dataclasses.replace(s, fate="nearest", why=f"{why}; {s.why}") for s in found[0]], []
@@ -533,13 +533,13 @@ def _setting_from_zero(setting: Setting, draft: Draft, engine: str) -> Found:
 def _hybrid(setting: Setting, draft: Draft, key: str) -> Found:
     size = ranks_per_node(draft.ranks, f"{key} auto") if setting.value == "auto" else setting.value
     if size in (0, 1):
-        return [], [row_of(setting, "default", why="no second copy: plain full shard")]
+        return [], [account_of(setting, "default", why="no second copy: plain full shard")]
     ((_, _, pair),) = pairs_to_fsdp(key, size, 3)
     settings = hybrid_settings(
         draft.ranks, size, source=setting.source, said=setting.said, why=pair.note, fate="nearest"
     )
     if not settings:
-        return [], [row_of(setting, "default", why=f"all {size} ranks are one group: plain full shard")]
+        return [], [account_of(setting, "default", why=f"all {size} ranks are one group: plain full shard")]
     return settings, []
 
 
@@ -564,9 +564,9 @@ def _by_table(
         return [_placed(setting, to, value, pair) for to, value, pair in pairs], []
     row = alone(table, key)
     if row is None:
-        return [], [row_of(setting, "no counterpart", why="the other side has no word for it")]
+        return [], [account_of(setting, "no counterpart", why="the other side has no word for it")]
     same = any(type(setting.value) is type(value) and setting.value == value for value in row.as_other)
-    return [], [row_of(setting, "default" if same else "no counterpart", why=row.note)]
+    return [], [account_of(setting, "default" if same else "no counterpart", why=row.note)]
 
 
 def _placed(setting: Setting, key: str, value: Any, pair: Pair) -> Setting:

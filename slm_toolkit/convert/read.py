@@ -10,8 +10,8 @@ from slm_toolkit.base.user_files import check_name, exists, is_file, json_of, re
 from slm_toolkit.convert.command import command_source, script_of
 from slm_toolkit.convert.settings import (
     Draft,
+    KeyAccount,
     Ranks,
-    Row,
     Setting,
     deepspeed_settings,
     hybrid_settings,
@@ -42,7 +42,7 @@ _OBSOLETE = "accelerate reads it under fsdp_version 1 only"
 
 def fsdp_settings(
     said: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
-) -> tuple[str, list[Setting], list[Row]]:
+) -> tuple[str, list[Setting], list[KeyAccount]]:
     """Engine, settings and account of FSDP keys: accelerate's name, value, and the key as it is written.
 
     FSDP1 becomes FSDP2, its NO_SHARD becomes DDP. A key that is absent counts with the source's own default.
@@ -58,7 +58,7 @@ def fsdp_settings(
         engine, settings, rows = _sharding_of_fsdp1(said, ranks, is_trainers=is_trainers)
         if engine == "ddp":
             rest = [
-                Row(source, value, "no counterpart", (), "DDP has no such setting")
+                KeyAccount(source, value, "no counterpart", (), "DDP has no such setting")
                 for value, source in _rest(said)
             ]
             return engine, [], rows + rest
@@ -71,7 +71,9 @@ def fsdp_settings(
         elif key in FSDP1_ONLY:
             rows.append(_row_of_fsdp1(key, value, source, is_fsdp1=is_fsdp1))
         elif key not in known:
-            rows.append(Row(source, value, "ignored", (), "no library reads such a key: is it misspelt?"))
+            rows.append(
+                KeyAccount(source, value, "ignored", (), "no library reads such a key: is it misspelt?")
+            )
         else:
             settings.append(_setting(key, value, source))
     present = {setting.path[0] for setting in settings}
@@ -103,7 +105,7 @@ def _setting(key: str, value: Any, source: str) -> Setting:
 
 def _sharding_of_fsdp1(
     said: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
-) -> tuple[str, list[Setting], list[Row]]:
+) -> tuple[str, list[Setting], list[KeyAccount]]:
     """What FSDP1 was asked to shard."""
     rows = []
     reshard = said.get("fsdp_reshard_after_forward")
@@ -112,7 +114,7 @@ def _sharding_of_fsdp1(
     if asked is None and reshard is not None and str(reshard[0]).lower() not in ("true", "false"):
         asked, why = reshard, _WINS  # what was meant, and what is wrong with it
     elif reshard is not None:
-        rows.append(Row(reshard[1], reshard[0], "ignored", (), _WINS))
+        rows.append(KeyAccount(reshard[1], reshard[0], "ignored", (), _WINS))
     value, source = asked or ("FULL_SHARD", _named("fsdp_sharding_strategy", is_trainers=is_trainers))
     name = str(value).upper()
     if name.isdigit() and 1 <= int(name) <= len(SHARDING):
@@ -123,7 +125,7 @@ def _sharding_of_fsdp1(
     reshards, is_hybrid = SHARDING[name]
     if reshards is None:
         why = "NO_SHARD is DDP"
-        return "ddp", [], [Row(source, shown, "carried", ("distributed_type: MULTI_GPU",), why), *rows]
+        return "ddp", [], [KeyAccount(source, shown, "carried", ("distributed_type: MULTI_GPU",), why), *rows]
     settings = [Setting("fsdp", ("fsdp_reshard_after_forward",), reshards, source, shown, why)]
     if is_hybrid:
         shard = ranks_per_node(ranks, f"{source} {value}")
@@ -131,12 +133,12 @@ def _sharding_of_fsdp1(
     return "fsdp", settings, rows
 
 
-def _row_of_fsdp1(key: str, value: Any, source: str, *, is_fsdp1: bool) -> Row:
+def _row_of_fsdp1(key: str, value: Any, source: str, *, is_fsdp1: bool) -> KeyAccount:
     always, why = FSDP1_ONLY[key]
     if not is_fsdp1:
-        return Row(source, value, "ignored", (), _OBSOLETE)
+        return KeyAccount(source, value, "ignored", (), _OBSOLETE)
     same = str(value).lower() == str(always).lower()
-    return Row(source, value, "default" if same else "no counterpart", (), why)
+    return KeyAccount(source, value, "default" if same else "no counterpart", (), why)
 
 
 def _rest(said: dict[str, tuple[Any, str]]) -> list[tuple[Any, str]]:
@@ -192,7 +194,7 @@ def read_trainer(
             "fsdp and deepspeed are both asked for\nhint: the Trainer refuses that: leave out one"
         )
     rows = [
-        Row(key, hidden(key, value), "stays", (), _SCRIPTS)
+        KeyAccount(key, hidden(key, value), "stays", (), _SCRIPTS)
         for key, value in config.items()
         if key not in ARGUMENTS_READ
     ]
@@ -203,7 +205,7 @@ def read_trainer(
         )
     if has_deepspeed:
         asked, path = _loaded(config["deepspeed"], "deepspeed", folder)
-        rows += [Row(k, config[k], "stays", (), _SCRIPTS) for k in ("bf16", "fp16") if k in config]
+        rows += [KeyAccount(k, config[k], "stays", (), _SCRIPTS) for k in ("bf16", "fp16") if k in config]
         settings.append(
             Setting("launch", ("distributed_type",), "DEEPSPEED", "deepspeed", _short(config["deepspeed"]))
         )
@@ -215,7 +217,7 @@ def read_trainer(
         asked, path = _loaded(config.get("fsdp_config") or {}, "fsdp_config", folder)
         if path is not None:
             rows.append(
-                Row(
+                KeyAccount(
                     "fsdp_config",
                     config["fsdp_config"],
                     "default",
@@ -228,7 +230,9 @@ def read_trainer(
         engine, of_fsdp, of_keys = fsdp_settings(said, ranks, is_trainers=True)
         return Draft(name, engine, ranks, (*settings, *of_fsdp), (*rows, *found, *of_keys), True)
     if config.get("fsdp_config"):
-        rows.append(Row("fsdp_config", config["fsdp_config"], "ignored", (), "read only where fsdp is on"))
+        rows.append(
+            KeyAccount("fsdp_config", config["fsdp_config"], "ignored", (), "read only where fsdp is on")
+        )
     engine = "single" if ranks.num == 1 else "ddp"
     return Draft(name, engine, ranks, tuple(settings), tuple(rows), True)
 
@@ -238,13 +242,13 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, str) and not value.startswith("{") else "settings"
 
 
-def _fsdp_keys(asked: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, str]], list[Row]]:
+def _fsdp_keys(asked: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, str]], list[KeyAccount]]:
     """accelerate's names of what fsdp_config says, and of the words that --fsdp took until transformers 5."""
     said, rows = {}, []
     for key, value in asked.items():
         name, source = key.removeprefix("fsdp_"), f"fsdp_config.{key}"
         if name in XLA_KEYS:
-            rows.append(Row(source, value, "no counterpart" if value else "default", (), _XLA))
+            rows.append(KeyAccount(source, value, "no counterpart" if value else "default", (), _XLA))
         else:
             said[_NAMES.get(name, f"unknown {name}")] = (value, source)
     if fsdp is True:
@@ -255,7 +259,7 @@ def _fsdp_keys(asked: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, s
         if word == "offload":
             said.setdefault("fsdp_offload_params", (True, source))
         elif word == "auto_wrap":
-            rows.append(Row(source, True, "default", (), "transformers wraps by layer anyway"))
+            rows.append(KeyAccount(source, True, "default", (), "transformers wraps by layer anyway"))
         elif word.upper() in SHARDING and (is_fsdp1 or word in ("full_shard", "shard_grad_op")):
             value = word if is_fsdp1 else word == "full_shard"
             said.setdefault("fsdp_reshard_after_forward", (value, source))
@@ -380,7 +384,7 @@ def _read_command(words: list[str], num_processes: int | None, gpus_per_node: in
     rows = [*found.rows]
     if found.script or found.environment:
         others = shlex.join([*found.environment, *found.script])
-        rows.append(Row("all other words", others, "stays", (), "nothing of how to shard"))
+        rows.append(KeyAccount("all other words", others, "stays", (), "nothing of how to shard"))
     return dataclasses.replace(
         draft,
         rows=(*draft.rows, *rows),
@@ -414,7 +418,7 @@ def _read_accelerate(
     launch += [Setting("launch", (key,), config[key], key, config[key]) for key in others if config.get(key)]
     sections = {"fsdp_config": ("fsdp1", "fsdp2"), "deepspeed_config": ("deepspeed",)}
     rows = [
-        Row(name, config[name], "ignored", (), f"distributed_type is {config['distributed_type']}")
+        KeyAccount(name, config[name], "ignored", (), f"distributed_type is {config['distributed_type']}")
         for name, engines in sections.items()
         if config.get(name) and engine not in engines
     ]
@@ -425,7 +429,7 @@ def _read_accelerate(
                 "deepspeed_config.deepspeed_config_file",
                 config["deepspeed_config"]["deepspeed_config_file"],
             )
-            rows.append(Row(key, named, "default", (), "its keys are accounted for one by one"))
+            rows.append(KeyAccount(key, named, "default", (), "its keys are accounted for one by one"))
             draft = Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))
             return dataclasses.replace(draft, json_path=json_path, json_key=key)
         return Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))

@@ -34,7 +34,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyAccount:
     """What became of one key of the source."""
 
     key: str
@@ -63,7 +63,7 @@ class Draft:
     "single, ddp, fsdp or deepspeed"
     ranks: Ranks
     settings: tuple[Setting, ...]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[KeyAccount, ...] = ()
     is_trainers: bool = False
     "came from TrainingArguments: the script is a Trainer's"
     json_path: Path | None = None
@@ -76,9 +76,9 @@ class Draft:
     "NAME=value words before such a command that have nothing to do with sharding"
 
 
-def row_of(setting: Setting, fate: str, *to: str, why: str = "") -> Row:
+def account_of(setting: Setting, fate: str, *to: str, why: str = "") -> KeyAccount:
     """What became of the key that said a setting."""
-    return Row(setting.source, setting.said, fate, to, why or setting.why)
+    return KeyAccount(setting.source, setting.said, fate, to, why or setting.why)
 
 
 def of_section(settings: Iterable[Setting], section: str) -> list[Setting]:

@@ -15,12 +15,12 @@ from slm_toolkit.convert.command import launch_values, script_of, torchrun_comma
 from slm_toolkit.convert.engines import INIT_FLAG, ZERO
 from slm_toolkit.convert.settings import (
     Draft,
-    Row,
+    KeyAccount,
     Setting,
+    account_of,
     nested,
     of_section,
     ranks_per_node,
-    row_of,
     stage_of,
     truth,
 )
@@ -39,26 +39,26 @@ _WORSE = ("added", "ignored", "stays", "default", "carried", "nearest", "no coun
 
 
 @dataclass(frozen=True)
-class Written:
+class Converted:
     """The result."""
 
     files: dict[str, str]
     "name: text"
     command: list[str]
     "what to launch, with the files"
-    rows: list[Row]
+    rows: list[KeyAccount]
 
 
-def placed(setting: Setting, key: str, value: Any, *, why: str = "") -> Row:
+def placed(setting: Setting, key: str, value: Any, *, why: str = "") -> KeyAccount:
     """The row of a setting that is in the result under `key`."""
     to = f"{key}: {json.dumps(value)}" if not isinstance(value, str) else f"{key}: {value}"
     fate = setting.fate if setting.source else "added"
-    return Row(setting.source, setting.said, fate, (to,), why or setting.why)
+    return KeyAccount(setting.source, setting.said, fate, (to,), why or setting.why)
 
 
-def account(rows: Iterable[Row]) -> list[Row]:
+def account(rows: Iterable[KeyAccount]) -> list[KeyAccount]:
     """One row for each key of the source, and one for all that was added for the same reason."""
-    merged: dict[tuple[str, ...], Row] = {}
+    merged: dict[tuple[str, ...], KeyAccount] = {}
     for row in rows:
         name = (row.key,) if row.key else ("", row.why)
         before = merged.get(name)
@@ -77,7 +77,7 @@ def json_text(config: dict[str, Any]) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def deepspeed_json(draft: Draft, *, for_our_script: bool) -> tuple[dict[str, Any], list[Row]]:
+def deepspeed_json(draft: Draft, *, for_our_script: bool) -> tuple[dict[str, Any], list[KeyAccount]]:
     """The DeepSpeed JSON, and a row for each of its keys.
 
     An hpZ of size "auto" is a word that slm_toolkit.train alone understands: others get the ranks of a node.
@@ -101,11 +101,11 @@ def is_unchanged(draft: Draft, config: dict[str, Any]) -> bool:
     return json_of(read_text(draft.json_path, hint=hint), draft.json_path, hint=hint) == config
 
 
-def unchanged_json(draft: Draft, to: str) -> Row:
+def unchanged_json(draft: Draft, to: str) -> KeyAccount:
     """The row of a file that serves as it is."""
     num_keys = len(of_section(draft.settings, "deepspeed"))
     why = "the file serves as it is, with all its keys"
-    return Row(draft.json_key or draft.json_path.name, f"{num_keys} keys", "carried", (to,), why)
+    return KeyAccount(draft.json_key or draft.json_path.name, f"{num_keys} keys", "carried", (to,), why)
 
 
 def shown(path: Path) -> str:
@@ -125,7 +125,7 @@ _OUT = "leave it out of the script's arguments, where it would go before the YAM
 _OWN_OPTIMIZER = "accelerate wants DummyOptim and DummyScheduler in the script for what the JSON builds"
 
 
-def write_accelerate(draft: Draft, folder: Path | None) -> Written:
+def write_accelerate(draft: Draft, folder: Path | None) -> Converted:
     """The YAML and, under DeepSpeed, the JSON beside it, unless the source's own serves as it is."""
     name = f"{draft.name}_as_{_SUFFIX[draft.engine]}"
     config: dict[str, Any] = {
@@ -149,20 +149,20 @@ def write_accelerate(draft: Draft, folder: Path | None) -> Written:
     how_many = [] if "num_processes" in config else ["--num_processes", "N"]
     yaml_name = in_folder(folder, f"{name}.yaml")
     launcher = ["accelerate", "launch", *how_many, "--config_file", yaml_name]
-    return Written(files, [*draft.environment, *launcher, *script_of(draft.script)], account(rows))
+    return Converted(files, [*draft.environment, *launcher, *script_of(draft.script)], account(rows))
 
 
-def _section(config: dict[str, Any], name: str, settings: list[Setting]) -> list[Row]:
+def _section(config: dict[str, Any], name: str, settings: list[Setting]) -> list[KeyAccount]:
     said = [setting for setting in settings if setting.value is not None]
     if said:
         config[name] = {setting.path[0]: setting.value for setting in said}
-    silent = [row_of(setting, "default") for setting in settings if setting.value is None]
+    silent = [account_of(setting, "default") for setting in settings if setting.value is None]
     return [placed(setting, f"{name}.{setting.path[0]}", setting.value) for setting in said] + silent
 
 
 def _deepspeed(
     config: dict[str, Any], files: dict[str, str], draft: Draft, json_name: str, folder: Path | None
-) -> list[Row]:
+) -> list[KeyAccount]:
     """The section of the YAML and the file that it names."""
     settings, rows = deepspeed_json(draft, for_our_script=not draft.is_trainers)
     if is_unchanged(draft, settings):
@@ -172,7 +172,7 @@ def _deepspeed(
         named = in_folder(folder, json_name)
         files[json_name] = json_text(settings)
     if "optimizer" in settings or "scheduler" in settings:
-        rows.append(Row("", None, "added", (_OWN_OPTIMIZER,)))
+        rows.append(KeyAccount("", None, "added", (_OWN_OPTIMIZER,)))
     section: dict[str, Any] = {"deepspeed_config_file": named}
     for setting in of_section(draft.settings, "plugin"):
         key = setting.path[0]
@@ -183,7 +183,7 @@ def _deepspeed(
     return rows
 
 
-def _launch(config: dict[str, Any], draft: Draft) -> list[Row]:
+def _launch(config: dict[str, Any], draft: Draft) -> list[KeyAccount]:
     """The launcher's own keys, as the source has them or as our own YAMLs do."""
     settings = of_section(draft.settings, "launch")
     said = {setting.path[0] for setting in settings}
@@ -199,11 +199,11 @@ def _launch(config: dict[str, Any], draft: Draft) -> list[Row]:
     for key, value in LAUNCH.items():
         if key not in said and (draft.engine != "single" or key not in ("rdzv_backend", "same_network")):
             leaves.append(((key,), value))
-            rows.append(Row("", None, "added", (f"{key}: {str(value).lower()}",), why))
+            rows.append(KeyAccount("", None, "added", (f"{key}: {str(value).lower()}",), why))
     config.update(nested(leaves))
     if "num_processes" not in said:
         why = "give --num_processes N to this command, or to accelerate launch"
-        rows.append(Row("num_processes", None, "default", (), why))
+        rows.append(KeyAccount("num_processes", None, "default", (), why))
     return rows
 
 
@@ -217,7 +217,7 @@ _BY_VARIABLE = "TrainingArguments have no such key; accelerate inside reads the 
 _NO_KEY = "TrainingArguments have no such key, torchrun no such option"
 
 
-def write_deepspeed_json(draft: Draft, folder: Path | None) -> Written:
+def write_deepspeed_json(draft: Draft, folder: Path | None) -> Converted:
     """The JSON for whoever starts the script otherwise than with accelerate's YAML."""
     name = f"{draft.name}_as_deepspeed.json"
     config, rows = deepspeed_json(draft, for_our_script=False)
@@ -226,10 +226,10 @@ def write_deepspeed_json(draft: Draft, folder: Path | None) -> Written:
     environment, of_launcher = _launcher(draft, arguments)
     words = ["--deepspeed", in_folder(folder, name), *_flags(arguments, draft)]
     command = torchrun_command(draft.settings, environment, script_of(draft.script), words)
-    return Written({name: json_text(config)}, command, account([*rows, *of_launcher]))
+    return Converted({name: json_text(config)}, command, account([*rows, *of_launcher]))
 
 
-def write_trainer(draft: Draft, folder: Path | None) -> Written:
+def write_trainer(draft: Draft, folder: Path | None) -> Converted:
     """training_arguments.json, and the file that its fsdp_config or deepspeed names."""
     files, rows = {}, [*draft.rows]
     arguments: dict[str, Any] = {}
@@ -253,36 +253,36 @@ def write_trainer(draft: Draft, folder: Path | None) -> Written:
         words = _flags(arguments, draft)
     files = {f"{draft.name}_as_training_arguments.json": json_text(arguments), **files}
     command = torchrun_command(draft.settings, environment, script_of(draft.script), words)
-    return Written(files, command, account([*rows, *of_launcher]))
+    return Converted(files, command, account([*rows, *of_launcher]))
 
 
-def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[Row]]:
+def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[KeyAccount]]:
     """What --fsdp_config takes; what it does not, as variables that accelerate reads; the rows."""
     names = {key.accelerate: key.trainer for key in FSDP_KEYS}
     config, variables, rows = {}, [], []
     for setting in of_section(draft.settings, "fsdp"):
         key, value = setting.path[0], setting.value
         if value is None:
-            rows.append(row_of(setting, "default"))
+            rows.append(account_of(setting, "default"))
         elif name := names[key]:
             is_list = key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, str)
             config[name] = value.split(",") if is_list else value
             rows.append(placed(setting, f"fsdp_config.{name}", config[name]))
         elif value is False:
-            rows.append(row_of(setting, "default"))
+            rows.append(account_of(setting, "default"))
         else:
             variables.append(_variable(key, value))
-            rows.append(row_of(setting, setting.fate, variables[-1], why=_BY_VARIABLE))
+            rows.append(account_of(setting, setting.fate, variables[-1], why=_BY_VARIABLE))
     return config, variables, rows
 
 
 def _deepspeed_of_trainer(
     draft: Draft, files: dict[str, str], folder: Path | None
-) -> tuple[str, dict[str, Any], list[Row]]:
+) -> tuple[str, dict[str, Any], list[KeyAccount]]:
     """The file that --deepspeed takes, and the arguments that must agree with it."""
     config, rows = deepspeed_json(draft, for_our_script=False)
     arguments: dict[str, Any] = {}
-    agreeing: list[Row] = []
+    agreeing: list[KeyAccount] = []
     for setting in of_section(draft.settings, "deepspeed"):
         names = DEEPSPEED_ARGUMENTS.get(".".join(setting.path), ())
         if setting.value == "auto" or draft.is_trainers or not setting.source:
@@ -299,20 +299,20 @@ def _deepspeed_of_trainer(
     return in_folder(folder, name), arguments, rows + agreeing
 
 
-def _plugin_rows(draft: Draft) -> Iterable[Row]:
+def _plugin_rows(draft: Draft) -> Iterable[KeyAccount]:
     """What stands beside the JSON in accelerate's YAML and nowhere else."""
     for setting in of_section(draft.settings, "plugin"):
         if not setting.source:
             continue
         if setting.path != (INIT_FLAG,):
-            yield row_of(setting, "no counterpart", why=_LAUNCHER)
+            yield account_of(setting, "no counterpart", why=_LAUNCHER)
         elif truth(setting.value, INIT_FLAG) or stage_of(draft.settings) < 3:
-            yield row_of(setting, "default", why="transformers does the same with the JSON alone")
+            yield account_of(setting, "default", why="transformers does the same with the JSON alone")
         else:
-            yield row_of(setting, "no counterpart", why=_IN_PIECES)
+            yield account_of(setting, "no counterpart", why=_IN_PIECES)
 
 
-def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[Row]]:
+def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[KeyAccount]]:
     """Variables of the environment, and rows, of the launcher's keys; fills in what they are as arguments."""
     environment, rows = [*draft.environment], []
     values = launch_values(draft.settings)
@@ -322,16 +322,16 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
         if key == "distributed_type" and draft.is_trainers:
             rows.append(placed(setting, setting.source, True if draft.engine == "fsdp" else setting.said))
         elif key in LAUNCHERS_OWN:
-            rows.append(row_of(setting, "default", why="of accelerate's launcher only"))
+            rows.append(account_of(setting, "default", why="of accelerate's launcher only"))
         elif key in ("num_processes", "rdzv_backend", *TORCHRUN):
             to = [options[key]] if key in options and value is not None else []
-            rows.append(row_of(setting, "carried" if to else "default", *to))
+            rows.append(account_of(setting, "carried" if to else "default", *to))
         elif key in VARIABLES:
             if str(value).lower() in ("all", "false", "none"):
-                rows.append(row_of(setting, "default"))
+                rows.append(account_of(setting, "default"))
             else:
                 environment.append(_variable(key, value))
-                rows.append(row_of(setting, "carried", environment[-1]))
+                rows.append(account_of(setting, "carried", environment[-1]))
         elif argument := _argument(key, value):
             arguments.update(argument)
             rows += [placed(setting, name, word) for name, word in argument.items()]
@@ -340,7 +340,7 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
                 key == "dynamo_use_dynamic" and not value
             )
             why = "" if silent else _NO_KEY
-            rows.append(row_of(setting, "default" if silent else "no counterpart", why=why))
+            rows.append(account_of(setting, "default" if silent else "no counterpart", why=why))
     groups = [setting for setting in of_section(draft.settings, "groups") if setting.value is not None]
     if groups:
         environment.append(f"{USE_GROUPS}=true")
@@ -348,7 +348,9 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
         variable = _variable(setting.path[0], setting.value)
         environment.append(variable)
         rows.append(
-            row_of(setting, setting.fate, variable, why="; ".join((_BY_VARIABLE, setting.why)).strip("; "))
+            account_of(
+                setting, setting.fate, variable, why="; ".join((_BY_VARIABLE, setting.why)).strip("; ")
+            )
         )
     return environment, rows
 

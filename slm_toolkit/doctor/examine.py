@@ -16,7 +16,7 @@ from slm_toolkit.doctor.machine_faults import environment_faults, host_ram_fault
 from slm_toolkit.hardware.gpus import Gpu, gpu_of_name
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.flag_checks import placement_problems
-from slm_toolkit.predict.setup.setup import Setup, Site, known_to_estimates, unlike_the_model
+from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
 from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
 
 _CHECKS = {  # with the topic of findings that have none
@@ -70,14 +70,14 @@ def examine(case: Case) -> Examined:
 
 
 def examine_all(
-    cases: list[Case], *, site_of: Callable[[Gpu], Site], software: str
+    cases: list[Case], *, deployment_of: Callable[[Gpu], Deployment], software: str
 ) -> tuple[list[Examined], list[Finding], list[str]]:
     """Each case, the findings of all, the gravest first, and notes on what could not be looked at."""
     notes: list[str] = []
     examined, setups = [], []
     for case in cases:
         one = examine(case)
-        of_case = _setups(one, site_of=site_of, software=software, notes=notes)
+        of_case = _setups(one, deployment_of=deployment_of, software=software, notes=notes)
         short = [
             located(finding, one.corrected, "machine")
             for setup in of_case
@@ -134,7 +134,9 @@ def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, chan
     return located(wrong(name, sentence, why=why, change=change, file="yaml"), case, topic)
 
 
-def _setups(one: Examined, *, site_of: Callable[[Gpu], Site], software: str, notes: list[str]) -> list[Setup]:
+def _setups(
+    one: Examined, *, deployment_of: Callable[[Gpu], Deployment], software: str, notes: list[str]
+) -> list[Setup]:
     """The corrected case on each GPU type it is meant for, as far as there are closed forms for it."""
     if one.strategy is None:
         return []
@@ -152,7 +154,7 @@ def _setups(one: Examined, *, site_of: Callable[[Gpu], Site], software: str, not
             gpus_per_node=case.gpus_per_node,
             gpu=gpu,
             software=software,
-            site=site_of(gpu),
+            deployment=deployment_of(gpu),
         )
         try:
             estimate(setup.launched)

@@ -100,7 +100,7 @@ def _mended_files(files: Files, edits: list[Edit]) -> Files:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class CorrectedFile:
     """A file that `write_mended` wrote."""
 
     path: Path
@@ -108,7 +108,7 @@ class Written:
     "the file it is a corrected copy of"
 
 
-def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> list[Written]:
+def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> list[CorrectedFile]:
     """Write the corrected YAML, and the JSON that it then names, into `folder`.
 
     Raises ValueError for files that are there, but with `overwrite`, and for a folder that can't be written.
@@ -130,7 +130,7 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
         folder.mkdir(parents=True, exist_ok=True)
         for path, (text, source) in texts.items():
             path.write_text(text)
-            written.append(Written(path, source))
+            written.append(CorrectedFile(path, source))
     except OSError as error:
         raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --fix a folder") from None
     return written

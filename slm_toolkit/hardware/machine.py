@@ -53,7 +53,7 @@ _LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
-class HostRam:
+class RamState:
     """What is free, and what the kernel has counted until now."""
 
     available_bytes: int
@@ -64,14 +64,14 @@ class HostRam:
     "of our cgroups together, where it is less than the RAM there is"
 
 
-def look_at_host_ram() -> HostRam:
+def look_at_host_ram() -> RamState:
     memory = psutil.virtual_memory()
     counts = [
         count for path in (Path("/proc/vmstat"), *_of_cgroups(_COUNTERS)) for count in _oom_kills_in(path)
     ]
     limits = [int(text) for path in _of_cgroups(_LIMITS) if (text := _text(path).strip()).isdigit()]
     limit_bytes = min(limits, default=memory.total)
-    return HostRam(
+    return RamState(
         memory.available,
         memory.total,
         sum(counts) if counts else None,
@@ -79,7 +79,7 @@ def look_at_host_ram() -> HostRam:
     )
 
 
-def who_killed(before: HostRam, after: HostRam, *, least_available_bytes: int) -> str:
+def who_killed(before: RamState, after: RamState, *, least_available_bytes: int) -> str:
     """Who sent the SIGKILL, as far as one can know."""
     if (known := killed_for_ram(before, after)) is not None:
         return known
@@ -91,7 +91,7 @@ def who_killed(before: HostRam, after: HostRam, *, least_available_bytes: int) -
     return f"likely by the kernel, for want of host RAM, or by hand: it does not say ({gib})"
 
 
-def killed_for_ram(before: HostRam, after: HostRam) -> str | None:
+def killed_for_ram(before: RamState, after: RamState) -> str | None:
     """That it was the kernel, where it has counted one more; None where nobody knows."""
     if None in (before.num_oom_kills, after.num_oom_kills) or after.num_oom_kills <= before.num_oom_kills:
         return None

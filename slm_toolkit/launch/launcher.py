@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE
-from slm_toolkit.hardware.machine import HostRam, killed_for_ram, look_at_host_ram
+from slm_toolkit.hardware.machine import RamState, killed_for_ram, look_at_host_ram
 
 _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
@@ -64,7 +64,7 @@ def launch(words: list[str]) -> int:
     return 0
 
 
-def _told(who: str, exit_code: int, before: HostRam) -> int:
+def _told(who: str, exit_code: int, before: RamState) -> int:
     """The exit code as shells have it, after a line about a signal; all else the rank has told itself."""
     if exit_code >= 0:
         return exit_code

@@ -313,7 +313,7 @@ def _speed(setup: Setup, time: "StepTime | None", software: "Software | None") -
 
 
 def _cost(setup: Setup, time: "StepTime | None") -> dict[str, Any]:
-    price = setup.site.price
+    price = setup.deployment.price
     per_million = per_usd = None
     if time is not None and price is not None:
         from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens

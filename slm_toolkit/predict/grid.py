@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
     from slm_toolkit.predict.deepspeed_estimator import DeepSpeedEstimator
     from slm_toolkit.predict.estimate import Estimate
-    from slm_toolkit.predict.setup.setup import Site
+    from slm_toolkit.predict.setup.setup import Deployment
 
 
 def estimates(
@@ -36,7 +36,7 @@ def estimates(
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
     software: str = "2026",
-    sites: "Callable[[Gpu | None], Site] | None" = None,
+    deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
     """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
 
@@ -45,7 +45,7 @@ def estimates(
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
-    from slm_toolkit.predict.setup.setup import Setup, Site
+    from slm_toolkit.predict.setup.setup import Deployment, Setup
 
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
@@ -94,7 +94,7 @@ def estimates(
                 gpus_per_node=gpus_per_node,
                 gpu=gpu,
                 software=software,
-                site=sites(gpu) if sites else Site(),
+                deployment=deployments(gpu) if deployments else Deployment(),
             )
             rows[key] = estimate_of(setup.launched, deepspeed=deepspeed)
     return list(rows.values())

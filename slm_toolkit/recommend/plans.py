@@ -13,7 +13,7 @@ from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
 from slm_toolkit.predict.estimate import Estimate, estimate
-from slm_toolkit.predict.setup.setup import Setup, Site, config_as_launched
+from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.run_record import RunRecord, spec_of
@@ -32,11 +32,11 @@ class GpuOffer:
 
     gpu: Gpu
     counts: tuple[int, ...]
-    site: Site
+    deployment: Deployment
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What is to be trained, whatever the hardware."""
 
     asked_model: str
@@ -50,14 +50,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way of doing the job."""
+    """One way of doing the workload."""
 
     estimate: Estimate
     spec: ModelSpec
     config: RunConfig
     "as the flags of a command have it, before what the user's own files decide"
     strategy: Strategy
-    site: Site
+    deployment: Deployment
     num_tokens: float
     num_steps: int
     tokens_per_step: int
@@ -107,7 +107,7 @@ def observation_key(
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """What came of looking through a grid."""
 
     plans: list[Plan]
@@ -117,7 +117,7 @@ class Search:
 
 
 def search(
-    job: Job,
+    workload: Workload,
     offers: list[GpuOffer],
     strategies: list[Strategy],
     configs: list[RunConfig],
@@ -125,19 +125,19 @@ def search(
     gpus_per_node: int,
     observations: Observations,
     software: str = "2026",
-) -> Search:
+) -> PlanSearch:
     """`configs` have their defaults and one micro-step; their batches must ascend.
 
-    The micro-steps follow from the job's tokens per step. A batch above one that does not fit is not tried,
-    unless a record says what it did: with as many micro-steps, or fewer but more than one, more sequences
-    never take less memory. Going from several micro-steps to one may.
+    The micro-steps follow from the workload's tokens per step. A batch above one that does not fit is not
+    tried, unless a record says what it did: with as many micro-steps, or fewer but more than one, more
+    sequences never take less memory. Going from several micro-steps to one may.
     """
-    found = Search([], [])
+    found = PlanSearch([], [])
     for offer in offers:
         for count in offer.counts:
-            micro_steps = {config: _micro_steps(job, config, count) for config in configs}
+            micro_steps = {config: _micro_steps(workload, config, count) for config in configs}
             if not any(micro_steps.values()):
-                asked = f"{job.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
+                asked = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
                 found.left_out.append(f"{count} x {offer.gpu.name}: no batch comes near {asked}")
             for strategy in strategies:
                 if strategy.is_single != (count == 1):
@@ -148,27 +148,27 @@ def search(
                     if steps is not None
                 ]
                 setup = Setup(
-                    job.spec,
+                    workload.spec,
                     strategy,
                     configs[0],  # each of `considered` takes its place
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
                     software=software,
-                    site=offer.site,
+                    deployment=offer.deployment,
                 )
-                _search_strategy(job, offer, setup, considered, observations, found)
+                _search_strategy(workload, offer, setup, considered, observations, found)
     found.left_out[:] = dict.fromkeys(found.left_out)
     return found
 
 
 def _search_strategy(
-    job: Job,
+    workload: Workload,
     offer: GpuOffer,
     setup: Setup,
     configs: list[RunConfig],
     observations: Observations,
-    found: Search,
+    found: PlanSearch,
 ) -> None:
     """Add the plans of one strategy on one number of GPUs; `setup` with any of the `configs`."""
     count, strategy = setup.num_gpus, setup.strategy
@@ -203,7 +203,7 @@ def _search_strategy(
             continue
         if not row.fits and observed is None:
             smallest_that_failed[alike, accumulates] = batch
-        plan = _plan(job, row, config, strategy, offer, observed)
+        plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
             found.plans.append(plan)
 
@@ -219,15 +219,15 @@ def _observed(setup: Setup, observations: Observations) -> Observed | None:
     return next((observations[key] for key in keys if key in observations), None)
 
 
-def _micro_steps(job: Job, config: RunConfig, num_gpus: int) -> int | None:
+def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | None:
     of_micro_step = num_gpus * config.per_device_train_batch_size * config.seq_len
-    micro_steps = max(1, round(job.global_batch_tokens / of_micro_step))
-    off = abs(micro_steps * of_micro_step / job.global_batch_tokens - 1)
+    micro_steps = max(1, round(workload.global_batch_tokens / of_micro_step))
+    off = abs(micro_steps * of_micro_step / workload.global_batch_tokens - 1)
     return micro_steps if off <= _GLOBAL_BATCH_OFF else None
 
 
 def _plan(
-    job: Job,
+    workload: Workload,
     found: Estimate,
     config: RunConfig,
     strategy: Strategy,
@@ -253,20 +253,20 @@ def _plan(
     tokens_per_step = (
         found.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
     ) * config.seq_len
-    price = offer.site.price
+    price = offer.deployment.price
     paid = {"tokens_per_second": tokens_per_second, "num_gpus": found.num_gpus}
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
-    taken = budget(num_tokens=job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
-    num_params = num_params_of(job.law, job.spec)
+    taken = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+    num_params = num_params_of(workload.law, workload.spec)
     trains_all = config.peft == "none"
     return Plan(
         estimate=found,
-        spec=job.spec,
+        spec=workload.spec,
         config=config,
         strategy=strategy,
-        site=offer.site,
-        num_tokens=job.num_tokens,
-        num_steps=math.ceil(job.num_tokens / tokens_per_step),
+        deployment=offer.deployment,
+        num_tokens=workload.num_tokens,
+        num_steps=math.ceil(workload.num_tokens / tokens_per_step),
         tokens_per_step=tokens_per_step,
         tokens_per_second=tokens_per_second,
         evidence=evidence,
@@ -275,9 +275,11 @@ def _plan(
         headroom_bytes=headroom,
         hours=taken.hours,
         usd=taken.usd if price else None,
-        law=job.law.name,
-        expected_loss=loss(job.law, num_params, job.num_tokens) if trains_all else None,
-        loss_per_usd=loss_per_usd(job.law, num_params, job.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+        law=workload.law.name,
+        expected_loss=loss(workload.law, num_params, workload.num_tokens) if trains_all else None,
+        loss_per_usd=loss_per_usd(
+            workload.law, num_params, workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid
+        )
         if price and trains_all
         else None,
     )
@@ -286,7 +288,7 @@ def _plan(
 def as_json(plan: Plan) -> dict[str, Any]:
     """As JSON: the estimate's keys, then the plan's."""
     own = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    for name in ("estimate", "spec", "config", "strategy", "site"):
+    for name in ("estimate", "spec", "config", "strategy", "deployment"):
         del own[name]
     return {**vars(plan.estimate), **own, "gpu_hours": plan.gpu_hours}
 

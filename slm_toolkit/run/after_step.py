@@ -24,7 +24,7 @@ from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
 from slm_toolkit.run.faults.find_batch_size import note_checkpoint
 from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
-from slm_toolkit.run.peers.step_exchange import Lookout, Seen, StopSignal, gather_to_all
+from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
 
 MOST_SKIPPED = 10
 "bad steps in a row, with --on_bad_step skip: after that many, the data is not the cause"
@@ -39,7 +39,7 @@ def largest_loss(config: RunConfig, vocab_size: int) -> float:
     return config.max_loss if config.max_loss is not None else 2 * math.log(vocab_size)
 
 
-class Guard:
+class AfterStep:
     """Called by every rank after each step and at the end; raises RunEnded, on all ranks alike."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Guard:
         run_dir: Path,
         num_steps: int,
         max_loss: float,
-        exchange: Lookout,
+        exchange: StepExchange,
         bad_steps: "BadStepFiles",
         writer: CheckpointWriter | None,
         resumed_from: Path | None,
@@ -74,7 +74,7 @@ class Guard:
         "the step after which the last checkpoint was begun"
         self._last_saved = resumed_from
 
-    def after(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
+    def run(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
         """Whether a checkpoint was begun or finished, whose time is no part of a step.
 
         `loss`: this rank's mean; `norm`: of all gradients before clipping, None if the engine has none. The

@@ -72,7 +72,7 @@ from slm_toolkit.run.engine.engine import (
 )
 from slm_toolkit.run.evaluate import check_lm_eval
 from slm_toolkit.run.faults.find_batch_size import (
-    BatchSizeSearch,
+    BatchSizeFinder,
     name_groups_anew,
     noted_checkpoint,
     search_described,
@@ -141,7 +141,7 @@ class Job:
     gpu_before: GpuBefore
     batch_described: str
     "how many sequences a step has, and what became of the learning rate"
-    search: BatchSizeSearch
+    search: BatchSizeFinder
     control_group: ProcessGroup | None
 
 
@@ -187,7 +187,7 @@ def set_up(
         model=built.model,
         gpu_before=folder.gpu_before,
         batch_described=start.batch_described,
-        search=BatchSizeSearch(start.config),
+        search=BatchSizeFinder(start.config),
         control_group=start.control_group,
     )
     return job, _record_at_start(job, folder, built, request.config, arguments, started)

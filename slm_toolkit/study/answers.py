@@ -40,7 +40,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Panel:
+class FigurePanel:
     """All series at one model and one x of a figure: whose tokens are cheapest, published and ours."""
 
     model: str
@@ -89,7 +89,7 @@ class Disagreement:
 class Answers:
     """What `slm report --paper` says beside the figures."""
 
-    questions: dict[str, tuple[Panel, ...]]
+    questions: dict[str, tuple[FigurePanel, ...]]
     "by the key of each question"
     disagreements: tuple[Disagreement, ...]
     aligned: tuple[AlignedPanel, ...]
@@ -163,7 +163,7 @@ def places(found: Iterable[tuple[str, int]], x_words: str) -> str:
     return f"{listed} {x_words}"
 
 
-def _panels(compared: list[Comparison], question: Question) -> tuple[Panel, ...]:
+def _panels(compared: list[Comparison], question: Question) -> tuple[FigurePanel, ...]:
     by_place: dict[tuple[str, int], list[Comparison]] = {}
     for item in compared:
         if item.figure == question.figure:
@@ -171,12 +171,12 @@ def _panels(compared: list[Comparison], question: Question) -> tuple[Panel, ...]
     return tuple(_panel(items, question) for items in by_place.values())
 
 
-def _panel(items: list[Comparison], question: Question) -> Panel:
+def _panel(items: list[Comparison], question: Question) -> FigurePanel:
     published = {item.series: item.published_token_per_dollar for item in items}
     ours = {item.series: item.our_token_per_dollar for item in items}
     first, second = sorted(items, key=lambda item: -item.published_token_per_dollar)[:2]
     lowest = first.published_token_per_dollar - first.published_error_half_width
-    return Panel(
+    return FigurePanel(
         model=first.model,
         x=first.x,
         published_best=_best(published),
@@ -271,7 +271,7 @@ def paragraphs(found: Answers) -> list[tuple[str, str]]:
     ]
 
 
-def _answer(question: Question, panels: tuple[Panel, ...]) -> str:
+def _answer(question: Question, panels: tuple[FigurePanel, ...]) -> str:
     return "\n".join(
         (
             f"Best: {_both(panels, _bests, question)}.",
@@ -283,8 +283,8 @@ def _answer(question: Question, panels: tuple[Panel, ...]) -> str:
 
 
 def _both(
-    panels: tuple[Panel, ...],
-    words_of: Callable[[tuple[Panel, ...], str, str], str],
+    panels: tuple[FigurePanel, ...],
+    words_of: Callable[[tuple[FigurePanel, ...], str, str], str],
     question: Question,
 ) -> str:
     published = words_of(panels, "published", question.x_words)
@@ -292,8 +292,8 @@ def _both(
     return f"{published} (ours the same)" if ours == published else f"{published} (ours: {ours})"
 
 
-def _bests(panels: tuple[Panel, ...], whose: str, x_words: str) -> str:
-    def best(panel: Panel) -> str:
+def _bests(panels: tuple[FigurePanel, ...], whose: str, x_words: str) -> str:
+    def best(panel: FigurePanel) -> str:
         return panel.published_best if whose == "published" else _either(panel.our_best)
 
     if len(everywhere := {best(panel) for panel in panels}) == 1:
@@ -322,7 +322,7 @@ def _word(series: str) -> str:
     return SERIES_WORDS.get(series, series)
 
 
-def _out_of_memory(panels: tuple[Panel, ...], whose: str, x_words: str) -> str:
+def _out_of_memory(panels: tuple[FigurePanel, ...], whose: str, x_words: str) -> str:
     found: dict[str, list[tuple[str, int]]] = {}
     for panel in panels:
         for series in getattr(panel, f"{whose}_out_of_memory"):
@@ -330,7 +330,7 @@ def _out_of_memory(panels: tuple[Panel, ...], whose: str, x_words: str) -> str:
     return "; ".join(f"{word} for {places(where, x_words)}" for word, where in found.items()) or "none"
 
 
-def _ratios(panels: tuple[Panel, ...]) -> str:
+def _ratios(panels: tuple[FigurePanel, ...]) -> str:
     """The range over x, by model, without unexplained points; and how often it is above 1."""
     counted = [p for p in panels if not p.is_unexplained and p.published_ratio and p.our_ratio]
     of_models = [
@@ -349,7 +349,7 @@ def _range(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
-def _agreement(panels: tuple[Panel, ...], question: Question) -> str:
+def _agreement(panels: tuple[FigurePanel, ...], question: Question) -> str:
     counted = [panel for panel in panels if not panel.is_unexplained]
     apart = [panel for panel in counted if panel.is_separated]
     wrong = [panel for panel in apart if panel.published_best not in panel.our_best]

@@ -16,7 +16,7 @@ from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, misaligned_widths
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.setup import Site
+from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.report.tables.fitted import DASH, dollars, fix_width, percent, rate
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 from slm_toolkit.study.answers import SERIES_WORDS, thousands
@@ -70,10 +70,10 @@ def best_configurations(
     """
     gpu = gpu_of_name(gpu_name)
     given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None
-    site = Site(cluster_of(gpu, inter_node_gbps=inter_node_gbps), given or price_of(gpu.name))
+    deployment = Deployment(cluster_of(gpu, inter_node_gbps=inter_node_gbps), given or price_of(gpu.name))
     by_place: dict[tuple[str, int], list[Estimate]] = {}
     for num_nodes in NUM_NODES:
-        for row in _estimates_on(num_nodes, gpu.name, site):
+        for row in _estimates_on(num_nodes, gpu.name, deployment):
             by_place.setdefault((row.model, num_nodes), []).append(row)
     return [
         _best_of(model, num_nodes, gpu.name, by_place[model, num_nodes])
@@ -82,7 +82,7 @@ def best_configurations(
     ]
 
 
-def _estimates_on(num_nodes: int, gpu: str, site: Site) -> list[Estimate]:
+def _estimates_on(num_nodes: int, gpu: str, deployment: Deployment) -> list[Estimate]:
     """Batches up to twice what the global batch allows: whether that would be faster is to be told."""
     num_gpus = num_nodes * GPUS_PER_NODE
     largest = MOST_TOKENS_PER_STEP // (num_gpus * SEQ_LEN)  # 1M / (8 x 1024) = 128 on one node
@@ -96,7 +96,9 @@ def _estimates_on(num_nodes: int, gpu: str, site: Site) -> list[Estimate]:
             "gradient_accumulation_steps": max(1, largest // 2**power),
             "gradient_checkpointing": list(_CHECKPOINTING),
         }
-        found += estimates(given, strategies, gpus=[gpu], num_gpus=[num_gpus], sites=lambda _: site)
+        found += estimates(
+            given, strategies, gpus=[gpu], num_gpus=[num_gpus], deployments=lambda _: deployment
+        )
     return found
 
 

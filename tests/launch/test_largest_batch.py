@@ -8,7 +8,7 @@ import pytest
 from conftest import H100, ROOT, Finished, made_record, run, slm
 
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.largest_batch import Search, estimated_batch, find_largest_batch, search
+from slm_toolkit.compare.largest_batch import BatchSearch, estimated_batch, find_largest_batch, search
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.run_record import RunRecord
@@ -33,7 +33,7 @@ def test_any_limit_is_found_in_few_trials(start: int) -> None:
     most = 10**6
     for limit in range(301):
         memory = Memory(limit)
-        assert search(memory.runs, start=start, most=most) == Search(limit, limit + 1)
+        assert search(memory.runs, start=start, most=most) == BatchSearch(limit, limit + 1)
         assert memory.tried[0] == start
         assert len(set(memory.tried)) == len(memory.tried)  # none twice
         # strides double until they pass the limit, then halves: two logarithms of how far it was
@@ -53,13 +53,13 @@ def test_a_good_start_is_worth_its_trials() -> None:
 def test_nothing_above_the_most_is_tried(start: int) -> None:
     for most in range(1, 40):
         memory = Memory(10**9)
-        assert search(memory.runs, start=start, most=most) == Search(most, None)
+        assert search(memory.runs, start=start, most=most) == BatchSearch(most, None)
         assert max(memory.tried) <= most
 
 
 def test_another_failure_ends_the_search() -> None:
     answers = {1: "ok", 2: "ok", 4: "failed"}
-    assert search(answers.__getitem__, start=1, most=64) == Search(None, None)
+    assert search(answers.__getitem__, start=1, most=64) == BatchSearch(None, None)
 
 
 def planned(*strategies: str, **flags: object) -> list[PlannedRun]:
@@ -94,7 +94,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_largest_is_shown() -> None:
         return made_record(status="ok" if fits else "oom", run_name=trial.run_name)
 
     found, shown, record = find_largest_batch(run_of_one, execute, most=None)
-    assert found == Search(start - 2, start - 1)
+    assert found == BatchSearch(start - 2, start - 1)
     assert shown.config.per_device_train_batch_size == start - 2
     assert record.run_name == shown.run_name
     assert len({trial.folder for trial in trials}) == len(trials)
@@ -104,7 +104,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_largest_is_shown() -> None:
 def test_where_not_even_1_runs_that_run_is_shown() -> None:
     (run_of_one,) = planned("ddp")
     found, shown, record = find_largest_batch(run_of_one, lambda trial: made_record(status="oom"), most=4)
-    assert found == Search(0, 1)
+    assert found == BatchSearch(0, 1)
     assert (shown.config.per_device_train_batch_size, record.status) == (1, "oom")
 
 

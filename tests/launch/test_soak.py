@@ -24,10 +24,10 @@ COUNTING = """
 import gc, sys, torch
 from slm_toolkit import train
 from slm_toolkit.run.observe import watch
-from slm_toolkit.run.after_step import Guard
+from slm_toolkit.run.after_step import AfterStep
 
 watch._STEPS_READ_AT_ONCE = 16
-after = Guard.after
+after = AfterStep.run
 
 def count_after(self, step, *arguments):
     after(self, step, *arguments)
@@ -35,7 +35,7 @@ def count_after(self, step, *arguments):
         gc.collect()
         print(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
 
-Guard.after = count_after
+AfterStep.run = count_after
 train.main(sys.argv[1:])
 """
 

@@ -92,7 +92,7 @@ MANY_RANKS = 2**40
 
 
 @dataclass(frozen=True)
-class Site:
+class Deployment:
     """The network between the GPUs, and their price. None: the GPU's usual network, no price."""
 
     cluster: Cluster | None = None
@@ -118,7 +118,7 @@ class Setup:
     "None: bytes are estimated, nothing else"
     software: str = "2026"
     "generation of torch and transformers, a key of `predict.speed.software.SOFTWARE`"
-    site: Site = field(default=Site(), hash=False)  # a measured network holds dicts
+    deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network holds dicts
 
     @property
     def launched(self) -> "Setup":
@@ -177,8 +177,8 @@ class Setup:
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        """What connects the GPUs: the site's network, else the GPU's usual one."""
-        return self.site.cluster or (cluster_of(self.gpu) if self.gpu else None)
+        """What connects the GPUs: the deployment's network, else the GPU's usual one."""
+        return self.deployment.cluster or (cluster_of(self.gpu) if self.gpu else None)
 
 
 def with_flags(setup: Setup, **flags: Any) -> Setup:

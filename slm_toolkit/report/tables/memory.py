@@ -14,7 +14,7 @@ from slm_toolkit.report.tables.fitted import DASH, Column, table_of
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MemoryPart:
     """One part of memory as it is shown."""
 
     field: str
@@ -24,15 +24,15 @@ class _Part:
 
 
 PARTS = (
-    _Part("parameters", "parameters", "P", "white on blue"),
-    _Part("master_weights", "master weights", "M", "black on cyan"),
-    _Part("gradients", "gradients", "G", "black on yellow"),
-    _Part("optimizer", "optimizer states", "O", "white on magenta"),
-    _Part("activations", "activations", "A", "black on green"),
-    _Part("logits_and_loss", "logits and loss", "L", "white on red"),
-    _Part("gathered_parameters", "gathered parameters", "W", "black on bright_blue"),
-    _Part("communication", "communication buckets", "C", "black on bright_yellow"),
-    _Part("temporary", "temporary", "t", "white on bright_black"),
+    _MemoryPart("parameters", "parameters", "P", "white on blue"),
+    _MemoryPart("master_weights", "master weights", "M", "black on cyan"),
+    _MemoryPart("gradients", "gradients", "G", "black on yellow"),
+    _MemoryPart("optimizer", "optimizer states", "O", "white on magenta"),
+    _MemoryPart("activations", "activations", "A", "black on green"),
+    _MemoryPart("logits_and_loss", "logits and loss", "L", "white on red"),
+    _MemoryPart("gathered_parameters", "gathered parameters", "W", "black on bright_blue"),
+    _MemoryPart("communication", "communication buckets", "C", "black on bright_yellow"),
+    _MemoryPart("temporary", "temporary", "t", "white on bright_black"),
 )
 MOST_ROWS = 30
 _SMALLEST_SHARE = 0.005  # of the peak; owners of less are shown together, parts of less in the chart only
@@ -50,7 +50,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ChartRow:
     """One row of the chart: a stay in some modules, when most was alive there."""
 
     phase: str
@@ -68,7 +68,7 @@ class MemoryPicture:
     num_bytes: int
     parts: dict[str, int]
     owners: tuple[Owner, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[ChartRow, ...]
 
 
 def memory_picture(
@@ -132,7 +132,7 @@ def _alike(of_layer: dict[int, int]) -> list[list[int]]:
     return groups
 
 
-def _moments(segments: list[Segment], most_rows: int) -> list[Moment]:
+def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
     """The timeline in at most `most_rows` rows, where that can be: layers together, as few as need be.
 
     Of several micro-steps the one with the peak is shown (else the last); the others are a row.
@@ -155,7 +155,7 @@ def _moments(segments: list[Segment], most_rows: int) -> list[Moment]:
         if len(rows) <= most_rows:
             break
     return [
-        Moment(phase, place, segment.num_bytes, segment.parts, segment is peak)
+        ChartRow(phase, place, segment.num_bytes, segment.parts, segment is peak)
         for segment, phase, place in (_labelled(row, shown) for row in rows)
     ]
 
@@ -247,7 +247,7 @@ def _owner_columns(picture: MemoryPicture) -> list[Column]:
     ]
 
 
-def _chart(moments: tuple[Moment, ...], width: int) -> list[RenderableType]:
+def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
     """A stacked bar per moment, all on one scale, and the legend."""
     if not moments:
         return [Text("no timeline beside this record: memory_timeline.csv is gone", style="dim")]

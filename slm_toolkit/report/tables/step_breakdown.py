@@ -10,7 +10,7 @@ from slm_toolkit.report.tables.fitted import Column, columns_that_fit, left_out_
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StepPart:
     """How one part of a step is shown."""
 
     field: str
@@ -21,15 +21,15 @@ class _Part:
 
 
 PARTS = (
-    _Part("matmul_seconds", "matmul", "M", "black on green", 6),
-    _Part("attention_seconds", "attention", "A", "black on cyan", 5),
-    _Part("other_compute_seconds", "other\ncompute", "+", "black on bright_green", 3),
-    _Part("optimizer_seconds", "optimizer", "O", "white on blue", 4),
-    _Part("communication_exposed_seconds", "comm.\nexposed", "X", "white on red", 0),
-    _Part("data_seconds", "data", "D", "black on yellow", 1),
-    _Part("idle_seconds", "idle", ".", "white on bright_black", 7),
+    _StepPart("matmul_seconds", "matmul", "M", "black on green", 6),
+    _StepPart("attention_seconds", "attention", "A", "black on cyan", 5),
+    _StepPart("other_compute_seconds", "other\ncompute", "+", "black on bright_green", 3),
+    _StepPart("optimizer_seconds", "optimizer", "O", "white on blue", 4),
+    _StepPart("communication_exposed_seconds", "comm.\nexposed", "X", "white on red", 0),
+    _StepPart("data_seconds", "data", "D", "black on yellow", 1),
+    _StepPart("idle_seconds", "idle", ".", "white on bright_black", 7),
 )
-_OVERLAPPED = _Part("communication_overlapped_seconds", "comm.\noverlapped", "", "", 2)
+_OVERLAPPED = _StepPart("communication_overlapped_seconds", "comm.\noverlapped", "", "", 2)
 _SHORTEST_BAR = 10  # characters; a narrower console wraps
 
 
@@ -99,7 +99,7 @@ def _chart(anatomies: dict[str, Anatomy], width: int) -> RenderableType:
     return Group(*lines, legend)
 
 
-def _cell(anatomy: Anatomy, part: _Part, *, shares: bool) -> str:
+def _cell(anatomy: Anatomy, part: _StepPart, *, shares: bool) -> str:
     seconds = getattr(anatomy, part.field)
     share = f" {seconds / anatomy.step_seconds:>4.0%}" if shares else ""
     return milliseconds(seconds) + share

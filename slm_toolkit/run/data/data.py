@@ -99,7 +99,7 @@ def load_data(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LoadedSource:
     train: Any
     held_out: Any
     facts: dict[str, Any]
@@ -108,7 +108,7 @@ class _Part:
 
 def _load_part(
     source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, num_held_out: int | None
-) -> _Part:
+) -> _LoadedSource:
     """One dataset's sequences, and the held-out ones: of a stream the first `num_held_out`, of other data a
     share at the end; None holds out none."""
     rows, streaming, kind = read_rows(source, config)
@@ -142,7 +142,7 @@ def _load_part(
     some = [packed[number] for number in (0, len(packed) // 2, len(packed) - 1)]
     content = {"num_sequences": len(packed), "digest": _digest(some)}
     if num_held_out is None:
-        return _Part(packed, None, facts, content)
+        return _LoadedSource(packed, None, facts, content)
     num_held_out = max(1, len(packed) * config.validation_split_percentage // 100)
     if num_held_out == len(packed):
         raise ValueError(
@@ -150,12 +150,12 @@ def _load_part(
         )
     num_train = len(packed) - num_held_out
     held_out = packed.select(range(num_train, len(packed)))
-    return _Part(packed.select(range(num_train)), held_out, facts, content)
+    return _LoadedSource(packed.select(range(num_train)), held_out, facts, content)
 
 
 def _split_stream(
     source: Source, stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
-) -> _Part:
+) -> _LoadedSource:
     """A stream whose first `num_held_out` sequences are held out, in memory."""
     if config.dataloader_num_workers > 1:  # each worker would read all of it, or the order would change
         raise ValueError(
@@ -169,7 +169,7 @@ def _split_stream(
     if first is None:
         raise ValueError(_too_short(source, stream.pack.kind, config, num_skipped))
     content = {NUM_HELD_OUT: num_skipped, "digest": _digest([first])}
-    return _Part(train, None if num_held_out is None else held_out, facts, content)
+    return _LoadedSource(train, None if num_held_out is None else held_out, facts, content)
 
 
 def _digest(sequences: Iterable[dict[str, Any]]) -> str:

@@ -92,7 +92,7 @@ def _board_of_launch() -> Board | None:
     return open_board(of_launch=True)
 
 
-class BatchSizeSearch:
+class BatchSizeFinder:
     """Around training, on each rank: where one runs out of memory, all start again together."""
 
     def __init__(self, config: RunConfig) -> None:

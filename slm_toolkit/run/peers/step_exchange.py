@@ -115,7 +115,7 @@ def control_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo")
 
 
-class Lookout:
+class StepExchange:
     """Tell the other ranks of a step, learn what they said of an earlier one."""
 
     def __init__(self, accelerator: Accelerator, group: dist.ProcessGroup | None) -> None:

@@ -18,7 +18,7 @@ from slm_toolkit.cli.main import main
 from slm_toolkit.compare import local
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
 from slm_toolkit.hardware.gpus import Machine
-from slm_toolkit.hardware.machine import HostRam, look_at_host_ram, who_killed
+from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
 from slm_toolkit.record.files import read_record
 
 GIB = 2**30
@@ -188,7 +188,7 @@ def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:
 
 
 def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
-    before, after = HostRam(8 * GIB, 16 * GIB, 3), HostRam(8 * GIB, 16 * GIB, 4)
+    before, after = RamState(8 * GIB, 16 * GIB, 3), RamState(8 * GIB, 16 * GIB, 4)
     assert who_killed(before, after, least_available_bytes=GIB).startswith(
         "by the kernel, for want of host RAM"
     )
@@ -197,7 +197,7 @@ def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
         "likely not for want of host RAM: the kernel counts no oom_kill, and "
         "8.0 of 16.0 GiB were free at the least"
     )
-    silent = HostRam(8 * GIB, 16 * GIB, None)
+    silent = RamState(8 * GIB, 16 * GIB, None)
     assert "likely by the kernel" in who_killed(silent, silent, least_available_bytes=GIB // 4)
     assert "or by hand" in who_killed(silent, silent, least_available_bytes=8 * GIB)
     assert 0 < look_at_host_ram().available_bytes <= look_at_host_ram().total_bytes

@@ -18,7 +18,7 @@ from slm_toolkit.compare.local import LOG_FILE, Slot
 from slm_toolkit.compare.slurm import (
     SLURM_TEMPLATE,
     UNKNOWN,
-    Job,
+    SlurmJob,
     SlurmJobs,
     _record_of,
     _seconds,
@@ -57,7 +57,7 @@ def test_slurms_word_the_step_and_the_log_are_in_the_reason(
     run = planned(tmp_path)
     (run.folder / LOG_FILE).write_text("step 2/4\nOSError: the disk is full\n")
     (run.folder / PROGRESS_FILE).write_text(json.dumps({"step": 2, "num_steps": 4}))
-    record = _record_of(run, Job(7, state, "why Slurm thinks so", 65.0))
+    record = _record_of(run, SlurmJob(7, state, "why Slurm thinks so", 65.0))
     assert (record.status, record.seconds_total) == (status, 65.0)
     assert record.reason.startswith(f"Slurm job 7 {state}: ")
     assert words in record.reason
@@ -80,7 +80,7 @@ def test_the_runs_own_record_counts_unless_slurm_ended_it(
 ) -> None:
     run = planned(tmp_path)
     write_record(dataclasses.replace(made_record(), status=of_record, reason="its own"), run.folder)
-    record = _record_of(run, Job(7, state, "", 1.0))
+    record = _record_of(run, SlurmJob(7, state, "", 1.0))
     assert record.status == status
     assert ("Slurm job 7" in record.reason) == (state in ("NODE_FAIL", "FAILED") and of_record != "oom")
 
@@ -94,9 +94,9 @@ def fake(folder: Path, name: str, prints: str, monkeypatch: pytest.MonkeyPatch) 
 def test_accounting_is_asked_about_a_job_that_left_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(7, "RUNNING", "None", 3.0)
+    job = SlurmJob(7, "RUNNING", "None", 3.0)
     fake(tmp_path, "sacct", "echo 'CANCELLED by 1000|00:01:05'", monkeypatch)
-    assert accounted(job) == Job(7, "CANCELLED", "", 65.0)
+    assert accounted(job) == SlurmJob(7, "CANCELLED", "", 65.0)
     fake(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1", monkeypatch)
     assert accounted(job).state == UNKNOWN
 
@@ -106,7 +106,7 @@ def test_the_newest_job_of_a_script_counts_and_arrays_are_not_ours(
 ) -> None:
     shown = "9_[1-3]|PENDING|Priority|0:00|/a b\n8|RUNNING|None|1-02:00:01|/a b\n7|FAILED|None|0:02|/a b"
     fake(tmp_path, "squeue", f"echo '{shown}'", monkeypatch)
-    assert queue() == {"/a b": Job(8, "RUNNING", "None", 93601.0)}  # 86400 + 7200 + 1
+    assert queue() == {"/a b": SlurmJob(8, "RUNNING", "None", 93601.0)}  # 86400 + 7200 + 1
 
 
 def test_elapsed_times_are_seconds() -> None:

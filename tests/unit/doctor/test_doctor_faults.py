@@ -16,17 +16,17 @@ from slm_toolkit.doctor.finding import Edit, Finding
 from slm_toolkit.doctor.fix import mended, write_mended
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import cluster_of
-from slm_toolkit.predict.setup.setup import Site
+from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.strategy.passed_on import JSON_SETTINGS, YAML_SETTINGS
 from slm_toolkit.strategy.strategy import find_strategy
 
 
-def site_of(gpu: Gpu) -> Site:
-    return Site(cluster_of(gpu, inter_node_gbps=None))
+def deployment_of(gpu: Gpu) -> Deployment:
+    return Deployment(cluster_of(gpu, inter_node_gbps=None))
 
 
 def examined(case: Case) -> tuple[Examined, list[Finding]]:
-    (one,), found, _ = examine_all([case], site_of=site_of, software="2026")
+    (one,), found, _ = examine_all([case], deployment_of=deployment_of, software="2026")
     return one, found
 
 

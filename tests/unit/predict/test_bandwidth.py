@@ -26,7 +26,7 @@ from slm_toolkit.hardware.network import (
 from slm_toolkit.hardware.prices import KINDS
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.setup import Site
+from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.predict.speed.step import CALL_SECONDS, HOP_SECONDS, transfer_seconds
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.tables.estimate import estimate_table
@@ -137,8 +137,8 @@ def test_at_the_network_that_is_needed_nothing_is_longer_than_the_compute_beside
 
             def row_at(gbps: float, given: dict = given, strategy: str = strategy) -> Estimate:
                 gpu = gpu_of_name("a100-40gb")
-                site = Site(cluster_of(gpu, inter_node_gbps=gbps))
-                options = {"gpus": [gpu.name], "num_gpus": [16], "sites": lambda _: site}
+                deployment = Deployment(cluster_of(gpu, inter_node_gbps=gbps))
+                options = {"gpus": [gpu.name], "num_gpus": [16], "deployments": lambda _: deployment}
                 return estimates(given, [find_strategy(strategy)], **options)[0]
 
             needed = row_at(100.0).inter_node_gbps_needed

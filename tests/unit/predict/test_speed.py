@@ -15,7 +15,7 @@ from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.setup import Setup, Site
+from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
 from slm_toolkit.predict.speed.step import (
@@ -52,7 +52,7 @@ def rows_of(
         gpus=list(on),
         num_gpus=list(num_gpus),
         software=software,
-        sites=lambda gpu: Site(cluster_of(gpu, inter_node_gbps=400)),
+        deployments=lambda gpu: Deployment(cluster_of(gpu, inter_node_gbps=400)),
     )
 
 
@@ -211,7 +211,7 @@ def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> St
         RunConfig(seq_len=1024, gradient_accumulation_steps=micro_steps),
         num_gpus=8,
         gpu=gpu_of_name("h100-80gb"),
-        site=Site(Cluster(1e9, None)),
+        deployment=Deployment(Cluster(1e9, None)),
     )
     return step_time(setup, transfers, software)
 
