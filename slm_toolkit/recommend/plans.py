@@ -16,7 +16,7 @@ from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records
-from slm_toolkit.record.run_record import RunRecord, spec_of
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import config_that_ran, strategy_that_ran
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.groups import fit_groups
@@ -316,7 +316,7 @@ def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
             continue  # CPU processes, and GPUs we don't know
         name = gpu.name if gpu else None
         strategy, config = strategy_that_ran(record), config_that_ran(record)
-        key = observation_key(spec_of(record), name, record.world_size, strategy, config)
+        key = observation_key(record.spec, name, record.world_size, strategy, config)
         groups.setdefault(key, []).append((path, record))
     return {key: _of_launches(found) for key, found in groups.items()}
 

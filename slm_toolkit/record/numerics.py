@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
@@ -30,6 +31,12 @@ class Limits:
         """At a step, counted from 1: rounding adds up as a random walk does, with the root of the steps."""
         factor = max(1.0, (step / GROWTH_STEPS) ** 0.5)
         return Limits(self.loss * factor, self.norm * factor, self.parameter_norm)
+
+
+@cache
+def limits_by_step(limits: Limits, num_steps: int) -> tuple[Limits, ...]:
+    """Those of the first `num_steps` steps."""
+    return tuple(limits.at(step) for step in range(1, num_steps + 1))
 
 
 GROWTH_STEPS = 5

@@ -20,10 +20,11 @@ from slm_toolkit.record.numerics import (
     Numerics,
     differences,
     is_computed_plainly,
+    limits_by_step,
     numerics_from,
     precision_of,
 )
-from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord, config_of, spec_of
+from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
 _EPS = 1e-8
 "AdamW's, for which there is no flag"
@@ -39,7 +40,7 @@ def settings_not_as_asked(record: RunRecord) -> list[str]:
     if numerics is None or record.first_step > 0 or record.is_rehearsal:
         return []
     of_state = {"master weights": numerics.master_weight_dtype}
-    config = config_of(record)
+    config = record.config
     if config.adam_beta1 and config.adam_beta2:  # else a moment is the gradient, which bf16 may hold
         of_state["moments"] = numerics.optimizer_state_dtype
     rounded = [f"{name} are {dtype}" for name, dtype in of_state.items() if ROUNDED in str(dtype)]
@@ -47,13 +48,8 @@ def settings_not_as_asked(record: RunRecord) -> list[str]:
 
 
 def _of_optimizer(record: RunRecord, numerics: Numerics) -> list[str]:
-    config = config_of(record)
-    sequences = (
-        config.per_device_train_batch_size
-        * config.gradient_accumulation_steps
-        * record.asked["num_processes"]
-    )
-    peak = config.learning_rate_of(sequences)
+    config = record.config
+    peak = config.learning_rate_of(_sequences_per_step(record))
     num_steps = config.steps_asked or len(record.losses)
     found = []
     clipping = config.max_grad_norm
@@ -85,7 +81,7 @@ def _of_optimizer(record: RunRecord, numerics: Numerics) -> list[str]:
 
 def _of_model(record: RunRecord, numerics: Numerics) -> list[str]:
     """A user's own configuration has rope, norms and dropout of its own, so only its ties are known here."""
-    spec, config = spec_of(record), config_of(record)
+    spec, config = record.spec, record.config
     found = []
     if numerics.dropout not in (None, "none") and not config.lora_dropout and spec.path is None:
         found.append(f"dropout {numerics.dropout}, which nobody asked for")
@@ -283,9 +279,9 @@ def _comparisons(record: RunRecord, known: "_Known", loss_tolerance: float | Non
     fp32 = _fp32_reference_of(record, known)
     if fp32 is None:
         return []
-    precision = precision_of(record.asked["config"])
-    in_task = record.asked["config"].get("parity_task", False)
-    limits = LOW_PRECISION[precision] if in_task else _wider(LOW_PRECISION[precision])
+    limits = LOW_PRECISION[precision_of(record.asked["config"])]
+    if not record.config.parity_task:
+        limits = _wider(limits)
     options = {"loss_tolerance": loss_tolerance}
     found = [compare_with(fp32, record, limits=limits, **options)]
     if record.fp32_pass and record.fp32_pass["status"] == "ok":
@@ -360,8 +356,8 @@ def _alike(reference: RunRecord, record: RunRecord, loss_tolerance: float | None
 
 
 def _alike_limits(record: RunRecord) -> Limits:
-    config = record.asked["config"]
-    return (ALIKE_IN_TASK if config.get("parity_task") else ALIKE)[precision_of(config)]
+    alike = ALIKE_IN_TASK if record.config.parity_task else ALIKE
+    return alike[precision_of(record.asked["config"])]
 
 
 def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
@@ -393,7 +389,7 @@ def compare_with(
     ]
     if not gaps:
         raise ValueError(f"{record.run_name} and {reference.run_name} share no step")
-    allowed = [loss_tolerance or limits.at(step).loss for step in range(1, len(gaps) + 1)]
+    allowed = [loss_tolerance or at_step.loss for at_step in limits_by_step(limits, len(gaps))]
     worst = max(range(len(gaps)), key=lambda step: gaps[step] / allowed[step])
     ratio, norm_limit = _grad_norm_ratio(reference, record, limits, num_steps)
     parameter, parameter_ratio = _worst_parameter(reference, record, limits)
@@ -428,8 +424,8 @@ def _grad_norm_ratio(
         return None, 1 + limits.norm
     norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:num_steps]
     ratios = [
-        (norm / wanted if wanted and norm else float("inf") if wanted != norm else 1.0, limits.at(step).norm)
-        for step, (wanted, norm) in enumerate(norms, start=1)
+        (norm / wanted if wanted and norm else float("inf") if wanted != norm else 1.0, at_step.norm)
+        for (wanted, norm), at_step in zip(norms, limits_by_step(limits, len(norms)), strict=True)
     ]
     ratio, limit = max(
         ratios, key=lambda pair: (_at_least_1(pair[0]) - 1) / pair[1], default=(1.0, limits.norm)
@@ -478,7 +474,7 @@ def _known(records: list[RunRecord]) -> _Known:
         if _is_fp32_reference(record):
             known.fp32_references[_task_of(record)].append(record)
         if record.is_parity_reference:
-            known.controls.setdefault((record.asked["config"]["numerics"], _task_of(record)), record)
+            known.controls.setdefault((record.config.numerics, _task_of(record)), record)
     return known
 
 
@@ -496,12 +492,12 @@ def _usable(record: RunRecord) -> bool:
 
 
 def _is_fp32_reference(record: RunRecord) -> bool:
-    return record.engine == "single" and record.asked["config"]["numerics"] == "fp32"
+    return record.engine == "single" and record.config.numerics == "fp32"
 
 
 def _control_of(record: RunRecord, known: _Known) -> RunRecord | None:
     """One process of the same numerics; for a single process's row, another launch of it."""
-    numerics = record.asked["config"]["numerics"]
+    numerics = record.config.numerics
     if numerics == "fp32" or not known.controls:
         return None
     return known.controls.get((numerics, _task_of(record)))
@@ -520,10 +516,11 @@ def _task_of(record: RunRecord) -> bytes:
     config = record.asked["config"]
     settings = {name: value for name, value in config.items() if name not in _SAME_TASK}
     settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock: the script asks for none
-    sequences = (
-        config["per_device_train_batch_size"]
-        * config["gradient_accumulation_steps"]
-        * record.asked["num_processes"]
-    )
-    task = [settings, sequences, record.asked["files"]]
+    task = [settings, _sequences_per_step(record), record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
+
+
+def _sequences_per_step(record: RunRecord) -> int:
+    config = record.config
+    of_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return of_rank * record.asked["num_processes"]

@@ -334,6 +334,28 @@ class RunRecord:
         return start
 
     @property
+    def flags(self) -> dict[str, Any]:
+        """The flags asked, in today's words; those that came later have their defaults."""
+        asked = self.asked["config"]
+        checkpointing = str(asked["gradient_checkpointing"]).lower()
+        return {
+            **_DEFAULTS,
+            **asked,
+            "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing),
+        }
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The RunConfig that was asked."""
+        flags = {name: value for name, value in self.flags.items() if name in FLAGS}
+        return RunConfig(**flags).with_defaults(has_gpu=self.gpu is not None)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model; older records lack fields that came later, and their models had the defaults."""
+        return _spec(tuple(item for item in self.model.items() if item[0] in _OF_MODEL))
+
+    @property
     def is_rehearsal(self) -> bool:
         """Whether one process played rank 0: then losses mean nothing, and nothing was sent."""
         return self.asked["config"].get("rehearse") is not None
@@ -417,32 +439,10 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
     return {**dataclasses.asdict(spec), "num_params": spec.num_params}
 
 
-def spec_of(record: RunRecord) -> ModelSpec:
-    """Older records lack fields that came later; their models had the defaults."""
-    return _spec(tuple(item for item in record.model.items() if item[0] in _OF_MODEL))
-
-
 @cache
 def _spec(items: tuple[tuple[str, Any], ...]) -> ModelSpec:
     """One for all records of a model: what it is counted to have is then counted once."""
     return ModelSpec(**dict(items))
-
-
-def flags_asked(record: RunRecord) -> dict[str, Any]:
-    """The flags of a run, in today's words; those that came later have their defaults."""
-    asked = record.asked["config"]
-    checkpointing = str(asked["gradient_checkpointing"]).lower()
-    return {
-        **_DEFAULTS,
-        **asked,
-        "gradient_checkpointing": CHECKPOINTING_SYNONYMS.get(checkpointing, checkpointing),
-    }
-
-
-def config_of(record: RunRecord) -> RunConfig:
-    """The RunConfig that was asked; flags that came later have their defaults."""
-    flags = {name: value for name, value in flags_asked(record).items() if name in FLAGS}
-    return RunConfig(**flags).with_defaults(has_gpu=record.gpu is not None)
 
 
 def _cpu_name() -> str:

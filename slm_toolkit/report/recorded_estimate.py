@@ -13,7 +13,7 @@ from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup, config_as_launched
-from slm_toolkit.record.run_record import RunRecord, config_of, spec_of
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -60,7 +60,7 @@ def _what_ran(facts: bytes) -> _Ran | None:
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)
-        spec, config = spec_of(record), config_that_ran(record)
+        spec, config = record.spec, config_that_ran(record)
         num_nodes = strategy.num_machines
         per_node = min(num_ranks, REHEARSED_RANKS_PER_NODE) if record.is_rehearsal else num_ranks // num_nodes
         per_node = max(1, per_node)
@@ -103,7 +103,7 @@ def strategy_that_ran(record: RunRecord) -> Strategy:
 
 def config_that_ran(record: RunRecord) -> RunConfig:
     """What was asked, but for what the user's own files decide, and for the accumulation that was counted."""
-    config, changes = config_as_launched(config_of(record), strategy_that_ran(record)), {}
+    config, changes = config_as_launched(record.config, strategy_that_ran(record)), {}
     if record.tokens_per_step is not None:
         of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
         changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)

@@ -13,7 +13,7 @@ from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_withou
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import differences, numerics_from
-from slm_toolkit.record.run_record import RunRecord, flags_asked, spec_of
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
 
@@ -164,7 +164,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     shown = ok[0] if ok else judged
     computed, padding = throughput(ok), padding_share(shown)
     rate = computed and computed.times(1 - padding)
-    config, spec = flags_asked(shown), spec_of(shown)
+    config, spec = shown.flags, shown.spec
     per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
     price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     # of frozen weights no gradient is made

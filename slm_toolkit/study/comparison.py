@@ -29,7 +29,7 @@ from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.software import PAPER, Software
 from slm_toolkit.predict.speed.step import step_time
 from slm_toolkit.predict.speed.traffic import transfers
-from slm_toolkit.record.run_record import RunRecord, config_of
+from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
@@ -351,7 +351,7 @@ def _grid() -> frozenset[Cell]:
 
 def _cell_of(record: RunRecord) -> Cell | None:
     """The cell that a run is of; None for all that the paper did not do."""
-    gpu, config = find_gpu(record.gpu), config_of(record)
+    gpu, config = find_gpu(record.gpu), record.config
     cell = Cell(
         model=record.model["name"],
         gpu=gpu.name if gpu else "",
