@@ -20,10 +20,10 @@ from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
     EXPORTS,
     add_output_flags,
+    asked_rows,
     check_exports,
     print_records,
     read_baseline,
-    rows_of,
 )
 from slm_toolkit.compare.grid import PAIRS, PlannedRun
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
@@ -341,6 +341,7 @@ def _run(
     from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
     from slm_toolkit.compare.local import run_in_slots
     from slm_toolkit.compare.predicted import skipped_record
+    from slm_toolkit.report.rows import with_values
 
     if jobs is None and not args.force and not args.largest_batch:
         with user_errors():
@@ -413,7 +414,13 @@ def _run(
         console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
     elif not records:
         return 130
-    code = print_records(rows_of(records, args, searches=searches), records, args, baseline=baseline)
+    rows = [
+        with_values(row, largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
+        if (search := searches.get(row.record))
+        else row
+        for row in asked_rows(records, args)
+    ]
+    code = print_records(rows, records, args, baseline=baseline)
     return 130 if interrupted else code
 
 

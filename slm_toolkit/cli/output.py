@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.compare.largest_batch import BatchSearch
 from slm_toolkit.config.parser import positive_number, price_per_hour
-from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.record.files import find_records
 from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
-from slm_toolkit.record.parity import Parity, judge
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord, finite
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
 
 if TYPE_CHECKING:
@@ -194,12 +190,20 @@ def print_records(
     memory that was followed.
     """
     from slm_toolkit.record.step_breakdown import Anatomy
+    from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.comparison import comparison_table, dataset_table, has_several, phase_table
+    from slm_toolkit.report.tables.comparison import (
+        comparison_table,
+        dataset_table,
+        has_several,
+        parity_notes,
+        phase_table,
+    )
     from slm_toolkit.report.tables.export import json_rows
     from slm_toolkit.report.tables.step_breakdown import anatomy_table
 
-    found, missing = changes(rows, rows_of(baseline, args)) if baseline else ([], [])
+    named = labelled(rows)
+    found, missing = changes(rows, asked_rows(baseline, args)) if baseline else ([], [])
     unchecked = _failed_references(records)
     if args.memory and all(row.memory_at_peak is None for row in rows):
         unchecked.append(
@@ -223,29 +227,27 @@ def print_records(
             bad = sum(row.status in ("failed", "timeout") for row in hidden)
             said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
             console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
-        for note in (*(Text(line, style="red") for line in unchecked), *_parity_notes(rows)):
+        for note in (*(Text(line, style="red") for line in unchecked), *parity_notes(named)):
             console.print(note)
-        if any(map(has_several, rows)):
-            named = zip(labels(rows), rows, strict=True)
-            console.print(dataset_table({label: row for label, row in named if has_several(row)}), crop=False)
+        if several := {label: row for label, row in named.items() if has_several(row)}:
+            console.print(dataset_table(several), crop=False)
         if args.phases:
-            console.print(phase_table(dict(zip(labels(rows), rows, strict=True))), crop=False)
-        for chart in _memory_charts(rows, width=width) if args.memory else []:
+            console.print(phase_table(named), crop=False)
+        for chart in _memory_charts(named, width=width) if args.memory else []:
             console.print(chart, crop=False)
-        if any(row.anatomy for row in rows):
-            named = zip(labels(rows), rows, strict=True)
-            anatomies = {label: Anatomy(**row.anatomy) for label, row in named if row.anatomy}
+        anatomies = {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}
+        if anatomies:
             console.print(anatomy_table(anatomies, width=width), crop=False)
             console.print(
                 Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
             )
         if baseline:
-            named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+            labels = {row.record: label for label, row in named.items()}
             console.print(
-                baseline_table(found, missing, named=named, baseline=args.baseline, width=width), crop=False
+                baseline_table(found, missing, named=labels, baseline=args.baseline, width=width), crop=False
             )
     if args.report_to not in (None, "none"):
-        track_rows(dict(zip(labels(rows), rows, strict=True)), records, args)
+        track_rows(named, records, args)
     well = all(row.status in ("ok", "oom", "skipped") and row.parity_holds is not False for row in rows)
     worse = any(change.is_regression for change in found) or (bool(baseline) and not found)
     return 0 if well and not worse and not unchecked else 1
@@ -253,6 +255,7 @@ def print_records(
 
 def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
     """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
+    from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.ledger import ledger_of, ledger_table, summaries
 
     entries, left_out = ledger_of(records)
@@ -261,53 +264,37 @@ def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace
     if args.json:
         print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, allow_nan=False))
     elif entries:
-        rows = rows_of(records, args)
-        named = {row.record: label for label, row in zip(labels(rows), rows, strict=True)}
+        named = {row.record: label for label, row in labelled(asked_rows(records, args)).items()}
         console = console_of_stdout()
         table = ledger_table(entries, summaries(entries), named=named, width=console.width)
         console.print(table, crop=False)
     return 0 if entries else 1
 
 
-def rows_of(
+def asked_rows(
     records: list[tuple[Path, RunRecord]],
     args: argparse.Namespace,
     *,
-    searches: dict[str, BatchSearch] | None = None,
     problems: list[str] | None = None,
 ) -> list["Row"]:
-    """One row for each run, however often it was launched, with parity, marks and ranks.
+    """The rows of records, by the flags of `add_output_flags`."""
+    from slm_toolkit.report.rows import rows_of
 
-    `searches`: by record, how the batch of it was found to be the largest. `problems`: takes a line for each
-    record that can't be shown, since it holds numbers that no run wrote.
-    """
-    from slm_toolkit.report.rows import ranked, row_of
-
-    parities = judge([record for _, record in records], loss_tolerance=args.parity_tolerance)
-    launches: dict[tuple[str, str], list[int]] = {}
-    for index, (_, record) in enumerate(records):
-        if not (record.is_parity_reference and _others_than_references(records)):
-            launches.setdefault((record.identity, record.gpu or record.cpu), []).append(index)
-    rows = []
-    for indices in launches.values():
-        try:
-            row = row_of([records[index] for index in indices], usd_per_gpu_hour=args.usd_per_gpu_hour)
-        except Exception as error:
-            if problems is None:
-                raise
-            problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
-            continue
-        judged = [parities[index] for index in indices if parities[index] is not None]
-        rows.append(_with_parity(row, judged))
-    return [_with_search(row, searches or {}) for row in ranked(rows, strict=args.strict)]
+    return rows_of(
+        records,
+        usd_per_gpu_hour=args.usd_per_gpu_hour,
+        parity_tolerance=args.parity_tolerance,
+        strict=args.strict,
+        problems=problems,
+    )
 
 
-def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:
-    """By label, of each row whose allocations were followed."""
+def pictures_of(rows: dict[str, "Row"]) -> dict[str, "MemoryPicture"]:
+    """Of each labelled row whose allocations were followed."""
     from slm_toolkit.report.tables.memory import memory_picture
 
     found = {}
-    for label, row in zip(labels(rows), rows, strict=True):
+    for label, row in rows.items():
         if row.memory_at_peak is not None:
             path = Path(row.record).with_name(TIMELINE_FILE)
             try:
@@ -319,99 +306,19 @@ def pictures_of(rows: list["Row"]) -> dict[str, "MemoryPicture"]:
     return found
 
 
-def _memory_charts(rows: list["Row"], *, width: int) -> Iterator["RenderableType"]:
+def _memory_charts(rows: dict[str, "Row"], *, width: int) -> Iterator["RenderableType"]:
     from slm_toolkit.report.tables.memory import memory_chart
 
-    named = dict(zip(labels(rows), rows, strict=True))
     for label, picture in pictures_of(rows).items():
-        row = named[label]
+        row = rows[label]
         title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
         yield memory_chart(title, picture, width=width)
 
 
-def _others_than_references(records: list[tuple[Path, RunRecord]]) -> bool:
-    return any(not record.is_parity_reference for _, record in records)
-
-
-def _with_search(row: "Row", searches: dict[str, BatchSearch]) -> "Row":
-    if row.record not in searches:
-        return row
-    found = searches[row.record]
-    return dataclasses.replace(row, largest_batch=found.largest_ok, smallest_oom_batch=found.smallest_oom)
-
-
-def _with_parity(row: "Row", judged: list[Parity]) -> "Row":
-    if not judged:
-        return row
-    from slm_toolkit.report.rows import with_values
-
-    worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
-    return with_values(
-        row,
-        parity_reference=worst.reference,
-        parity_max_loss_difference=finite(worst.loss_difference),
-        parity_grad_norm_ratio=None if worst.grad_norm_ratio is None else finite(worst.grad_norm_ratio),
-        parity_holds=worst.holds,
-        parity=str(worst),
-    )
-
-
 def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
     return [
-        f"no parity check: the single-process {record.asked['config']['numerics']} reference ended "
+        f"no parity check: the single-process {record.config.numerics} reference ended "
         f"{record.status}: {record.reason}"
         for _, record in records
         if record.is_parity_reference and record.status != "ok"
-    ]
-
-
-def _parity_notes(rows: list["Row"]) -> list[Text]:
-    """A line for what holds, red ones for each row that does not."""
-    named = list(zip(labels(rows), rows, strict=True))
-    broken = [
-        f"{label} computes something else, {row.parity}"
-        if row.parity.startswith("against")
-        else row.parity
-        if " compute different things" in row.parity
-        else f"{label}: {row.parity}"
-        for label, row in named
-        if row.parity_holds is False
-    ]
-    notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
-    for reference in sorted({row.parity_reference for row in rows if row.parity_holds}):
-        held = [
-            (label, row) for label, row in named if row.parity_holds and row.parity_reference == reference
-        ]
-        label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
-        others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
-        notes.append(Text(f"parity holds {worst.parity}{others}"))
-    if not notes and sum(not row.is_rehearsed for row in rows) > 1:
-        why = "no two strategies had the same flags and batches (--parity K adds a reference)"
-        notes.append(Text(f"losses were not compared: {why}"))
-    return notes
-
-
-def labels(rows: list["Row"]) -> list[str]:
-    """Of each row the strategy, and briefly what else tells it from the others; no two are alike."""
-    names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
-    varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
-    of_rows = ("evidence", "world_size", "gpu", "allocator")  # the first two tell rehearsals apart
-    machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
-
-    short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
-
-    def words(row: "Row") -> list[str]:
-        values = [(name, row.asked.get(name)) for name in varying]
-        values += [(name, getattr(row, name)) for name in machine]
-        return [
-            str(value) if name in ("model", "numerics", "evidence") else f"{short.get(name, name)}={value}"
-            for name, value in values
-            if value is not None
-        ]
-
-    made = [" ".join([row.strategy, *words(row)]) for row in rows]
-    count = Counter(made)
-    return [
-        label if count[label] == 1 else f"{label} {Path(row.record).parent}"
-        for label, row in zip(made, rows, strict=True)
     ]

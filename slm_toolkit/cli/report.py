@@ -16,15 +16,14 @@ from slm_toolkit.cli.output import (
     EXPORTS,
     add_output_flags,
     add_report_to,
+    asked_rows,
     check_exports,
     check_report_to,
-    labels,
     on_stdout,
     pictures_of,
     print_errors,
     print_records,
     read_baseline,
-    rows_of,
 )
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.parser import positive_number
@@ -68,11 +67,11 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
 
 def print_plots(rows: list["Row"]) -> None:
     from slm_toolkit.report.charts.terminal import terminal_plots
+    from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.fitted import console_of_stdout
 
     console = console_of_stdout(pipe_width=_PLOT_WIDTH)
-    plots = terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=console.width)
-    console.print(plots, crop=False)
+    console.print(terminal_plots(labelled(rows), width=console.width), crop=False)
 
 
 def write_pictures(
@@ -84,8 +83,9 @@ def write_pictures(
 ) -> None:
     """The files that flags ask for; their names go to stderr. `left_out`: records that could not be read."""
     from slm_toolkit.report.charts.files import html_page, write_images
+    from slm_toolkit.report.rows import labelled
 
-    panels = panels_of(records, dict(zip(labels(rows), rows, strict=True)))
+    panels = panels_of(records, labelled(rows))
     with user_errors():
         try:
             if args.html:
@@ -120,7 +120,7 @@ def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> 
         figures.front_panel(rows),
         figures.scaling_panel(rows),
         figures.loss_panel(rows),
-        memory_figures.timeline_panel(rows, pictures_of(list(rows.values()))),
+        memory_figures.timeline_panel(rows, pictures_of(rows)),
         figures.anatomy_panel(rows),
         memory_figures.errors_panel(rows, ledger_of(records)[0]),
     ]
@@ -163,7 +163,7 @@ def _report(args: argparse.Namespace) -> int:
             raise ValueError(problems[0] if problems else nothing)
         baseline = read_baseline(args.baseline)
     records.sort(key=_order)
-    rows = [] if args.errors else rows_of(records, args, problems=problems)
+    rows = [] if args.errors else asked_rows(records, args, problems=problems)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
     broken = 1 if problems else 0

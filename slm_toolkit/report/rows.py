@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import differences, numerics_from
-from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.parity import Parity, judge
+from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
 
@@ -304,6 +306,81 @@ def _largest(of_records: list[list[int] | None]) -> int | None:
 
 def _largest_state(state_bytes: list[dict[str, int]]) -> dict[str, int] | None:
     return max(state_bytes, key=lambda parts: sum(parts.values())) if state_bytes else None
+
+
+# Records to rows: launches of one run joined, each with its parity and rank.
+
+
+def rows_of(
+    records: list[tuple[Path, RunRecord]],
+    *,
+    usd_per_gpu_hour: float | None = None,
+    parity_tolerance: float | None = None,
+    strict: bool = False,
+    problems: list[str] | None = None,
+) -> list[Row]:
+    """One row for each run, however often it was launched, with parity, marks and ranks.
+
+    `problems`: takes a line for each record that can't be shown, since it holds numbers that no run wrote.
+    """
+    parities = judge([record for _, record in records], loss_tolerance=parity_tolerance)
+    has_others = any(not record.is_parity_reference for _, record in records)
+    launches: dict[tuple[str, str], list[int]] = {}
+    for index, (_, record) in enumerate(records):
+        if not (record.is_parity_reference and has_others):
+            launches.setdefault((record.identity, record.gpu or record.cpu), []).append(index)
+    rows = []
+    for indices in launches.values():
+        try:
+            row = row_of([records[index] for index in indices], usd_per_gpu_hour=usd_per_gpu_hour)
+        except Exception as error:
+            if problems is None:
+                raise
+            problems.append(f"{records[indices[0]][0]} can't be shown: {type(error).__name__}: {error}")
+            continue
+        judged = [parities[index] for index in indices if parities[index] is not None]
+        rows.append(_with_parity(row, judged))
+    return ranked(rows, strict=strict)
+
+
+def _with_parity(row: Row, judged: list[Parity]) -> Row:
+    if not judged:
+        return row
+    worst = max(judged, key=lambda parity: (not parity.holds, parity.loss_difference))
+    return with_values(
+        row,
+        parity_reference=worst.reference,
+        parity_max_loss_difference=finite(worst.loss_difference),
+        parity_grad_norm_ratio=None if worst.grad_norm_ratio is None else finite(worst.grad_norm_ratio),
+        parity_holds=worst.holds,
+        parity=str(worst),
+    )
+
+
+def labelled(rows: list[Row]) -> dict[str, Row]:
+    """Rows by the strategy, and briefly what else tells each from the others."""
+    names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
+    varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
+    of_rows = ("evidence", "world_size", "gpu", "allocator")  # the first two tell rehearsals apart
+    machine = [name for name in of_rows if len({getattr(row, name) for row in rows}) > 1]
+
+    short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
+
+    def words(row: Row) -> list[str]:
+        values = [(name, row.asked.get(name)) for name in varying]
+        values += [(name, getattr(row, name)) for name in machine]
+        return [
+            str(value) if name in ("model", "numerics", "evidence") else f"{short.get(name, name)}={value}"
+            for name, value in values
+            if value is not None
+        ]
+
+    made = [" ".join([row.strategy, *words(row)]) for row in rows]
+    count = Counter(made)
+    return {
+        label if count[label] == 1 else f"{label} {Path(row.record).parent}": row
+        for label, row in zip(made, rows, strict=True)
+    }
 
 
 # Which rows of a report may be compared, and their order by tokens per second, ties as ties.

@@ -1,8 +1,8 @@
 """Rates derived from records' raw steps: warm-up found, the median, and an interval around it."""
 
 from dataclasses import dataclass, replace
-from math import comb, fsum, sqrt
-from statistics import fmean, median
+from math import comb, sqrt
+from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
 from slm_toolkit.record.run_record import RunRecord
@@ -109,14 +109,8 @@ def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
 def _prediction_interval(medians: list[float]) -> tuple[float, float]:
     """Where one more launch lies in 95 % of cases: t s sqrt(1 + 1/n) around the median."""
     count = len(medians)
-    half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * _deviation(medians) * sqrt(1 + 1 / count)
+    half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * stdev(medians) * sqrt(1 + 1 / count)
     return max(0.0, median(medians) - half), median(medians) + half
-
-
-def _deviation(sample: list[float]) -> float:
-    """What `statistics.stdev` finds by fractions, in a tenth of its time."""
-    middle = fmean(sample)
-    return sqrt(fsum((each - middle) ** 2 for each in sample) / (len(sample) - 1))
 
 
 def mean_phases(record: RunRecord) -> dict[str, float] | None:

@@ -140,6 +140,33 @@ def _warnings(rows: list[Row]) -> list[Text]:
     return lines
 
 
+def parity_notes(rows: dict[str, Row]) -> list[Text]:
+    """A line for what holds, red ones for each labelled row that does not."""
+    broken = [
+        f"{label} computes something else, {row.parity}"
+        if row.parity.startswith("against")
+        else row.parity
+        if " compute different things" in row.parity
+        else f"{label}: {row.parity}"
+        for label, row in rows.items()
+        if row.parity_holds is False
+    ]
+    notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
+    for reference in sorted({row.parity_reference for row in rows.values() if row.parity_holds}):
+        held = [
+            (label, row)
+            for label, row in rows.items()
+            if row.parity_holds and row.parity_reference == reference
+        ]
+        label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
+        others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
+        notes.append(Text(f"parity holds {worst.parity}{others}"))
+    if not notes and sum(not row.is_rehearsed for row in rows.values()) > 1:
+        why = "no two strategies had the same flags and batches (--parity K adds a reference)"
+        notes.append(Text(f"losses were not compared: {why}"))
+    return notes
+
+
 # The losses of each dataset, and the phases of a step, as rich tables below the comparison.
 
 

@@ -1,6 +1,5 @@
 """Figures as files and in the terminal, and what is drawn in them."""
 
-import argparse
 import dataclasses
 import os
 import re
@@ -56,14 +55,12 @@ def test_without_a_browser_figures_end_with_a_hint(tmp_path: Path) -> None:
 def test_plots_fit_the_terminal_and_have_every_row(columns: int) -> None:
     from rich.console import Console
 
-    from slm_toolkit.cli.output import labels, rows_of
     from slm_toolkit.report.charts.terminal import terminal_plots
+    from slm_toolkit.report.rows import labelled, rows_of
 
-    records, _ = find_records([ROOT / "results" / "cpu"])
-    args = argparse.Namespace(parity_tolerance=None, usd_per_gpu_hour=None, strict=False)
-    rows = rows_of(records, args)
+    rows = rows_of(find_records([ROOT / "results" / "cpu"])[0])
     console = Console(width=columns, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    console.print(terminal_plots(dict(zip(labels(rows), rows, strict=True)), width=columns), crop=False)
+    console.print(terminal_plots(labelled(rows), width=columns), crop=False)
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= columns
     bars = [line for line in lines if "█" in line]

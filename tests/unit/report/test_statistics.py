@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import made_record
 
-from slm_toolkit.cli.output import labels
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import Row, ranked, row_of
+from slm_toolkit.report.rows import Row, labelled, ranked, row_of
 from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, throughput
 
 
@@ -273,7 +272,7 @@ def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
 
 def test_labels_tell_rows_apart_by_what_differs() -> None:
     rows = [row_from(with_steps(1.0, 1.0, world_size=size)) for size in (2, 4)]
-    assert labels(rows) == ["ddp ranks=2", "ddp ranks=4"]
+    assert list(labelled(rows)) == ["ddp ranks=2", "ddp ranks=4"]
     record = with_steps(1.0, 1.0)
     twice = [row_of([(Path(folder, "ddp", "record.json"), record)]) for folder in ("a", "b")]
-    assert labels(twice) == ["ddp a/ddp", "ddp b/ddp"]
+    assert list(labelled(twice)) == ["ddp a/ddp", "ddp b/ddp"]
