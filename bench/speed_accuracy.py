@@ -5,7 +5,7 @@
 Two sets of rows, each with its own constants: the paper's figures 1 to 4 (PyTorch 2.3, transformers, ten
 steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in sample`: the constants that
 `predict/speed/software.py` ships; `left out`: all constants named below fitted again without any row of
-the model that is asked about. Points of the paper that nothing explains (`study.published.is_unexplained`,
+the model that is asked about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
 six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
 error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
 (`TODAY`), which nothing was fitted to; its hand counts of launches and of Blackwell were set with some of
@@ -23,7 +23,16 @@ from scipy.optimize import least_squares
 from speed_rows import Row, predicted_tokens_per_second_per_gpu, published_rows
 
 from slm_toolkit.predict.speed.software import LLM_FOUNDRY, PAPER, TODAY, Shares, Software
-from slm_toolkit.study.comparison import HEADS, MODELS, Point, cells_of, is_unexplained, points, predict_point
+from slm_toolkit.study.comparison import (
+    HEADS,
+    MODELS,
+    Point,
+    cell_token_per_dollar,
+    cells_of,
+    is_unexplained,
+    paper_model,
+    points,
+)
 
 PAPER_CONSTANTS = (
     *("misaligned_share.ampere", "misaligned_share.hopper", "eager_slowdown", "score_bytes", "layer_seconds"),
@@ -51,11 +60,17 @@ def main() -> None:
     _others(show_rows=args.rows)
 
 
+def _best_cell(point: Point, software: Software, num_heads: int | None) -> float:
+    """The largest Token/Dollar over the point's cells; 0: none fits."""
+    spec = paper_model(point.model, num_heads)
+    return max(cell_token_per_dollar(cell, spec, software) for cell in cells_of(point))
+
+
 def _paper(num_heads: int | None, *, show_fit: bool) -> None:
     known = [p for p in points() if not p.is_out_of_memory and not is_unexplained(p)]
 
     def predicted(found: Sequence[Point], software: Software) -> np.ndarray:
-        return np.array([predict_point(p, software, num_heads).token_per_dollar for p in found])
+        return np.array([_best_cell(p, software, num_heads) for p in found])
 
     heads = f"{num_heads} heads" if num_heads else "heads of 64"
     print(f"\npaper, {heads}: {len(known)} points")
@@ -71,14 +86,14 @@ def _paper(num_heads: int | None, *, show_fit: bool) -> None:
         _print_errors(f"  {model}", errors[[p.model == model for p in known]])
     for figure in (1, 2, 3, 4):
         _print_errors(f"  figure {figure}", errors[[p.figure == figure for p in known]])
-    right = sum((predict_point(p, PAPER, num_heads).cell is None) == p.is_out_of_memory for p in points())
+    right = sum((_best_cell(p, PAPER, num_heads) == 0) == p.is_out_of_memory for p in points())
     zeros = sum(p.is_out_of_memory for p in points())
     print(f"  fits or out of memory: {right} of {len(points())} points right, {zeros} of them at zero")
     by_point = {id(p): value for p, value in zip(known, left_out, strict=True)}
     for p in points():  # unexplained ones and zeros, by the shipped constants
-        by_point.setdefault(id(p), predict_point(p, PAPER, num_heads).token_per_dollar)
+        by_point.setdefault(id(p), _best_cell(p, PAPER, num_heads))
     _winners({id(p): by_point[id(p)] for p in points()})
-    assert all(list(cells_of(p)) for p in points())
+    assert all(cells_of(p) for p in points())
 
 
 def _winners(predicted: dict[int, float]) -> None:

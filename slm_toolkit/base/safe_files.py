@@ -23,6 +23,29 @@ def write_new(path: Path, text: str) -> None:
         file.write(text)
 
 
+def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = None) -> list[Path]:
+    """Write the files that a user asked for by `flag`, and their folders; returns their paths.
+
+    `overwrite`: None for a verb without that flag. Raises ValueError where one is there, and writes none of
+    them, or where one can't be written.
+    """
+    if (present := [path for path in texts if path.exists()]) and not overwrite:
+        such = f" ({len(present)} such files)" if len(present) > 1 else ""
+        instead = "" if overwrite is None else ", or --overwrite to replace it"
+        raise ValueError(
+            f"{present[0]} exists{such}: nothing was written\nhint: another folder after {flag}{instead}"
+        )
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise ValueError(
+                f"can't write to {path.parent}: {error.strerror}\nhint: give {flag} a folder"
+            ) from None
+    return list(texts)
+
+
 def make_folder(folder: Path) -> None:
     """Make `folder` where it is not there; a link in its place is removed, its target stays as it is."""
     if folder.is_symlink():

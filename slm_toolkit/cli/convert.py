@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.config.parser import count
 from slm_toolkit.convert.engines import to_engine
 from slm_toolkit.convert.read import read_source
@@ -120,7 +121,10 @@ def _convert(args: argparse.Namespace) -> int:
             gpus_per_node=args.gpus_per_node,
             folder=args.output,
         )
-        paths = _write(written.files, args.output) if args.output is not None else []
+        paths = []
+        if args.output is not None:
+            texts = {args.output / name: text for name, text in written.files.items()}
+            paths = write_beside(texts, flag="--output")
     lost = [row for row in written.rows if row.fate == "no counterpart"]
     if args.json:
         print(json.dumps(_as_json(written, paths), indent=2))
@@ -133,19 +137,6 @@ def _convert(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     print("\n".join(_account(written)), file=sys.stderr)
     return 1 if lost else 0
-
-
-def _write(files: dict[str, str], folder: Path) -> list[Path]:
-    paths = [folder / name for name in files]
-    if present := [str(path) for path in paths if path.exists()]:
-        raise ValueError(f"{', '.join(present)} exists: nothing was written\nhint: --output another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            path.write_text(files[path.name])
-    except OSError as error:
-        raise ValueError(f"can't write into {folder}: {error}\nhint: --output another folder") from None
-    return paths
 
 
 def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:

@@ -4,12 +4,12 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.safe_files import write_beside
 
 _DESCRIPTION = """\
 Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. With a GPU a
@@ -118,20 +118,10 @@ def _named(name: str | None) -> list[Recipe]:
 
 
 def _copy(recipes: list[Recipe], folder: Path) -> list[Path]:
-    """Refuses to overwrite files that are there."""
-    copies = {recipe.name: folder / f"{recipe.name}.sh" for recipe in recipes}
-    if present := [str(path) for path in copies.values() if path.exists()]:
-        raise ValueError(
-            f"{present[0]} exists ({len(present)} such files)\nhint: give an empty folder to --copy"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --copy a folder") from None
-    for name, path in copies.items():
-        shutil.copyfile(_folder() / f"{name}.sh", path)
+    paths = write_beside({folder / f"{recipe.name}.sh": recipe.text for recipe in recipes}, flag="--copy")
+    for path in paths:
         path.chmod(0o755)
-    return list(copies.values())
+    return paths
 
 
 def _row(recipe: Recipe) -> dict[str, object]:

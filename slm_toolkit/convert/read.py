@@ -57,11 +57,13 @@ def fsdp_settings(
     if is_fsdp1:
         engine, settings, rows = _sharding_of_fsdp1(said, ranks, is_trainers=is_trainers)
         if engine == "ddp":
-            rest = [
+            of_sharding = ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+            rows += [
                 KeyAccount(source, value, "no counterpart", (), "DDP has no such setting")
-                for value, source in _rest(said)
+                for key, (value, source) in said.items()
+                if key not in of_sharding
             ]
-            return engine, [], rows + rest
+            return engine, [], rows
     for key, (value, source) in said.items():
         if key == "fsdp_version":
             why = _FSDP2 if is_fsdp1 else ""
@@ -91,7 +93,7 @@ def fsdp_settings(
 
 
 def _setting(key: str, value: Any, source: str) -> Setting:
-    if key in FSDP_TRUTHS or key == "fsdp_reshard_after_forward":
+    if key in FSDP_TRUTHS:
         return Setting("fsdp", (key,), truth(value, source), source, value)
     if key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
         return Setting("fsdp", (key,), ",".join(map(str, value)), source, value)
@@ -139,11 +141,6 @@ def _row_of_fsdp1(key: str, value: Any, source: str, *, is_fsdp1: bool) -> KeyAc
         return KeyAccount(source, value, "ignored", (), _OBSOLETE)
     same = str(value).lower() == str(always).lower()
     return KeyAccount(source, value, "default" if same else "no counterpart", (), why)
-
-
-def _rest(said: dict[str, tuple[Any, str]]) -> list[tuple[Any, str]]:
-    of_sharding = ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-    return [pair for key, pair in said.items() if key not in of_sharding]
 
 
 def _named(key: str, *, is_trainers: bool) -> str:

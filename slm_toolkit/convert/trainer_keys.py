@@ -37,10 +37,7 @@ ALWAYS_SAID = (
     *("fsdp_cpu_ram_efficient_loading", "fsdp_offload_params", "fsdp_activation_checkpointing"),
 )
 "keys whose default is written out when the source is silent: the two sides' defaults differ, or matter most"
-FSDP_TRUTHS = (
-    *("fsdp_cpu_ram_efficient_loading", "fsdp_offload_params", "fsdp_activation_checkpointing"),
-    *("fsdp_activation_checkpointing_offload",),
-)
+FSDP_TRUTHS = tuple(key.accelerate for key in FSDP_KEYS if isinstance(key.launch_default, bool))
 
 FSDP1_ONLY = {  # key: (value with which FSDP1 does what FSDP2 always does, why it goes)
     "fsdp_sharding_strategy": (

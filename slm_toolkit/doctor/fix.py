@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from slm_toolkit.base.safe_files import write_beside
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.doctor.case import Case, Files, with_json
 from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding
@@ -113,27 +114,19 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
 
     Raises ValueError for files that are there, but with `overwrite`, and for a folder that can't be written.
     """
-    written, texts = [], {}
+    texts, sources = {}, {}
     json_path = folder / after.json_path.name if after.json_path is not None else None
     if before.yaml_text:
         text, named = after.yaml_text, ("deepspeed_config", "deepspeed_config_file")
         if json_path is not None and json_path.resolve() != after.json_path.resolve():
             is_json = before.yaml_path.suffix == ".json"
             text = with_edits(text, [Edit("yaml", named, _as_named(json_path))], is_json=is_json)
-        texts[folder / before.yaml_path.name] = (text, before.yaml_path)
+        texts[folder / before.yaml_path.name] = text
+        sources[folder / before.yaml_path.name] = before.yaml_path
     if json_path is not None and after.json_text:
-        texts[json_path] = (after.json_text, after.json_path)
-    there = [path for path in texts if path.exists()]
-    if there and not overwrite:
-        raise ValueError(f"{there[0]} exists\nhint: another folder after --fix, or --overwrite to replace it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, (text, source) in texts.items():
-            path.write_text(text)
-            written.append(CorrectedFile(path, source))
-    except OSError as error:
-        raise ValueError(f"can't write to {folder}: {error.strerror}\nhint: give --fix a folder") from None
-    return written
+        texts[json_path], sources[json_path] = after.json_text, after.json_path
+    written = write_beside(texts, flag="--fix", overwrite=overwrite)
+    return [CorrectedFile(path, sources[path]) for path in written]
 
 
 def _as_named(path: Path) -> str:

@@ -11,7 +11,7 @@ from slm_toolkit.study.comparison import (
     Comparison,
     Point,
     cell_token_per_dollar,
-    cells_behind,
+    cells_of,
     paper_model,
     points,
 )
@@ -234,7 +234,7 @@ def _over_gpus(
     """The best cell of each GPU type, of any model in the paper's place."""
     return {
         point.series: max(
-            cell_token_per_dollar(cell, spec, software, first_step=first_step) for cell in cells_behind(point)
+            cell_token_per_dollar(cell, spec, software, first_step=first_step) for cell in cells_of(point)
         )
         for point in of_place
     }

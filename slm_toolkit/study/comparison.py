@@ -13,9 +13,9 @@ default, explain time and OOMs alike; so they are what this module computes with
 
 import csv
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -105,16 +105,16 @@ def is_unexplained(point: Point) -> bool:
     return point.figure == 2 and point.x == 64 and (point.model, point.series) in lone
 
 
-def cells_of(point: Point) -> Iterator[Cell]:
+@cache
+def cells_of(point: Point) -> tuple[Cell, ...]:
     """All configurations that the point's figure leaves open."""
-    for gpu in PAPER_PRICES:
-        for num_gpus in NUM_GPUS:
-            for strategy in STRATEGIES if num_gpus > 1 else ("single",):
-                for batch in BATCHES:
-                    for attention in ATTENTION:
-                        cell = Cell(point.model, gpu, num_gpus, strategy, batch, attention)
-                        if _is_behind(cell, point):
-                            yield cell
+    cells = (
+        Cell(point.model, gpu, num_gpus, strategy, batch, attention)
+        for gpu, num_gpus in product(PAPER_PRICES, NUM_GPUS)
+        for strategy in (STRATEGIES if num_gpus > 1 else ("single",))
+        for batch, attention in product(BATCHES, ATTENTION)
+    )
+    return tuple(cell for cell in cells if _is_behind(cell, point))
 
 
 def _is_behind(cell: Cell, point: Point) -> bool:
@@ -169,6 +169,7 @@ def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
     return bool(estimate(_setup_of(cell, spec)).fits)
 
 
+@lru_cache(maxsize=16384)
 def cell_token_per_dollar(
     cell: Cell, spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
 ) -> float:
@@ -180,23 +181,6 @@ def cell_token_per_dollar(
     time = step_time(setup, transfers(setup), software, first_step=first_step)
     assert time is not None  # the paper's GPUs have a known network
     return paper_token_per_dollar(time.tokens_per_second / cell.num_gpus, cell.gpu)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The best cell of a point."""
-
-    token_per_dollar: float
-    "0: none fits"
-    cell: Cell | None
-
-
-def predict_point(point: Point, software: Software = PAPER, num_heads: int | None = HEADS) -> Predicted:
-    """The largest Token/Dollar over the point's cells."""
-    spec = paper_model(point.model, num_heads)
-    found = {cell: cell_token_per_dollar(cell, spec, software) for cell in cells_of(point)}
-    best = max(found, key=lambda cell: found[cell])
-    return Predicted(found[best], best if found[best] else None)
 
 
 @cache
@@ -309,22 +293,13 @@ def figure_errors(compared: list[Comparison], figure: int) -> FigureErrors:
     )
 
 
-@cache
-def predicted_token_per_dollar(cell: Cell) -> float:
-    """0: out of memory."""
-    return cell_token_per_dollar(cell, paper_model(cell.model))
-
-
-@cache
-def cells_behind(point: Point) -> tuple[Cell, ...]:
-    return tuple(cells_of(point))
-
-
 def _comparison(point: Point, measured: dict[Cell, Measured]) -> Comparison:
     def value(cell: Cell) -> float:
-        return measured[cell].token_per_dollar if cell in measured else predicted_token_per_dollar(cell)
+        if cell in measured:
+            return measured[cell].token_per_dollar
+        return cell_token_per_dollar(cell, paper_model(cell.model))
 
-    cell = max(cells_behind(point), key=value)
+    cell = max(cells_of(point), key=value)
     ours, published = value(cell), point.token_per_dollar
     seen = measured.get(cell)
     return Comparison(
@@ -346,7 +321,7 @@ def _comparison(point: Point, measured: dict[Cell, Measured]) -> Comparison:
 
 @cache
 def _grid() -> frozenset[Cell]:
-    return frozenset(cell for point in points() for cell in cells_behind(point))
+    return frozenset(cell for point in points() for cell in cells_of(point))
 
 
 def _cell_of(record: RunRecord) -> Cell | None:
