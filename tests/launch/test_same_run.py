@@ -23,7 +23,7 @@ from slm_toolkit.record.saved_files import model_damage
 from slm_toolkit.run.checkpoint.files import FORMAT, Manifest, digest_of, read_manifest
 from slm_toolkit.run.checkpoint.saved_model import save_model
 from slm_toolkit.run.data.data import load_data
-from slm_toolkit.run.faults.find_batch_size import BatchSizeSearch
+from slm_toolkit.run.faults.find_batch_size import BatchSizeFinder
 
 SHORT = ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--numerics", "fp32")
 WRITTEN_BY = {
@@ -444,7 +444,7 @@ def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> No
 
 
 def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:
-    search = BatchSizeSearch(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
+    search = BatchSizeFinder(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
     search.end()
     with pytest.raises(RuntimeError, match="out of memory"), search:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")

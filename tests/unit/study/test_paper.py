@@ -12,7 +12,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord, model_facts
-from slm_toolkit.study.answers import Panel, answers, disagreements, paragraphs, places, thousands
+from slm_toolkit.study.answers import FigurePanel, answers, disagreements, paragraphs, places, thousands
 from slm_toolkit.study.comparison import (
     MODELS,
     Cell,
@@ -40,7 +40,7 @@ def compared() -> list[Comparison]:
 
 
 @pytest.fixture(scope="module")
-def questions(compared: list[Comparison]) -> dict[str, tuple[Panel, ...]]:
+def questions(compared: list[Comparison]) -> dict[str, tuple[FigurePanel, ...]]:
     return answers(compared).questions
 
 
@@ -49,7 +49,7 @@ def best() -> list[Best]:
     return best_configurations("h100-80gb")
 
 
-def panel(panels: tuple[Panel, ...], model: str, x: int) -> Panel:
+def panel(panels: tuple[FigurePanel, ...], model: str, x: int) -> FigurePanel:
     return next(item for item in panels if (item.model, item.x) == (model, x))
 
 
@@ -92,7 +92,7 @@ def test_half_of_a_figures_values_are_met_within_a_few_percent(
 
 
 def test_flash_attention_gave_the_smallest_model_four_times_the_tokens(
-    questions: dict[str, tuple[Panel, ...]],
+    questions: dict[str, tuple[FigurePanel, ...]],
 ) -> None:
     found = panel(questions["q1"], "slm-100m", 128)
     assert found.published_ratio == pytest.approx(62116.2 / 15160.5)  # 4.10
@@ -100,7 +100,7 @@ def test_flash_attention_gave_the_smallest_model_four_times_the_tokens(
 
 
 def test_vanilla_attention_ran_out_of_memory_where_flash_attention_did_not(
-    questions: dict[str, tuple[Panel, ...]],
+    questions: dict[str, tuple[FigurePanel, ...]],
 ) -> None:
     found = panel(questions["q1"], "slm-1b", 1024)
     assert found.published_out_of_memory == found.our_out_of_memory == ("eager",)
@@ -108,7 +108,7 @@ def test_vanilla_attention_ran_out_of_memory_where_flash_attention_did_not(
     assert found.published_best == "sdpa"
 
 
-def test_an_h100_was_the_cheapest_nowhere(questions: dict[str, tuple[Panel, ...]]) -> None:
+def test_an_h100_was_the_cheapest_nowhere(questions: dict[str, tuple[FigurePanel, ...]]) -> None:
     assert "h100-80gb" not in {item.published_best for item in questions["q2"]}
     # 15917.5 on one H100, 17124.7 on one A100-40GB, 12317.8 on one A100-80GB
     found = panel(questions["q2"], "slm-1b", 1)
@@ -116,14 +116,18 @@ def test_an_h100_was_the_cheapest_nowhere(questions: dict[str, tuple[Panel, ...]
     assert found.published_ratio == pytest.approx(15917.5 / 17124.7, rel=1e-4)
 
 
-def test_fsdp_was_best_for_the_largest_model_on_eight_nodes(questions: dict[str, tuple[Panel, ...]]) -> None:
+def test_fsdp_was_best_for_the_largest_model_on_eight_nodes(
+    questions: dict[str, tuple[FigurePanel, ...]],
+) -> None:
     found = panel(questions["q3"], "slm-2b", 8)
     assert found.published_best == "fsdp_full_shard"  # 3866 against 3854 grad-op and 3499 DDP
     assert found.published_ratio == pytest.approx(3866 / 3499, rel=1e-3)
     assert not found.is_separated  # 3866 - 94 is below 3854 + 100
 
 
-def test_ddp_is_best_for_a_small_model_at_a_large_batch(questions: dict[str, tuple[Panel, ...]]) -> None:
+def test_ddp_is_best_for_a_small_model_at_a_large_batch(
+    questions: dict[str, tuple[FigurePanel, ...]],
+) -> None:
     found = panel(questions["q4"], "slm-500m", 256)
     assert found.published_best == "ddp"  # 16156 +- 61 against 15342 +- 907: touching bars
     assert found.our_best == ("ddp",)
