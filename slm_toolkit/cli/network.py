@@ -6,14 +6,25 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flag_pairs import flags_given
 from slm_toolkit.config.parser import positive_number
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.network import NETWORK_FILE, PROBE_SECONDS, read_network
-from slm_toolkit.report.tables.fitted import console_of_stdout
+from slm_toolkit.hardware.network import (
+    COLLECTIVES,
+    NETWORK_FILE,
+    PROBE_SECONDS,
+    MeasuredNetwork,
+    bus_bytes_per_second,
+    fit,
+    read_network,
+    seconds,
+)
+from slm_toolkit.report.tables.fitted import DASH, Column, console_of_stdout, fix_width, table_of
 
 _TAKEN = ("probe_network", "probe_seconds", "num_processes", "timeout", "output_dir", "json")
 
@@ -41,7 +52,7 @@ def print_probe(args: argparse.Namespace) -> int:
 
 
 def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
-    from slm_toolkit.compare.probe_network import network_table, num_ranks_to_probe, probe_network
+    from slm_toolkit.compare.probe_network import num_ranks_to_probe, probe_network
     from slm_toolkit.compare.supervisor import locked
     from slm_toolkit.hardware.gpus import this_machine
 
@@ -85,3 +96,65 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
         console = console_of_stdout()
         console.print(network_table(network), crop=False)
     return 0
+
+
+# A measured network as rich tables: every timing, then the line fitted to each collective.
+
+
+def network_table(network: MeasuredNetwork) -> RenderableType:
+    """Print it with `crop=False`."""
+    nodes = "1 node" if network.num_nodes == 1 else f"{network.num_nodes} nodes"
+    ranks = f"{network.world_size} {network.gpu or 'CPU processes'}"
+    return Group(
+        Text(f"{ranks} on {nodes}, {network.backend}", style="bold"),
+        _timings(network),
+        table_of(_fits(network)),
+        Text(
+            "bus GB/s: bytes that each rank sends, 2(n-1)/n or (n-1)/n of the tensor, per second", style="dim"
+        ),
+        Text("fit: seconds = latency + those bytes / bus bandwidth", style="dim"),
+    )
+
+
+def _timings(network: MeasuredNetwork) -> Table:
+    table = Table(header_style="bold")
+    table.add_column("collective", no_wrap=True)
+    for title in ("size", "median ms", "bus GB/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for collective in COLLECTIVES:
+        for timing in network.timings:
+            if timing.collective == collective:
+                table.add_row(
+                    collective,
+                    _size(timing.num_bytes),
+                    f"{timing.seconds * 1e3:.3f}",
+                    f"{bus_bytes_per_second(timing, network.world_size) / 1e9:.2f}",
+                )
+        table.add_section()
+    return fix_width(table)
+
+
+def _fits(network: MeasuredNetwork) -> list[Column]:
+    """The line fitted to each collective; its largest relative error says how far to trust it."""
+    lines = [fit(network, collective) for collective in COLLECTIVES]
+    bandwidths = [line.bus_bytes_per_second for line in lines]
+    return [
+        Column("fit", list(COLLECTIVES)),
+        Column("latency µs", [f"{line.latency_seconds * 1e6:.1f}" for line in lines]),
+        Column("bus GB/s", [DASH if value is None else f"{value / 1e9:.2f}" for value in bandwidths]),
+        Column("off by at most", [_largest_error(network, collective) for collective in COLLECTIVES]),
+    ]
+
+
+def _largest_error(network: MeasuredNetwork, collective: str) -> str:
+    errors = [
+        seconds(network, collective, timing.num_bytes) / timing.seconds - 1
+        for timing in network.timings
+        if timing.collective == collective
+    ]
+    return f"{max(errors, key=abs):+.0%}"
+
+
+def _size(num_bytes: int) -> str:
+    """With four figures: shares of a number of ranks that is no power of two add up to a little less."""
+    return f"{num_bytes / 2**20:.4g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.4g} KiB"

@@ -10,7 +10,7 @@ import pytest
 from conftest import slm
 from rich.console import Console
 
-from slm_toolkit.compare.probe_network import network_table
+from slm_toolkit.cli.network import network_table
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
     CollectiveTiming,
@@ -197,7 +197,7 @@ def test_the_module_refuses_one_process(tmp_path: Path) -> None:
 def test_a_network_is_read_without_the_heavy_libraries() -> None:
     heavy = ("torch", "numpy", "slm_toolkit.run", "slm_toolkit.compare")
     program = (
-        "import sys, slm_toolkit.hardware.network, slm_toolkit.compare.probe_network; "
+        "import sys, slm_toolkit.hardware.network, slm_toolkit.cli.network; "
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
