@@ -494,15 +494,6 @@ def _read_launch(data: bytes, folder: Path) -> None:
         plan_launch(words)
 
 
-def _read_meeting(data: bytes, folder: Path) -> None:
-    """A message from a stranger to the rendezvous port."""
-    from slm_toolkit.launch.rendezvous import answer_of, hello_of
-
-    with contextlib.suppress(ValueError):
-        hello_of(data)
-    answer_of(data)
-
-
 def _read_environment(data: bytes, folder: Path) -> None:
     from slm_toolkit.launch.rendezvous import PATIENCE_VARIABLE, patience_seconds
     from slm_toolkit.run.peers.launch_info import find_launch
@@ -1427,12 +1418,6 @@ READERS = (
         ),
         3,
         mutate_words,
-    ),
-    Reader(
-        "meeting",
-        _read_meeting,
-        lambda: dumped({"machine_rank": 1, "said": {"num_machines": 2}}, {"problem": None}),
-        3,
     ),
     Reader("environment", _read_environment, lambda: [b"300", b"1.5", b""], 1),
 )

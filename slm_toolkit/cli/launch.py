@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.errors import shown, user_errors
 from slm_toolkit.launch.command_line import (
     MODULE,
     arguments_of,
@@ -22,14 +22,15 @@ from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_SECONDS,
     PATIENCE_VARIABLE,
-    Link,
     Machine,
     Patience,
     attend,
     host,
+    interface_of,
     is_answered,
     is_own_address,
     listen,
+    open_store,
     own_addresses,
     patience_seconds,
 )
@@ -38,7 +39,8 @@ from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strate
 
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
-_CLOSE_SECONDS = 5.0
+_TELL_SECONDS = 15.0
+"for machine 0 to be there, where another machine can't start and tells it why"
 _DESCRIPTION = f"""\
 What `accelerate launch` does, with its options. A run that ends badly ends with its own message and the exit
 code of the rank that ended first (143: told to stop, and saved), where `accelerate launch` shows a traceback
@@ -109,14 +111,16 @@ def start(words: list[str]) -> int:
     """Become `accelerate launch` with these words, once all machines have met."""
     with user_errors():
         planned = plan_launch(words)
+        if planned.machine.problem is not None:
+            return _end_all(planned)
         try:
-            links = meet(planned)
+            own_address = meet(planned)
         except KeyboardInterrupt:
             return 130
-    for link in links:
-        if (interface := link.interface) is not None:  # or gloo takes that of the host's name, the loopback
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        link.socket.close()
+    if own_address is not None and (interface := interface_of(own_address)) is not None:
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", interface
+        )  # or gloo takes the loopback, by the host's name
     command = [sys.executable, "-P", "-m", "slm_toolkit.launch.launcher", *planned.words]
     env = safe_environment()
     if arguments_of(words, MODULE) is None:  # a user's script imports from its own folder
@@ -126,16 +130,27 @@ def start(words: list[str]) -> int:
     return 1  # never
 
 
+def _end_all(planned: PlannedLaunch) -> int:
+    """Print why this machine can't start, and tell machine 0, so that no other machine waits for it."""
+    print(f"error: {shown(planned.machine.problem)}", file=sys.stderr, flush=True)
+    with suppress(ValueError, KeyboardInterrupt):
+        meet(planned)
+    return 2
+
+
 def plan_launch(words: list[str]) -> PlannedLaunch:
     """Read accelerate's options, the YAML and our script's flags.
 
-    Raises ValueError for what can't be on several machines, and for what `check_training` finds.
+    Raises ValueError for what can't be on several machines, and for what `check_training` finds: on all
+    machines but the first that is the Machine's `problem`, of which the first hears.
     """
-    asked = _asked(tuple(words))
-    if (arguments := arguments_of(words, MODULE)) is not None:
-        check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
-        if asked.strategy is not None:
-            check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
+    asked, problem = _asked(tuple(words)), None
+    try:
+        _check_script(words, asked)
+    except ValueError as error:
+        if not asked.machine_rank or asked.num_machines in (None, 1):
+            raise
+        problem = str(error)
     if not 0 <= (asked.main_process_port or 0) <= _LARGEST_PORT:
         raise ValueError(f"--main_process_port is {asked.main_process_port}\nhint: 0 to {_LARGEST_PORT}")
     if asked.num_machines in (None, 1):
@@ -146,33 +161,40 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
         raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
     counts = {"num_machines": asked.num_machines, "num_processes": asked.num_processes}
     command = (*_added(asked), *asked.words)
-    me = Machine(asked.machine_rank, asked.num_machines, said_alike(command, asked.strategy, **counts))
+    said = said_alike(command, asked.strategy, **counts)
+    me = Machine(asked.machine_rank, asked.num_machines, said, problem)
     return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
 
 
-def meet(planned: PlannedLaunch) -> list[Link]:
-    """Links to the other machines, on all but the first to that one; none where there is one machine."""
+def _check_script(words: list[str], asked: _Asked) -> None:
+    if (arguments := arguments_of(words, MODULE)) is not None:
+        check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
+        if asked.strategy is not None:
+            check_groups(with_group_options(asked.strategy, partial(option, asked.words)))
+
+
+def meet(planned: PlannedLaunch) -> str | None:
+    """Wait for all machines; returns this one's address among them, None where it is alone."""
     me, address, port = planned.machine, planned.address, planned.port
     if me.num_machines == 1:
-        return []
+        return None
     seconds = patience_seconds()
     if me.rank > 0:
+        if me.problem is not None:
+            seconds = min(seconds, _TELL_SECONDS)
         hint = (
             f"is `slm launch` running there with --machine_rank 0, and may TCP reach port {port}? "
             f"{PATIENCE_VARIABLE} waits longer"
         )
-        return [attend(me, address, port, patience=Patience(seconds, 0.0, hint))]
+        with attend(me, address, port, patience=Patience(seconds, 0.0, hint)) as connection:
+            return connection.getsockname()[0]
     hint = (
         "the same command there, with that --machine_rank; may TCP reach this port, and all above 1024? "
         f"{PATIENCE_VARIABLE} waits longer"
     )
-    with listen(address, port) as listener:
-        links = host(me, listener, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))
-        for link in links:  # theirs close first, so that the port is free for accelerate
-            link.socket.settimeout(_CLOSE_SECONDS)
-            with suppress(OSError):
-                link.socket.recv(1)
-    return links
+    store = open_store(address, port)
+    peers = host(me, store, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))
+    return peers[0].reached_at  # `address` may be a name that stands for the loopback here
 
 
 def _check_port(port: int) -> None:

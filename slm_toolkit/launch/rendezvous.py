@@ -1,23 +1,28 @@
-"""The machines of a launch meet where the first one listens; who does not come in time is named.
+"""The machines of a launch meet in a store of torch's; a machine that does not come in time is named.
 
-Every other machine sends the first a line of JSON, its number and what all must say alike, and gets a line
-back once all are there: that all is well, or what is wrong. The connection is the caller's from then on.
+The first writes what must be equal on all machines. Each other compares, and writes an entry, with a beat, as
+long as it waits. Ranks meet again by the same functions, in the store of torch's launcher.
 """
 
 import json
 import os
-import selectors
+import select
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slm_toolkit.base.user_files import json_of
+from slm_toolkit.base.errors import shown
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 PATIENCE_VARIABLE = "SLM_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 300.0
@@ -81,15 +86,19 @@ class Waiting:
             self.note(line)
 
     def note(self, line: str) -> None:
-        print(f"{self._who}: {line}", file=sys.stderr, flush=True)
+        print(f"{self._who}: {shown(line)}", file=sys.stderr, flush=True)
 
 
-_RETRY_SECONDS = 0.5
-_HELLO_SECONDS = 5.0
-"for the line of somebody who has connected"
-_LONGEST_LINE = 2**20
+_POLL_SECONDS = 0.25
+"between two looks into the store, and two beats of a machine that waits"
+_GONE_SECONDS = 3.0
+"without a beat: the machine has gone away"
+_ANSWER_SECONDS = 5.0
+"for a machine to read the answer, and for another program to answer torch"
+_CONNECT_SECONDS = 10.0
 _MOST_DIFFERENCES = 10
 _ALIKE = "the same command on every machine but for --machine_rank, with the same files and versions"
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 @dataclass(frozen=True)
@@ -99,23 +108,21 @@ class Machine:
     rank: int
     num_machines: int
     said: dict[str, Any]
-    "what all of them must say alike, as JSON"
+    "what must be equal on all machines, as JSON"
+    problem: str | None = None
+    "why this machine can't start: machine 0 and all others end, too"
 
 
 @dataclass(frozen=True)
-class Link:
-    """An open connection to another machine."""
+class Peer:
+    """Another machine, as the first one sees it."""
 
     rank: int
     address: str
-    socket: socket.socket
-
-    @property
-    def interface(self) -> str | None:
-        """The network interface of this machine that it goes through."""
-        own = self.socket.getsockname()[0]
-        named = psutil.net_if_addrs().items()
-        return next((name for name, found in named if own in [entry.address for entry in found]), None)
+    port: int
+    "of its end of the connection"
+    reached_at: str
+    "machine 0's address, as this machine sees it"
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -161,189 +168,194 @@ def own_addresses() -> str:
     return ", ".join(found) or "none"
 
 
-def host(me: Machine, listener: socket.socket, *, at: str, patience: Patience) -> list[Link]:
-    """Wait on the first machine, found `at`, for all others; their links in order of rank.
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has this address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if address in [entry.address for entry in found]), None)
 
-    Raises ValueError, which the others are told too, where one does not come, or where they differ.
+
+def open_store(address: str, port: int) -> "Store":
+    """The first machine's store, on all its interfaces; it ends with its last reference. Raises as `listen`."""
+    listen(address, port).close()  # a port that is taken is named before the seconds of the import
+    _torch_distributed()
+    listener = listen(address, port)  # not before: who finds it must find a store
+    port = listener.getsockname()[1]
+    return _store(address, port, is_master=True, master_listen_fd=listener.detach())
+
+
+def host(me: Machine, store: "Store", *, at: str, patience: Patience) -> list[Peer]:
+    """Wait on the first machine, found `at`, for all others; returns them in order of rank.
+
+    Raises ValueError, on all machines, where one does not come or can't start, or where they differ.
     """
     waiting = Waiting(f"machine {me.rank} of {me.num_machines}", patience)
-    guests: dict[int, _Guest] = {}
-    try:
-        with selectors.DefaultSelector() as ready:
-            ready.register(listener, selectors.EVENT_READ)
-            while missing := [rank for rank in range(1, me.num_machines) if rank not in guests]:
-                who = _machines(missing)
-                waiting.say(f"waiting at {at} for {who}")
-                if waiting.seconds_left <= 0:
-                    came = f"{len(guests) + 1} of {me.num_machines} machines came"
-                    raise ValueError(
-                        f"{came} within {patience.seconds:g} s: nobody came to {at} as {who}"
-                        f"\nhint: {patience.hint}"
-                    )
-                for key, _ in ready.select(waiting.seconds_until_next):
-                    if key.fileobj is not listener:  # who has said all: the end of the connection
-                        ready.unregister(key.fileobj)
-                        gone = guests.pop(key.data.link.rank).link
-                        gone.socket.close()
-                        waiting.note(f"machine {gone.rank} ({gone.address}) went away again")
-                    elif (guest := _welcome(me, listener, guests, waiting)) is not None:
-                        guests[guest.link.rank] = guest
-                        ready.register(guest.link.socket, selectors.EVENT_READ, guest)
-        _check_alike(me, [guests[rank] for rank in sorted(guests)])
-    except ValueError as error:
-        _answer(guests.values(), str(error))
-        raise
-    _answer(guests.values(), None)
-    return [guests[rank].link for rank in sorted(guests)]
+    store.set("said", json.dumps([me.num_machines, me.said]))
+    seen: dict[int, tuple[bytes, float]] = {}  # by rank, the last entry and when it was new
+    peers: dict[int, Peer] = {}
+    problem: str | None = None
+    while problem is None and (missing := [rank for rank in range(1, me.num_machines) if rank not in peers]):
+        who = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        waiting.say(f"waiting at {at} for {who}")
+        time.sleep(_POLL_SECONDS)
+        for rank in range(1, me.num_machines):
+            entry = store.get(f"machine {rank}") if store.check([f"machine {rank}"]) else b""
+            if entry != seen.get(rank, (b"", 0.0))[0]:
+                seen[rank] = (entry, time.monotonic())
+        fresh = {
+            rank: entry for rank, (entry, since) in seen.items() if time.monotonic() < since + _GONE_SECONDS
+        }
+        for rank in peers.keys() - fresh.keys():
+            waiting.note(f"machine {rank} ({peers[rank].address}) went away again")
+        came = fresh.keys() - peers.keys()
+        peers = {rank: Peer(rank, *json.loads(entry)[:3]) for rank, entry in sorted(fresh.items())}
+        for rank in came:
+            waiting.go_on(f"machine {rank} is here ({peers[rank].address})")
+        if store.check(["answer"]):
+            problem = json.loads(store.get("answer"))
+        elif waiting.seconds_left <= 0 and len(peers) + 1 < me.num_machines:
+            problem = (
+                f"{len(peers) + 1} of {me.num_machines} machines came within {patience.seconds:g} s: "
+                f"nobody came to {at} as {who}\nhint: {patience.hint}"
+            )
+    store.set("answer", json.dumps(problem))
+    until = time.monotonic() + _ANSWER_SECONDS
+    while store.add("num_readers", 0) < len(peers) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)  # the store ends with this process
+    if problem is not None:
+        raise ValueError(problem)
+    return list(peers.values())
 
 
-def attend(me: Machine, address: str, port: int, *, patience: Patience) -> Link:
-    """Find the first machine, and wait there until all are there. Raises ValueError as `host` does."""
-    waiting = Waiting(f"machine {me.rank} of {me.num_machines}", patience)
-    where, why = f"{address}:{port}", ""
-    while waiting.seconds_left > 0:
-        waiting.say(f"looking for machine 0 at {where}{why}")
-        try:
-            return _present(me, address, port, waiting)
-        except OSError as error:  # also of a name that nobody knows yet
-            why = f" ({error.strerror or str(error) or 'no answer'})"
-        time.sleep(min(_RETRY_SECONDS, max(waiting.seconds_left, 0)))
-    raise ValueError(
-        f"machine {me.rank} of {me.num_machines} did not meet machine 0 at {where} within "
-        f"{patience.seconds:g} s{why}\nhint: {patience.hint}"
-    )
+def attend(
+    me: Machine, address: str, port: int, *, patience: Patience, store: "Store | None" = None
+) -> socket.socket:
+    """Find the first machine, and wait until all are there; returns a connection to it.
 
-
-@dataclass(frozen=True)
-class _Guest:
-    link: Link
-    said: dict[str, Any]
-
-
-def _welcome(
-    me: Machine, listener: socket.socket, guests: dict[int, _Guest], waiting: Waiting
-) -> _Guest | None:
-    """Who has just connected; None, after a line about it, for what can't be another machine of ours."""
-    connection, (address, *_) = listener.accept()
-    connection.settimeout(_HELLO_SECONDS)
-    try:
-        rank, said = hello_of(_line_from(connection))
-        guest = _Guest(Link(rank, address, connection), said)
-    except (OSError, ValueError):
-        connection.close()
-        waiting.note(f"somebody at {address} connected who is no machine of an `slm launch`")
-        return None
-    connection.settimeout(None)
-    rank = guest.link.rank
-    taken = me if rank == me.rank else guests.get(rank)
-    if taken is None and 0 < rank < me.num_machines:
-        waiting.go_on(f"machine {rank} is here ({address})")
-        return guest
-    problem = (
-        f"--machine_rank {rank} of {address}: {me.num_machines} machines have 0 to {me.num_machines - 1}"
-    )
-    if taken is not None:
-        by = "this machine" if taken is me else taken.link.address
-        problem = f"--machine_rank {rank} of {address} is taken by {by}"
-    waiting.note(f"{problem}; it was sent away")
-    _answer([guest], f"{problem}\nhint: every machine has a --machine_rank of its own")
-    connection.close()
-    return None
-
-
-def _answer(guests: Iterable[_Guest], problem: str | None) -> None:
-    for guest in guests:
-        try:
-            guest.link.socket.sendall(json.dumps({"problem": problem}).encode() + b"\n")
-        except OSError:  # it has ended, and will be missed
-            continue
-
-
-def _present(me: Machine, address: str, port: int, waiting: Waiting) -> Link:
-    """One attempt: connect, say who we are, and wait for what the first machine says once all are there.
-
-    Raises OSError where nobody is there, ValueError with what it finds wrong.
+    Raises ValueError as `host` does.
+    store: of ranks, which have one already; otherwise it is at `port`, too.
     """
-    connection = socket.create_connection((address, port), timeout=waiting.seconds_until_next)
-    try:
-        connection.sendall(json.dumps({"machine_rank": me.rank, "said": me.said}).encode() + b"\n")
-        said = b""
-        while not said.endswith(b"\n"):
+    waiting = Waiting(f"machine {me.rank} of {me.num_machines}", patience)
+    where = f"{address}:{port}"
+    waiting.say(f"looking for machine 0 at {where}")
+    _torch_distributed()  # takes seconds, too
+    visit = _Visit(me, address, port, store)
+    visit.start()
+    while not wait([visit.answer], _POLL_SECONDS).done:
+        if visit.is_met:
             waiting.say("machine 0 is there and waits for others")
-            if waiting.seconds_left < -_HELLO_SECONDS:  # it should have lost its patience first, and said so
-                raise TimeoutError("machine 0 says nothing")
-            connection.settimeout(max(1.0, waiting.seconds_until_next))
+        else:
+            waiting.say(f"looking for machine 0 at {where}{visit.why}")
+        if waiting.seconds_left <= (-_ANSWER_SECONDS if visit.is_met else 0):  # machine 0 gives up first
+            raise ValueError(
+                f"machine {me.rank} of {me.num_machines} did not meet machine 0 at {where} within "
+                f"{patience.seconds:g} s{visit.why}\nhint: {patience.hint}"
+            )
+    return visit.answer.result()
+
+
+class _Visit(threading.Thread):
+    """Looks for machine 0, and ends with a connection to it once all are there, or with a ValueError.
+
+    In a thread of its own, since torch waits without end for a program, or a network, that is silent.
+    """
+
+    def __init__(self, me: Machine, address: str, port: int, store: "Store | None") -> None:
+        super().__init__(daemon=True)
+        self._me, self._place, self._store = me, (address, port), store
+        self.answer: Future[socket.socket] = Future()
+        self.is_met = False
+        self.why = ""
+        "it is not met"
+
+    def run(self) -> None:
+        while not self.answer.done():
+            # torch writes pages about a port where nobody listens, and does not tell when the other side ends
             try:
-                part = connection.recv(_LONGEST_LINE)
-            except TimeoutError:
+                connection = socket.create_connection(self._place, _CONNECT_SECONDS)
+                connection.settimeout(None)
+            except OSError as error:  # also of a name that nobody knows yet
+                self.why = f" ({error.strerror or str(error) or 'no answer'})"
+                time.sleep(_POLL_SECONDS)
                 continue
-            if not part:
-                raise ConnectionError("who answers there ends the connection: another program?")
-            said += part
-            if len(said) > _LONGEST_LINE:
-                raise ConnectionError("who answers there says too much: another program?")
-        connection.settimeout(None)
-        if (problem := answer_of(said)) is not None:
+            self.why = " (no `slm launch` answers there: another program?)"
+            try:
+                self._wait_for_others(connection)
+                self.answer.set_result(connection)
+            except (ConnectionError, RuntimeError):  # torch.distributed's are RuntimeErrors
+                self.is_met = False
+                connection.close()
+            except Exception as error:
+                self.answer.set_exception(error)
+
+    def _wait_for_others(self, connection: socket.socket) -> None:
+        place, key = connection.getsockname()[:2], f"machine {self._me.rank}"
+        store = self._store or _store(*self._place, is_master=False)
+        while not store.check(["said"]):  # never where `accelerate launch` has its store
+            _sleep(connection)
+        self.is_met = True
+        _check(self._me, store, place[0])
+        entry = b""
+        while not store.check(["answer"]):
+            if entry and (other := store.get(key)) != entry:
+                taken = f"--machine_rank {self._me.rank} of {place[0]} is taken by {json.loads(other)[0]}"
+                raise ValueError(f"{taken}\nhint: {_OWN_RANK}")
+            entry = json.dumps([*place, connection.getpeername()[0], time.monotonic()]).encode()
+            store.set(key, entry)
+            _sleep(connection)
+        problem = json.loads(store.get("answer"))
+        store.add("num_readers", 1)
+        if problem is not None:
             raise ValueError(problem)
-    except (OSError, ValueError):
-        connection.close()
-        raise
-    return Link(0, connection.getpeername()[0], connection)
 
 
-def hello_of(line: bytes) -> tuple[int, dict[str, Any]]:
-    """What a machine says as it comes: its rank, and what all must say alike. ValueError for a stranger's."""
-    hello = _object(line)
-    rank, said = hello.get("machine_rank"), hello.get("said")
-    if type(rank) is not int or not isinstance(said, dict):
-        raise ValueError(f"no machine_rank, or nothing said\nhint: {_STRANGER}")
-    return rank, said
+def _sleep(connection: socket.socket) -> None:
+    """Raises ConnectionError as soon as the other side has ended."""
+    if select.select([connection], [], [], _POLL_SECONDS)[0]:
+        raise ConnectionError
 
 
-def answer_of(line: bytes) -> str | None:
-    """What the first machine says once all are there: a problem, or None. ValueError for a stranger's."""
-    problem = _object(line).get("problem", ())
-    if not isinstance(problem, str | None):
-        raise ValueError(f"machine 0 answers something else\nhint: {_STRANGER}")
-    return problem
+def _torch_distributed() -> Any:
+    """The module, which prints no pages of C++ frames about lost connections where it is imported here."""
+    is_set = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "FATAL")
+    import torch.distributed as dist
+
+    if not is_set:
+        del os.environ[_LOG_LEVEL]  # the launch that follows prints all
+    return dist
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    content = json_of(line.decode(errors="replace"), "what another machine says", hint=_STRANGER)
-    if not isinstance(content, dict):
-        raise ValueError(f"what another machine says is no object\nhint: {_STRANGER}")
-    return content
+def _store(address: str, port: int, **options: Any) -> "Store":
+    dist = _torch_distributed()
+    timeout = timedelta(seconds=_ANSWER_SECONDS)
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout, **options)
+    return dist.PrefixStore("slm_toolkit/meeting", store)
 
 
-_STRANGER = "is another program at that port?"
+_OWN_RANK = "every machine has a --machine_rank of its own"
 
 
-def _line_from(connection: socket.socket) -> bytes:
-    """Up to the end of a line; what comes in no time, or never ends, is none."""
-    said = b""
-    while not said.endswith(b"\n"):
-        part = connection.recv(_LONGEST_LINE)
-        if not part or len(said) > _LONGEST_LINE:
-            raise ValueError("no line")
-        said += part
-    return said
-
-
-def _check_alike(me: Machine, guests: list[_Guest]) -> None:
-    """Raises ValueError with what the machines don't say alike."""
-    mine = _flat(me.said)
-    found = []
-    for guest in guests:
-        theirs = _flat(guest.said)
-        found += [
-            f"{name}: {mine.get(name, 'not said')} on machine 0, "
-            f"{theirs.get(name, 'not said')} on machine {guest.link.rank} ({guest.link.address})"
-            for name in dict.fromkeys([*mine, *theirs])
-            if mine.get(name) != theirs.get(name)
-        ]
+def _check(me: Machine, store: "Store", address: str) -> None:
+    """Raises ValueError, on all machines, where this one can't start, or with what is not as on machine 0."""
+    num_machines, said = json.loads(store.get("said"))
+    if not 0 < me.rank < num_machines:
+        wrong = f"--machine_rank {me.rank} of {address}: {num_machines} machines have 0 to {num_machines - 1}"
+        raise ValueError(f"{wrong}\nhint: {_OWN_RANK}")
+    if me.problem is not None:
+        store.set("answer", json.dumps(f"machine {me.rank} ({address}): {me.problem}"))
+        raise ValueError(me.problem)
+    theirs, mine = _flat(said), _flat(me.said)
+    found = [
+        f"{name}: {theirs.get(name, 'not said')} on machine 0, "
+        f"{mine.get(name, 'not said')} on machine {me.rank} ({address})"
+        for name in dict.fromkeys([*theirs, *mine])
+        if theirs.get(name) != mine.get(name)
+    ]
     if found:
         more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
-        raise ValueError("\n".join([*found[:_MOST_DIFFERENCES], *more]) + f"\nhint: {_ALIKE}")
+        problem = "\n".join([*found[:_MOST_DIFFERENCES], *more]) + f"\nhint: {_ALIKE}"
+        store.set("answer", json.dumps(problem))
+        raise ValueError(problem)
 
 
 def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
@@ -355,10 +367,6 @@ def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:
         elif inner is not None:
             found[f"{before}{name}"] = json.dumps(inner)
     return found
-
-
-def _machines(ranks: list[int]) -> str:
-    return f"machine{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _held_by(port: int) -> str:

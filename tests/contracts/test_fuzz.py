@@ -77,7 +77,7 @@ def test_any_bytes_are_read_or_refused(reader: Reader, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["strategy_yaml", "deepspeed_json", "model_config", "prices", "network", "convert_file", "meeting"],
+    ["strategy_yaml", "deepspeed_json", "model_config", "prices", "network", "convert_file"],
 )
 def test_any_values_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """Any values, alone and in the place of each value of a real file."""

@@ -3,18 +3,30 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
-from conftest import ROOT, own_strategy, slm
+from conftest import ENV, ROOT, own_strategy, slm
 
 from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.launch.command_line import option, said_alike
-from slm_toolkit.launch.rendezvous import Link, Machine, Patience, attend, host, listen, patience_seconds
+from slm_toolkit.launch.rendezvous import (
+    Machine,
+    Patience,
+    attend,
+    host,
+    interface_of,
+    listen,
+    open_store,
+    patience_seconds,
+)
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import find_strategy, on_nodes, shipped_strategies
 
@@ -27,23 +39,22 @@ class Meeting:
 
     def __init__(self, num_machines: int, patience: Patience = SOON) -> None:
         self.num_machines, self.threads = num_machines, ThreadPoolExecutor()
-        listener = listen(HERE, 0)
-        self.port = listener.getsockname()[1]
+        self.store = open_store(HERE, 0)
+        self.port = self.store.underlying_store.port
         self.at = f"{HERE}:{self.port}"
-        me = self.machine(0)
-        self.links = self.threads.submit(lambda: host(me, listener, at=self.at, patience=patience))
+        self.peers = self.threads.submit(host, self.machine(0), self.store, at=self.at, patience=patience)
 
-    def machine(self, rank: int, **said: object) -> Machine:
-        return Machine(rank, self.num_machines, {"num_processes": 4, **said})
+    def machine(self, rank: int, problem: str | None = None, **said: object) -> Machine:
+        return Machine(rank, self.num_machines, {"num_processes": 4, **said}, problem)
 
-    def come(self, rank: int, **said: object) -> "Future[Link]":
-        me = self.machine(rank, **said)
+    def come(self, rank: int, problem: str | None = None, **said: object) -> "Future[socket.socket]":
+        me = self.machine(rank, problem, **said)
         return self.threads.submit(attend, me, HERE, self.port, patience=SOON)
 
 
 def said_within(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
     """All of stderr until it has a line that matches."""
-    found, deadline = "", time.monotonic() + 10
+    found, deadline = "", time.monotonic() + 30  # a process that comes imports torch
     while not re.search(pattern, found):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -51,23 +62,25 @@ def said_within(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
     return found
 
 
-def test_all_who_come_are_linked_in_order_of_their_rank() -> None:
+def test_all_who_come_are_known_in_order_of_their_rank() -> None:
     meeting = Meeting(3)
     second, first = meeting.come(2), meeting.come(1)
-    links = meeting.links.result()
-    assert [(link.rank, link.address) for link in links] == [(1, HERE), (2, HERE)]
-    assert links[0].interface == "lo"
-    for link, other in zip(links, (first.result(), second.result()), strict=True):
-        assert (other.rank, other.interface) == (0, "lo")
-        other.socket.sendall(b"hello")
-        assert link.socket.recv(5) == b"hello"
+    peers = meeting.peers.result()
+    assert [(peer.rank, peer.address, peer.reached_at) for peer in peers] == [
+        (1, HERE, HERE),
+        (2, HERE, HERE),
+    ]
+    assert interface_of(peers[0].reached_at) == "lo"
+    for peer, connection in zip(peers, (first.result(), second.result()), strict=True):
+        assert connection.getsockname() == (peer.address, peer.port)
+        assert connection.getpeername() == (HERE, meeting.port)
 
 
 def test_who_is_missing_is_told_to_all_who_came() -> None:
     meeting = Meeting(4, Patience(1.0, 0.0, "come"))
     here = meeting.come(2)
     said = f"2 of 4 machines came within 1 s: nobody came to {meeting.at} as machines 1, 3\nhint: come"
-    for place in (meeting.links, here):
+    for place in (meeting.peers, here):
         with pytest.raises(ValueError, match=re.escape(said)):
             place.result()
 
@@ -75,7 +88,7 @@ def test_who_is_missing_is_told_to_all_who_came() -> None:
 def test_what_differs_is_told_to_all() -> None:
     meeting = Meeting(2)
     other = meeting.come(1, num_processes=8, script={"seed": "1"})
-    for place in (meeting.links, other):
+    for place in (meeting.peers, other):
         with pytest.raises(ValueError, match="hint: the same command") as refused:
             place.result()
         assert str(refused.value).splitlines()[:2] == [
@@ -84,48 +97,92 @@ def test_what_differs_is_told_to_all() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("rank", "says"),
-    [
-        (1, f" is taken by {HERE}"),
-        (0, " is taken by this machine"),
-        (3, ": 3 machines have 0 to 2"),
-        (-1, ": 3 machines have 0 to 2"),
-    ],
-)
-def test_a_rank_that_is_taken_or_none_is_sent_away_and_the_others_go_on(rank: int, says: str) -> None:
+def test_why_one_machine_can_not_start_is_told_to_all() -> None:
+    meeting = Meeting(4)
+    waiting, broken = meeting.come(1), meeting.come(2, "no such file: text.txt\nhint: is it there?")
+    with pytest.raises(ValueError, match="^no such file: text.txt\n"):
+        broken.result()
+    for place in (meeting.peers, waiting):
+        with pytest.raises(
+            ValueError, match=re.escape(f"machine 2 ({HERE}): no such file: text.txt\nhint: ")
+        ):
+            place.result()
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 3])
+def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: int) -> None:
     meeting = Meeting(3)
-    first = meeting.come(1)
-    wrong = meeting.threads.submit(
-        lambda: (time.sleep(0.3), attend(meeting.machine(rank), HERE, meeting.port, patience=SOON))
-    )
-    said = f"--machine_rank {rank} of {HERE}{says}\nhint: every machine"
+    said = f"--machine_rank {rank} of {HERE}: 3 machines have 0 to 2\nhint: every machine"
     with pytest.raises(ValueError, match=re.escape(said)):
-        wrong.result()
+        meeting.come(rank).result()
+    first, second = meeting.come(1), meeting.come(2)
+    assert [peer.rank for peer in meeting.peers.result()] == [1, 2]
+    assert first.result()
+    assert second.result()
+
+
+def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on() -> None:
+    meeting = Meeting(3)
+    earlier = meeting.come(1)
+    time.sleep(1.0)
+    later = meeting.come(1)
+    with pytest.raises(ValueError, match=f"--machine_rank 1 of {HERE} is taken by {HERE}\nhint: every"):
+        earlier.result()
     meeting.come(2)
-    assert [link.rank for link in meeting.links.result()] == [1, 2]
-    first.result()
+    assert [peer.rank for peer in meeting.peers.result()] == [1, 2]
+    assert later.result()
 
 
-def test_somebody_else_is_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strangers_do_not_disturb_the_machines() -> None:
     meeting = Meeting(2)
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x3c\x85\xf7\xce\n", b'{"machine_rank": "one"}\n', b"3\n"):
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x3c\x85\xf7\xce\n", b"3\n", b"\x00" * 5000, b""):
         with socket.create_connection((HERE, meeting.port)) as stranger:
             stranger.sendall(sent)
-    said_within(capsys, f"(?s)({HERE} connected who is no machine of an `slm launch`.*){{4}}")
-    meeting.come(1)
-    assert len(meeting.links.result()) == 1
+    with socket.create_connection((HERE, meeting.port)):  # who says nothing, and stays
+        other = meeting.come(1)
+        assert len(meeting.peers.result()) == 1
+        assert other.result()
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_program_at_the_port_is_recognised(
+    answer: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that says nothing, one that ends each connection, and one that says something else."""
+    held = []
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                held.append(listener.accept()[0])
+                if answer is not None:
+                    held[-1].sendall(answer)
+                    held.pop().close()
+
+    with socket.create_server((HERE, 0)) as listener, ThreadPoolExecutor() as threads:
+        threads.submit(serve, listener)
+        port = listener.getsockname()[1]
+        said = f"did not meet machine 0 at {HERE}:{port} within 3 s (no `slm launch` answers there: another"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            attend(Machine(1, 2, {}), HERE, port, patience=Patience(3.0, 0.0, "come"))
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = Meeting(3)
-    with socket.create_connection((HERE, meeting.port)) as gone:
-        gone.sendall(b'{"machine_rank": 1, "said": {"num_processes": 4}}\n')
+    program = (
+        "import sys; from slm_toolkit.launch.rendezvous import *\n"
+        "me = Machine(1, 3, {'num_processes': 4})\n"
+        f"attend(me, '{HERE}', {meeting.port}, patience=Patience(60, 0, ''))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], env=ENV) as gone:
         said_within(capsys, f"machine 1 is here \\({HERE}\\)")
+        gone.kill()
     said_within(capsys, f"machine 1 \\({HERE}\\) went away again")
     again, other = meeting.come(1), meeting.come(2)
-    assert len(meeting.links.result()) == 2
-    assert {again.result().rank, other.result().rank} == {0}
+    assert len(meeting.peers.result()) == 2
+    assert again.result()
+    assert other.result()
 
 
 def test_the_first_machine_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,14 +196,45 @@ def test_the_first_machine_may_come_last(capsys: pytest.CaptureFixture[str]) -> 
                 capsys, rf"machine 1 of 2: looking for machine 0 at {HERE}:{port} \(Connection refused\)"
             )
             port_of_nobody.close()
-            host(Machine(0, 2, {}), listen(HERE, port), at="here", patience=SOON)
-            assert early.result().rank == 0
+            store = open_store(HERE, port)
+            host(Machine(0, 2, {}), store, at="here", patience=SOON)
+            assert early.result()
+
+
+def test_a_first_machine_that_goes_away_is_looked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = listen(HERE, 0)
+    port = listener.getsockname()[1]
+    program = (
+        "from slm_toolkit.launch.rendezvous import *\n"
+        f"store = open_store('{HERE}', {port})\n"
+        "host(Machine(0, 3, {}), store, at='here', patience=Patience(60, 0, ''))"
+    )
+    listener.close()
+    with (
+        subprocess.Popen([sys.executable, "-c", program], env=ENV) as first,
+        ThreadPoolExecutor() as threads,
+    ):
+        other = threads.submit(attend, Machine(1, 3, {}), HERE, port, patience=Patience(20.0, 0.0, "come"))
+        said_within(capsys, "machine 1 of 3: machine 0 is there and waits for others")
+        first.kill()
+        said_within(capsys, f"looking for machine 0 at {HERE}:{port} \\(Connection refused\\)")
+        with pytest.raises(ValueError, match="did not meet machine 0"):
+            other.result()
+
+
+def test_the_port_of_the_meeting_is_free_after_it() -> None:
+    meeting = Meeting(2)
+    other = meeting.come(1)
+    meeting.peers.result()
+    del meeting.store, meeting.peers
+    listen(HERE, meeting.port).close()
+    other.result().close()
 
 
 def test_nothing_is_said_while_nobody_is_late(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = Meeting(2, Patience(10.0, 5.0, "come"))
     attend(meeting.machine(1), HERE, meeting.port, patience=Patience(10.0, 5.0, "come"))
-    meeting.links.result()
+    meeting.peers.result()
     assert capsys.readouterr().err == ""
 
 

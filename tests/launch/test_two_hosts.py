@@ -288,10 +288,12 @@ def test_a_text_that_one_host_has_not_is_an_error_on_both(hosts: Hosts, tmp_path
     (tmp_path / "own" / "text.txt").write_text("what machine 0 has " * 1000)
     launcher = hidden_on_the_second(tmp_path / "own")
     words = (SHIPPED.format("ddp"), "2", "--dataset", f"{tmp_path}/own/text.txt")
+    began = time.monotonic()
     both = on_both(hosts, tmp_path, *words, launcher=launcher)
+    assert time.monotonic() - began < 60  # the first does not wait 300 s for the second
     assert [done.code for done in both] == [2, 2]
-    for done in both:
-        assert f"error: no such file: {tmp_path}/own/text.txt\nhint: " in done.err
+    for done, who in zip(both, (f"machine 1 ({hosts.addresses[1]}): ", ""), strict=True):
+        assert f"error: {who}no such file: {tmp_path}/own/text.txt\nhint: " in done.err
 
 
 @pytest.mark.slow

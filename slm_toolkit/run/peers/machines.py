@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from slm_toolkit.config.run_config import MOST_DDP_TIMEOUT
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_VARIABLE,
-    Link,
     Machine,
     Patience,
+    Peer,
     attend,
     host,
     listen,
@@ -39,6 +40,8 @@ _GRACE_SECONDS = 10.0
 "for this rank to end by itself after a machine is lost"
 _RANK_0_SECONDS = 2.0
 "for rank 0, which knows all machines, to write its record before other ranks do"
+_ACCEPT_SECONDS = 10.0
+"for a connection that its machine already has"
 _GOODBYE = b"goodbye"
 UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
 "in errors of collectives whose other side is gone"
@@ -72,6 +75,15 @@ def let_collectives_wait() -> None:
         dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # private
 
 
+@dataclass(frozen=True)
+class _Link:
+    """An open connection to another machine."""
+
+    rank: int
+    address: str
+    socket: socket.socket
+
+
 class Machines:
     """Rank 0's connections to the first rank of every other machine, or one such rank's to rank 0."""
 
@@ -80,7 +92,7 @@ class Machines:
         self._is_rank_0 = os.environ.get("RANK", "0") == "0"
         self._is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         self._store: dist.Store | None = None
-        self._links: list[Link] = []
+        self._links: list[_Link] = []
         self._lost: str | None = None
         self._lost_at = 0.0
         self._has_parted = False
@@ -111,18 +123,20 @@ class Machines:
         for link in self._links:
             _keep_alive(link.socket, seconds)
 
-    def _meet_first_ranks(self, me: Machine, address: str, seconds: float) -> list[Link]:
+    def _meet_first_ranks(self, me: Machine, address: str, seconds: float) -> list[_Link]:
         """On a port of rank 0's choice, of the kind that gloo and NCCL need, too."""
         if me.rank > 0:
             hint = "a firewall? ranks need all TCP ports above 1024 between the machines"
             port = int(self._store.get("port"))
-            return [attend(me, address, port, patience=Patience(seconds, _SILENT_SECONDS, hint))]
+            patience = Patience(seconds, _SILENT_SECONDS, hint)
+            connection = attend(me, address, port, patience=patience, store=self._store)
+            return [_Link(0, connection.getpeername()[0], connection)]
         hint = f"its launcher came: what says its own output? {PATIENCE_VARIABLE} waits longer"
         with listen(address, 0) as listener:
             port = listener.getsockname()[1]
             self._store.set("port", str(port))
             patience = Patience(seconds, _SILENT_SECONDS, hint)
-            return host(me, listener, at=f"{address}:{port}", patience=patience)
+            return _accept(listener, host(me, self._store, at=f"{address}:{port}", patience=patience))
 
     def of_rank_0(self, name: str, value: str) -> str:
         """What rank 0 has by that name: hashes of files' dates differ from machine to machine."""
@@ -201,7 +215,28 @@ class Machines:
                 link.socket.sendall(_GOODBYE)
 
 
-def _lost(link: Link) -> str | None:
+def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
+    """The connections that these machines made before they came; those of strangers are closed."""
+    expected = {(peer.address, peer.port): peer.rank for peer in peers}
+    links = []
+    listener.settimeout(_ACCEPT_SECONDS)
+    while expected:
+        try:
+            connection, (address, port, *_) = listener.accept()
+        except TimeoutError:
+            raise ValueError(
+                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, where "
+                "another machine connected\nhint: are addresses translated between the machines (NAT)?"
+            ) from None
+        if (rank := expected.pop((address, port), None)) is None:
+            connection.close()
+        else:
+            connection.settimeout(None)
+            links.append(_Link(rank, address, connection))
+    return links
+
+
+def _lost(link: _Link) -> str | None:
     """The end of a machine whose connection has something to read; None after its goodbye."""
     who = f"machine {link.rank} ({link.address})"
     try:
