@@ -68,11 +68,6 @@ class Waiting:
     def seconds_left(self) -> float:
         return self._began + self._seconds - time.monotonic()
 
-    @property
-    def seconds_until_next(self) -> float:
-        """Until there is something to say, or until the end; never 0, which would mean not to wait."""
-        return max(0.01, min(self._next - time.monotonic(), self.seconds_left))
-
     def say(self, line: str) -> None:
         """Print it where it is news, or has not been said for a while."""
         now = time.monotonic()
@@ -93,11 +88,14 @@ _POLL_SECONDS = 0.25
 "between two looks into the store, and two beats of a machine that waits"
 _GONE_SECONDS = 3.0
 "without a beat: the machine has gone away"
+_READ_SECONDS = 15.0
+"for all machines to read the answer, those that come late too"
 _ANSWER_SECONDS = 5.0
-"for a machine to read the answer, and for another program to answer torch"
+"for machine 0 to give up before those that wait for it do, and for another program to answer torch"
 _CONNECT_SECONDS = 10.0
 _MOST_DIFFERENCES = 10
 _ALIKE = "the same command on every machine but for --machine_rank, with the same files and versions"
+_OWN_RANK = "every machine has a --machine_rank of its own"
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -175,7 +173,7 @@ def interface_of(address: str) -> str | None:
 
 
 def open_store(address: str, port: int) -> "Store":
-    """The first machine's store, on all its interfaces; it ends with its last reference. Raises as `listen`."""
+    """The first machine's store, on all its interfaces, as long as it is referred to. Raises as `listen`."""
     listen(address, port).close()  # a port that is taken is named before the seconds of the import
     _torch_distributed()
     listener = listen(address, port)  # not before: who finds it must find a store
@@ -192,7 +190,7 @@ def host(me: Machine, store: "Store", *, at: str, patience: Patience) -> list[Pe
     store.set("said", json.dumps([me.num_machines, me.said]))
     seen: dict[int, tuple[bytes, float]] = {}  # by rank, the last entry and when it was new
     peers: dict[int, Peer] = {}
-    problem: str | None = None
+    problem, num_readers = None, me.num_machines - 1
     while problem is None and (missing := [rank for rank in range(1, me.num_machines) if rank not in peers]):
         who = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         waiting.say(f"waiting at {at} for {who}")
@@ -212,14 +210,15 @@ def host(me: Machine, store: "Store", *, at: str, patience: Patience) -> list[Pe
             waiting.go_on(f"machine {rank} is here ({peers[rank].address})")
         if store.check(["answer"]):
             problem = json.loads(store.get("answer"))
-        elif waiting.seconds_left <= 0 and len(peers) + 1 < me.num_machines:
+        elif waiting.seconds_left <= 0 and len(peers) < num_readers:
+            num_readers = len(peers)
             problem = (
                 f"{len(peers) + 1} of {me.num_machines} machines came within {patience.seconds:g} s: "
                 f"nobody came to {at} as {who}\nhint: {patience.hint}"
             )
     store.set("answer", json.dumps(problem))
-    until = time.monotonic() + _ANSWER_SECONDS
-    while store.add("num_readers", 0) < len(peers) and time.monotonic() < until:
+    until = time.monotonic() + _READ_SECONDS
+    while store.add("num_readers", 0) < num_readers and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # the store ends with this process
     if problem is not None:
         raise ValueError(problem)
@@ -277,13 +276,14 @@ class _Visit(threading.Thread):
                 self.why = f" ({error.strerror or str(error) or 'no answer'})"
                 time.sleep(_POLL_SECONDS)
                 continue
-            self.why = " (no `slm launch` answers there: another program?)"
+            self.why = " (no slm launch answers there: another program?)"
             try:
                 self._wait_for_others(connection)
                 self.answer.set_result(connection)
             except (ConnectionError, RuntimeError):  # torch.distributed's are RuntimeErrors
                 self.is_met = False
                 connection.close()
+                time.sleep(_POLL_SECONDS)
             except Exception as error:
                 self.answer.set_exception(error)
 
@@ -292,7 +292,7 @@ class _Visit(threading.Thread):
         store = self._store or _store(*self._place, is_master=False)
         while not store.check(["said"]):  # never where `accelerate launch` has its store
             _sleep(connection)
-        self.is_met = True
+        self.is_met, self.why = True, " (it was there, and does not answer any more)"
         _check(self._me, store, place[0])
         entry = b""
         while not store.check(["answer"]):
@@ -332,30 +332,25 @@ def _store(address: str, port: int, **options: Any) -> "Store":
     return dist.PrefixStore("slm_toolkit/meeting", store)
 
 
-_OWN_RANK = "every machine has a --machine_rank of its own"
-
-
 def _check(me: Machine, store: "Store", address: str) -> None:
     """Raises ValueError, on all machines, where this one can't start, or with what is not as on machine 0."""
     num_machines, said = json.loads(store.get("said"))
     if not 0 < me.rank < num_machines:
         wrong = f"--machine_rank {me.rank} of {address}: {num_machines} machines have 0 to {num_machines - 1}"
         raise ValueError(f"{wrong}\nhint: {_OWN_RANK}")
-    if me.problem is not None:
-        store.set("answer", json.dumps(f"machine {me.rank} ({address}): {me.problem}"))
-        raise ValueError(me.problem)
+    who = f"machine {me.rank} ({address})"
     theirs, mine = _flat(said), _flat(me.said)
     found = [
-        f"{name}: {theirs.get(name, 'not said')} on machine 0, "
-        f"{mine.get(name, 'not said')} on machine {me.rank} ({address})"
+        f"{name}: {theirs.get(name, 'not said')} on machine 0, {mine.get(name, 'not said')} on {who}"
         for name in dict.fromkeys([*theirs, *mine])
         if theirs.get(name) != mine.get(name)
     ]
-    if found:
-        more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
-        problem = "\n".join([*found[:_MOST_DIFFERENCES], *more]) + f"\nhint: {_ALIKE}"
-        store.set("answer", json.dumps(problem))
-        raise ValueError(problem)
+    more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
+    differences = "\n".join([*found[:_MOST_DIFFERENCES], *more, f"hint: {_ALIKE}"])
+    if me.problem or found:
+        store.set("answer", json.dumps(f"{who}: {me.problem}" if me.problem else differences))
+        store.add("num_readers", 1)
+        raise ValueError(me.problem or differences)
 
 
 def _flat(value: dict[str, Any], before: str = "") -> dict[str, str]:

@@ -32,6 +32,8 @@ from slm_toolkit.strategy.strategy import find_strategy, on_nodes, shipped_strat
 
 HERE = "127.0.0.1"
 SOON = Patience(seconds=10.0, silent_seconds=0.0, hint="come")
+LATER = Patience(seconds=60.0, silent_seconds=0.0, hint="come")
+"where a process comes, which imports torch"
 
 
 class Meeting:
@@ -54,7 +56,7 @@ class Meeting:
 
 def said_within(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
     """All of stderr until it has a line that matches."""
-    found, deadline = "", time.monotonic() + 30  # a process that comes imports torch
+    found, deadline = "", time.monotonic() + LATER.seconds
     while not re.search(pattern, found):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -102,7 +104,8 @@ def test_why_one_machine_can_not_start_is_told_to_all() -> None:
     waiting, broken = meeting.come(1), meeting.come(2, "no such file: text.txt\nhint: is it there?")
     with pytest.raises(ValueError, match="^no such file: text.txt\n"):
         broken.result()
-    for place in (meeting.peers, waiting):
+    late = meeting.come(3)
+    for place in (meeting.peers, waiting, late):
         with pytest.raises(
             ValueError, match=re.escape(f"machine 2 ({HERE}): no such file: text.txt\nhint: ")
         ):
@@ -162,14 +165,14 @@ def test_another_program_at_the_port_is_recognised(
     with socket.create_server((HERE, 0)) as listener, ThreadPoolExecutor() as threads:
         threads.submit(serve, listener)
         port = listener.getsockname()[1]
-        said = f"did not meet machine 0 at {HERE}:{port} within 3 s (no `slm launch` answers there: another"
+        said = f"did not meet machine 0 at {HERE}:{port} within 3 s (no slm launch answers there: another"
         with pytest.raises(ValueError, match=re.escape(said)):
             attend(Machine(1, 2, {}), HERE, port, patience=Patience(3.0, 0.0, "come"))
         listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixture[str]) -> None:
-    meeting = Meeting(3)
+    meeting = Meeting(3, LATER)
     program = (
         "import sys; from slm_toolkit.launch.rendezvous import *\n"
         "me = Machine(1, 3, {'num_processes': 4})\n"
@@ -201,25 +204,23 @@ def test_the_first_machine_may_come_last(capsys: pytest.CaptureFixture[str]) -> 
             assert early.result()
 
 
-def test_a_first_machine_that_goes_away_is_looked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
-    listener = listen(HERE, 0)
-    port = listener.getsockname()[1]
+def test_the_first_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with listen(HERE, 0) as listener:
+        port = listener.getsockname()[1]
     program = (
         "from slm_toolkit.launch.rendezvous import *\n"
         f"store = open_store('{HERE}', {port})\n"
         "host(Machine(0, 3, {}), store, at='here', patience=Patience(60, 0, ''))"
     )
-    listener.close()
-    with (
-        subprocess.Popen([sys.executable, "-c", program], env=ENV) as first,
-        ThreadPoolExecutor() as threads,
-    ):
-        other = threads.submit(attend, Machine(1, 3, {}), HERE, port, patience=Patience(20.0, 0.0, "come"))
+    with subprocess.Popen([sys.executable, "-c", program], env=ENV) as first, ThreadPoolExecutor() as threads:
+        other = threads.submit(attend, Machine(1, 3, {}), HERE, port, patience=LATER)
         said_within(capsys, "machine 1 of 3: machine 0 is there and waits for others")
         first.kill()
         said_within(capsys, f"looking for machine 0 at {HERE}:{port} \\(Connection refused\\)")
-        with pytest.raises(ValueError, match="did not meet machine 0"):
-            other.result()
+        third = threads.submit(attend, Machine(2, 3, {}), HERE, port, patience=LATER)
+        host(Machine(0, 3, {}), open_store(HERE, port), at="here", patience=LATER)
+        assert other.result()
+        assert third.result()
 
 
 def test_the_port_of_the_meeting_is_free_after_it() -> None:
@@ -312,6 +313,14 @@ def test_what_several_machines_need_is_added_where_it_is_not_said(
 def test_what_would_wait_in_vain_is_refused(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){re.escape(says)}.*hint: "):
         plan_launch([*words, *words_of(ROOT / "accel_configs" / "ds_zero2.yaml")])
+
+
+def test_a_machine_that_can_not_start_tells_the_first_which_ends_at_once() -> None:
+    words = [*words_of(ROOT / "accel_configs" / "ddp.yaml"), "--dataset", "no/such.txt"]
+    says = "no such file: no/such.txt\nhint: "
+    assert plan_launch(words).machine.problem.startswith(says)
+    with pytest.raises(ValueError, match=says):
+        plan_launch(["--machine_rank", "0", *words])
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
