@@ -24,10 +24,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
+from slm_toolkit.config.loss_chunks import LossChunks
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import FusedRMSNorm
-from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_losses_, _compiled_chunk_losses_, chunk_rows
+from slm_toolkit.run.kernels.loss_kernels import LossHead, _chunk_losses_, _compiled_chunk_losses_
 from slm_toolkit.run.model.model import SDPA_BACKENDS
 
 BATCHES = {"slm-100m": 64, "slm-500m": 32, "slm-1b": 32, "slm-2b": 32}
@@ -255,7 +256,7 @@ def losses(smoke: bool) -> Iterator[Benchmark]:
             yield Benchmark("cross_entropy", shape, partial(_chunk_of_losses, shape))
     for kernel in ("fused_linear",) if smoke else ("fused_linear", "fused_linear_compiled"):
         rows, hidden = (64, 64) if smoke else (16_384, 1536)
-        chunk = chunk_rows(num_tokens=rows, vocab_size=vocab, hidden_size=hidden)
+        chunk = LossChunks().of_logits(rows, vocab_size=vocab, hidden_size=hidden)
         shape = {"rows": rows, "chunk_rows": chunk, "vocab_size": vocab, "kernel": kernel, "hidden": hidden}
         yield Benchmark("cross_entropy", shape, partial(_head_and_loss, shape))
 

@@ -16,6 +16,7 @@ from slm_toolkit.config.flag_metadata import (
     flags_of_fields,
     shortened,
 )
+from slm_toolkit.config.loss_chunks import LossChunks
 
 SYNTHETIC = "synthetic"
 REHEARSED_RANKS_PER_NODE = 8
@@ -837,6 +838,11 @@ class RunConfig:
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
         base = self.base_batch_size or self.per_device_train_batch_size
         return self.learning_rate * (sequences_per_step / base) ** power
+
+    @property
+    def loss_chunks(self) -> LossChunks:
+        """How the fused losses cut a micro-step's tokens."""
+        return LossChunks()
 
     @property
     def records_graphs(self) -> bool:

@@ -46,8 +46,8 @@ def loss_memory(setup: Setup) -> LossMemory:
             kept, output = kept + output, 0
     apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
     if config.loss_kernel == "fused_linear":
-        chunk = chunk_rows(num_tokens=T, vocab_size=V, hidden_size=h)
-        wide = min(chunk * V, max(1, FUSED_LOSS_CHUNK // V) * V)
+        chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
+        wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V
         gradients = e * h * T + weight_gradient
         cast = 2 * h * (compute == AUTOCAST and is_frozen)
         buffers = chunk * V * e + (wide * 4 if apart else 0)
@@ -55,7 +55,7 @@ def loss_memory(setup: Setup) -> LossMemory:
         after = kept * T + gradients
         return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
     if config.loss_kernel == "fused_logits":
-        rows = min(T, max(1, FUSED_LOSS_CHUNK // V))
+        rows = config.loss_chunks.of_probabilities(T, vocab_size=V)
         in_forward = (kept + output) * T + e * V * T + (rows * V * 4 if apart else 0)
         if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
             in_forward = kept * T + (e + 4) * V * T
@@ -65,14 +65,3 @@ def loss_memory(setup: Setup) -> LossMemory:
     backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T
     return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
-
-
-FUSED_LOSS_CHUNK = 2**24
-"elements of fp32 probabilities at a time in `run/kernels/loss_kernels.py`: a test compares the two"
-
-
-def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Tokens whose logits the fused linear loss makes at once: see `run/kernels/loss_kernels.py`."""
-    rows = -(-num_tokens // -(-vocab_size // hidden_size))
-    at_least = max(1, FUSED_LOSS_CHUNK // 2 // vocab_size)
-    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))

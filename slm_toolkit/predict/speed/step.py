@@ -16,7 +16,6 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import LINK_SHARE, NODE_NETWORK_SHARE, Cluster
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.loss import chunk_rows
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, engine_dtypes
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
@@ -192,7 +191,8 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     forward, backward, aligned = (spec.num_layers * seconds for seconds in products)
     chunk = tokens
     if loss_kernel == "fused_linear":
-        chunk = chunk_rows(num_tokens=tokens, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
+        shape = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
+        chunk = setup.config.loss_chunks.of_logits(tokens, **shape)
     head, ideal_head = (
         tokens
         / chunk

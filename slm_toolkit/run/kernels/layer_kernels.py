@@ -106,27 +106,22 @@ _NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm")
 _MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
 
 
-def use_kernels(
-    model: PreTrainedModel,
-    *,
-    loss_kernel: str,
-    norm_kernel: str,
-    mlp_kernel: str = "hf",
-    compiled: bool = False,
-) -> None:
+def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """Put the kernels asked for into `model`, in place: names in the state dict stay, tied weights too.
 
-    `compiled`: what a fused loss does between its matrix products is left to torch.compile.
+    With --torch_compile, what a fused loss does between its matrix products is left to torch.compile.
     Raises ValueError where the model's head, norms or MLPs are not what the kernels compute.
     """
-    if mlp_kernel == "fused" and model.config.hidden_act not in ("silu", "swish"):
+    if config.mlp_kernel == "fused" and model.config.hidden_act not in ("silu", "swish"):
         raise ValueError(
             f"--mlp_kernel fused: the activation of {type(model).__name__} is {model.config.hidden_act}, "
             "not silu\nhint: --mlp_kernel hf"
         )
-    if loss_kernel == "fused_logits":
-        model.loss_function = functools.partial(fused_logits_loss, compiled=compiled)
-    elif loss_kernel == "fused_linear":
+    if config.loss_kernel == "fused_logits":
+        model.loss_function = functools.partial(
+            fused_logits_loss, compiled=config.torch_compile, chunks=config.loss_chunks
+        )
+    elif config.loss_kernel == "fused_linear":
         head = model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(
@@ -134,12 +129,12 @@ def use_kernels(
                 "hint: --loss_kernel fused_logits works with every head"
             )
         head.__class__ = LossHead
-        head.compiled = compiled
+        head.compiled, head.chunks = config.torch_compile, config.loss_chunks
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
     for flag, kernel, names, fused in (
-        ("norm_kernel", norm_kernel, _NORMS, FusedRMSNorm),
-        ("mlp_kernel", mlp_kernel, _MLPS, FusedMLP),
+        ("norm_kernel", config.norm_kernel, _NORMS, FusedRMSNorm),
+        ("mlp_kernel", config.mlp_kernel, _MLPS, FusedMLP),
     ):
         if kernel != "fused":
             continue

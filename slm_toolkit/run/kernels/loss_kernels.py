@@ -12,10 +12,11 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from slm_toolkit.config.loss_chunks import LossChunks
+
 IGNORE_INDEX = -100
 "label of a token that has no loss, as transformers has it"
-NUM_CHUNK_ELEMENTS = 2**24
-"of fp32 probabilities at once: 2^24 x 4 bytes = 64 MiB, large enough to keep a GPU busy, small beside logits"
+_BY_RULE = LossChunks()
 _Chunk = Callable[..., torch.Tensor]
 "`_chunk_losses_`, as it is or compiled"
 
@@ -27,6 +28,7 @@ def fused_logits_loss(
     *,
     num_items_in_batch: torch.Tensor | None = None,
     compiled: bool = False,
+    chunks: LossChunks = _BY_RULE,
 ) -> torch.Tensor:
     """transformers' causal LM loss over logits [batch, tokens, V], of which it keeps one copy, not three.
 
@@ -39,7 +41,7 @@ def fused_logits_loss(
     targets = _next_tokens(labels).to(logits.device)
     num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
     return _FusedLogitsLoss.apply(
-        logits, targets, num_items, torch.is_grad_enabled(), _chunk_kernel(compiled)
+        logits, targets, num_items, torch.is_grad_enabled(), _chunk_kernel(compiled), chunks
     )
 
 
@@ -49,7 +51,13 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
     one = torch.ones((), device=logits.device)
-    _sum_of_losses_(flat, targets, one, kernel=_chunk_losses_, with_gradient=False, token_losses=losses)
+    _sum_of_losses_(
+        *(flat, targets, one),
+        chunks=_BY_RULE,
+        kernel=_chunk_losses_,
+        with_gradient=False,
+        token_losses=losses,
+    )
     return losses.view(labels.shape)
 
 
@@ -60,9 +68,10 @@ class LossHead(torch.nn.Linear):
     alone. transformers then calls the loss `logits`, and `_loss_of_head` hands it on.
 
     Peak in forward, beside hidden states [N, h] and weight [V, h]: their gradients, N x h x e and V x h x e
-    bytes, which are all that is kept for backward; one chunk of logits, `chunk_rows` x V x e; and of its fp32
-    probabilities at most 64 MiB, as in `fused_logits_loss` (none in fp32, none where compiled). Both buffers
-    serve every chunk. Backward allocates nothing: it scales both gradients in place and hands them on.
+    bytes, which are all that is kept for backward; one chunk of logits, `LossChunks.of_logits` x V x e; and
+    of its fp32 probabilities at most 64 MiB, as in `fused_logits_loss` (none in fp32, none where compiled).
+    Both buffers serve every chunk. Backward allocates nothing: it scales both gradients in place and hands
+    them on.
     Under autocast, bf16 copies of hidden states and weight come first, as for any matrix product there.
 
     The gradient of the weight is summed over chunks in the weight's dtype, by the matrix product itself,
@@ -80,6 +89,7 @@ class LossHead(torch.nn.Linear):
     "where it is a tensor, of one value per token, the next forward writes each token's loss into it"
     compiled: bool = False
     "whether the arithmetic between the matrix products is torch.compile's"
+    chunks: LossChunks = _BY_RULE
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels, self.labels = self.labels, None
@@ -94,23 +104,10 @@ class LossHead(torch.nn.Linear):
             targets = _next_tokens(labels).to(hidden.device)
             num_items = _num_valid(targets) if self.num_items is None else self.num_items
             kernel, with_gradient = _chunk_kernel(self.compiled), torch.is_grad_enabled()
-            loss = _FusedLinearLoss.apply(hidden, weight, targets, num_items, with_gradient, kernel, losses)
+            sums = (targets, num_items, with_gradient, kernel, self.chunks, losses)
+            loss = _FusedLinearLoss.apply(hidden, weight, *sums)
         self.last_loss = loss.detach()
         return loss
-
-
-def chunk_rows(*, num_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Tokens whose logits are made at once: so many that those take about the hidden states' memory.
-
-    That many chunks are V / h, as in Liger Kernel (arXiv 2410.10989, section 3.2). Rounded up to a power of
-    two, for the GPU's tiles: V = 32000, h = 768, N = 16384 give 42 chunks, so 391 rows, so 512. But no fewer
-    than have half of NUM_CHUNK_ELEMENTS logits, rounded down: every chunk reads and writes matrices of V x h,
-    which a few rows don't pay for; V = 32000 gives 262, so 256.
-    """
-    num_chunks = -(-vocab_size // hidden_size)
-    rows = -(-num_tokens // num_chunks)
-    at_least = max(1, NUM_CHUNK_ELEMENTS // 2 // vocab_size)
-    return min(num_tokens, max(1 << (rows - 1).bit_length(), 1 << (at_least.bit_length() - 1)))
 
 
 class _FusedLogitsLoss(torch.autograd.Function):
@@ -122,9 +119,12 @@ class _FusedLogitsLoss(torch.autograd.Function):
         num_items: torch.Tensor,
         with_gradient: bool,
         kernel: _Chunk,
+        chunks: LossChunks,
     ) -> torch.Tensor:
         flat = logits.view(-1, logits.shape[-1])
-        total = _sum_of_losses_(flat, targets, num_items, kernel=kernel, with_gradient=with_gradient)
+        total = _sum_of_losses_(
+            flat, targets, num_items, chunks=chunks, kernel=kernel, with_gradient=with_gradient
+        )
         if with_gradient:
             ctx.save_for_backward(logits)  # by now their gradient
         return total / num_items
@@ -132,7 +132,7 @@ class _FusedLogitsLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits.mul_(upstream), None, None, None, None
+        return grad_logits.mul_(upstream), None, None, None, None, None
 
 
 class _FusedLinearLoss(torch.autograd.Function):
@@ -145,17 +145,18 @@ class _FusedLinearLoss(torch.autograd.Function):
         num_items: torch.Tensor,
         with_gradient: bool,
         kernel: _Chunk,
+        chunks: LossChunks,
         token_losses: torch.Tensor | None,
     ) -> torch.Tensor:
         vocab_size, hidden_size = weight.shape
         flat = hidden.reshape(-1, hidden_size)
-        rows = chunk_rows(num_tokens=len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
+        rows = chunks.of_logits(len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
         grad_hidden = torch.empty_like(flat) if with_gradient else None
         # a frozen head has no gradient, nor the memory for one
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, vocab_size)
-        wide = _fp32_buffer(buffer, kernel)
+        wide = _fp32_buffer(buffer, chunks, kernel)
         for start in range(0, len(flat), rows):
             chunk, part = flat[start : start + rows], targets[start : start + rows]
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -163,6 +164,7 @@ class _FusedLinearLoss(torch.autograd.Function):
                 logits,
                 part,
                 num_items,
+                chunks=chunks,
                 kernel=kernel,
                 with_gradient=with_gradient,
                 wide=wide,
@@ -181,7 +183,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight.mul_(upstream)
-        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None
+        return grad_hidden.mul_(upstream), grad_weight, None, None, None, None, None, None
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -214,6 +216,7 @@ def _sum_of_losses_(
     targets: torch.Tensor,
     num_items: torch.Tensor,
     *,
+    chunks: LossChunks,
     kernel: _Chunk,
     with_gradient: bool,
     wide: torch.Tensor | None = None,
@@ -224,11 +227,11 @@ def _sum_of_losses_(
     With `with_gradient`, the logits become the gradient of that sum over `num_items`. `token_losses` takes
     each row's loss.
     """
-    rows = max(1, NUM_CHUNK_ELEMENTS // logits.shape[1])
+    rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     if wide is None and not with_gradient and kernel is _chunk_losses_:
         wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay what they are
     elif wide is None:
-        wide = _fp32_buffer(logits[:rows], kernel)
+        wide = _fp32_buffer(logits[:rows], chunks, kernel)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
     for start in range(0, len(logits), rows):
         part = logits[start : start + rows]
@@ -245,11 +248,11 @@ def _sum_of_losses_(
     return total
 
 
-def _fp32_buffer(logits: torch.Tensor, kernel: _Chunk) -> torch.Tensor | None:
+def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, kernel: _Chunk) -> torch.Tensor | None:
     """Where probabilities of a chunk of logits can stand in fp32; None: they are fp32, or compiled away."""
     if logits.dtype == torch.float32 or kernel is not _chunk_losses_:
         return None
-    rows = min(len(logits), max(1, NUM_CHUNK_ELEMENTS // logits.shape[1]))
+    rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     return logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
 
 

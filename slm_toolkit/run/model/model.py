@@ -77,13 +77,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # in the saved model, which will generate
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
-    use_kernels(
-        model,
-        loss_kernel=config.loss_kernel,
-        norm_kernel=config.norm_kernel,
-        mlp_kernel=config.mlp_kernel,
-        compiled=config.torch_compile,
-    )
+    use_kernels(model, config)
     if config.use_liger_kernel:
         use_liger(model)
     if config.fp8 != "none":

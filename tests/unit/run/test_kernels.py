@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
 from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, use_kernels
-from slm_toolkit.run.kernels.loss_kernels import LossHead, chunk_rows, fused_logits_loss
+from slm_toolkit.run.kernels.loss_kernels import LossHead, fused_logits_loss
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model, enable_checkpointing
 
@@ -94,9 +94,7 @@ def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.Monkey
     logits = torch.randn(1, 50, VOCAB, requires_grad=True)
     labels = torch.randint(0, VOCAB, (1, 50))
     wanted = fused_logits_loss(logits * 1, labels, VOCAB)
-    monkeypatch.setattr(
-        "slm_toolkit.run.kernels.loss_kernels.NUM_CHUNK_ELEMENTS", 7 * VOCAB
-    )  # 50 rows are 8 chunks
+    monkeypatch.setattr("slm_toolkit.config.loss_chunks._ELEMENTS", 7 * VOCAB)  # 50 rows are 8 chunks
     found = fused_logits_loss(logits * 1, labels, VOCAB)
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, wanted)]
@@ -184,7 +182,7 @@ def test_a_fused_mlp_gives_the_same_bits_and_only_with_silu(tmp_path: Path) -> N
         assert torch.equal(found[1], wanted[1])
     gelu = LlamaForCausalLM(LlamaConfig(**SMALLEST, hidden_act="gelu"))
     with pytest.raises(ValueError, match="gelu, not silu\nhint: --mlp_kernel hf"):
-        use_kernels(gelu, loss_kernel="hf", norm_kernel="hf", mlp_kernel="fused")
+        use_kernels(gelu, RunConfig(mlp_kernel="fused"))
 
 
 def saved_bytes(forward: Any) -> list[int]:
@@ -198,16 +196,6 @@ def saved_bytes(forward: Any) -> list[int]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
     return sorted(storages.values())
-
-
-def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
-    # V / h = 41.7, so 42 chunks; 16384 / 42 = 390.1, so 391 rows; the next power of two is 512
-    assert chunk_rows(num_tokens=16_384, vocab_size=32_000, hidden_size=768) == 512
-    assert chunk_rows(num_tokens=2**17, vocab_size=32_000, hidden_size=768) == 4096  # 131072 / 42 = 3121
-    # but no fewer than hold 2^23 logits: 2^23 / 32000 = 262.1; 2^23 / 151936 = 55.2; or all there are
-    assert chunk_rows(num_tokens=2048, vocab_size=32_000, hidden_size=256) == 256
-    assert chunk_rows(num_tokens=1000, vocab_size=151_936, hidden_size=64) == 32
-    assert chunk_rows(num_tokens=10, vocab_size=151_936, hidden_size=64) == 10
 
 
 class Counted(TorchDispatchMode):
@@ -275,7 +263,7 @@ def test_a_head_that_is_no_plain_matrix_is_refused() -> None:
     model = made()
     model.lm_head = torch.nn.Linear(128, 384, bias=True)
     with pytest.raises(ValueError, match="--loss_kernel fused_logits works with every head"):
-        use_kernels(model, loss_kernel="fused_linear", norm_kernel="hf")
+        use_kernels(model, RunConfig(loss_kernel="fused_linear"))
 
 
 class InPlace(torch.nn.Module):
