@@ -10,6 +10,9 @@ _ELEMENTS = 2**24
 class LossChunks:
     """Tokens per chunk; V is the vocabulary, h the hidden size, N the tokens of a micro-step."""
 
+    num_tokens_asked: int | None = None
+    "of any chunk; None: by the rules below"
+
     def of_logits(self, num_tokens: int, *, vocab_size: int, hidden_size: int) -> int:
         """Tokens whose logits `fused_linear` makes at once: those take about the hidden states' memory.
 
@@ -18,6 +21,8 @@ class LossChunks:
         fewer than have half of _ELEMENTS logits, rounded down: every chunk reads and writes matrices of
         V x h, which a few rows don't pay for; V = 32000 gives 262, so 256.
         """
+        if self.num_tokens_asked is not None:
+            return min(num_tokens, self.num_tokens_asked)
         num_chunks = -(-vocab_size // hidden_size)
         rows = -(-num_tokens // num_chunks)
         at_least = max(1, _ELEMENTS // 2 // vocab_size)
@@ -25,4 +30,4 @@ class LossChunks:
 
     def of_probabilities(self, num_tokens: int, *, vocab_size: int) -> int:
         """Tokens whose fp32 probabilities are made at once from logits that are there."""
-        return min(num_tokens, max(1, _ELEMENTS // vocab_size))
+        return min(num_tokens, self.num_tokens_asked or max(1, _ELEMENTS // vocab_size))

@@ -98,6 +98,20 @@ class RunConfig:
         label="loss",
         heading="loss {}",
     )
+    loss_chunk_tokens: int | None = Flag(
+        None,
+        "tokens per chunk of a fused --loss_kernel: of fused_linear's logits, of fused_logits' fp32 "
+        "probabilities; fewer take less memory (default: by vocabulary and hidden size)",
+        group="model",
+        grid=True,
+        least=1,
+        excludes=(Excludes("loss_kernel", "it has no chunks", values=("hf",)),),
+        losses="rounded",
+        estimate="counts",
+        column="loss chunk",
+        label="chunk",
+        heading="loss chunks of {} tokens",
+    )
     norm_kernel: str = Flag(
         "hf",
         "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
@@ -842,7 +856,7 @@ class RunConfig:
     @property
     def loss_chunks(self) -> LossChunks:
         """How the fused losses cut a micro-step's tokens."""
-        return LossChunks()
+        return LossChunks(self.loss_chunk_tokens)
 
     @property
     def records_graphs(self) -> bool:

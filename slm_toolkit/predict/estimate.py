@@ -50,6 +50,7 @@ class Estimate:
     gradient_checkpointing: str
     gradient_accumulation_steps: int
     loss_kernel: str
+    loss_chunk_tokens: int | None
     norm_kernel: str
     mlp_kernel: str
     torch_compile: bool
@@ -167,6 +168,7 @@ def estimate(
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         loss_kernel=config.loss_kernel,
+        loss_chunk_tokens=config.loss_chunk_tokens,
         norm_kernel=config.norm_kernel,
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,

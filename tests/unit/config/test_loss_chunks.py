@@ -1,6 +1,7 @@
 """Tokens that the fused losses take at once."""
 
 from slm_toolkit.config.loss_chunks import LossChunks
+from slm_toolkit.config.run_config import RunConfig
 
 
 def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
@@ -17,3 +18,16 @@ def test_chunks_of_logits_are_about_as_large_as_the_hidden_states() -> None:
 def test_chunks_of_probabilities_take_64_mib_in_fp32() -> None:
     assert LossChunks().of_probabilities(10_000, vocab_size=32_000) == 524  # 2^24 / 32000 = 524.3
     assert LossChunks().of_probabilities(100, vocab_size=32_000) == 100
+
+
+def test_a_number_that_is_asked_for_holds_for_both() -> None:
+    chunks = RunConfig(loss_kernel="fused_linear", loss_chunk_tokens=64).loss_chunks
+    assert chunks.of_logits(2048, vocab_size=32_000, hidden_size=256) == 64
+    assert chunks.of_probabilities(2048, vocab_size=32_000) == 64
+    assert chunks.of_logits(10, vocab_size=32_000, hidden_size=256) == 10
+
+
+def test_transformers_loss_has_no_chunks() -> None:
+    assert RunConfig(loss_chunk_tokens=64).problems() == [
+        "--loss_chunk_tokens 64 with --loss_kernel hf: it has no chunks"
+    ]

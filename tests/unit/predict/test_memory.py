@@ -3,7 +3,11 @@ trainer."""
 
 import dataclasses
 import importlib.util
+import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -69,6 +73,36 @@ def test_states_at_the_loss_by_hand(strategy: str, bytes_per_parameter: float) -
     bucket = 13_107_200 * 2 if strategy == "ds_zero3" else 0  # our JSON's reduce bucket, in bf16
     assert found.peak_instant.endswith("the loss")
     assert states == pytest.approx(bytes_per_parameter * 130_569_920 + bucket, rel=1e-6)
+
+
+def test_a_loss_chunk_of_so_many_tokens_by_hand() -> None:
+    flags = {"spec": TINY, "seq_len": 1000, "per_device_train_batch_size": 4, "loss_kernel": "fused_linear"}
+    few, many = (estimate("single", num_gpus=1, **flags, loss_chunk_tokens=tokens) for tokens in (3000, 4000))
+    assert few.peak_instant == many.peak_instant == "forward: the loss"
+    # a token's 40 logits take 2 bytes in bf16, and 4 as fp32 probabilities
+    assert many.peak_bytes - few.peak_bytes == 1000 * 40 * (2 + 4)
+
+
+@pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int, tmp_path: Path) -> None:
+    """Of a model whose vocabulary is so large that the loss is the peak."""
+    shape = {
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "vocab_size": 32_000, "tie_word_embeddings": False},
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    flags = {"model": str(tmp_path), "loss_kernel": kernel, "loss_chunk_tokens": tokens, "seq_len": 1024}
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(BENCH)!r}); from memory_traces import trace\n"
+        f"print(json.dumps(trace({ {'strategy': 'ddp', 'num_gpus': 2, **flags}!r})))"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    traced = json.loads(done.stdout.splitlines()[-1])
+    assert traced["status"] == "ok", traced["reason"]
+    assert estimate("ddp", num_gpus=2, **flags).peak_bytes == pytest.approx(traced["peak_bytes"], rel=0.001)
 
 
 def test_a_fused_linear_loss_takes_the_logits_away() -> None:

@@ -101,6 +101,15 @@ def test_a_loss_over_many_chunks_is_the_loss_over_one(monkeypatch: pytest.Monkey
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
+def test_chunks_of_any_number_of_tokens_have_the_same_loss_and_gradients(kernel: str) -> None:
+    wanted_loss, wanted = two_micro_steps(made(loss_kernel=kernel))
+    for num_tokens in (1, 13, 64, 1000):  # of 64 in a micro-step
+        loss, grads = two_micro_steps(made(loss_kernel=kernel, loss_chunk_tokens=num_tokens))
+        assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
+        assert error(grads, wanted) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
     labels = torch.randint(0, VOCAB, (1, 50))
