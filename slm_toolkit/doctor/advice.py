@@ -57,7 +57,7 @@ def needless(setup: Setup) -> Iterator[Finding]:
 def without_offload(strategy: Strategy) -> Strategy:
     """The strategy with everything on the GPU."""
     config = dict(strategy.accelerate_config or {})
-    if strategy.engine == "deepspeed":
+    if strategy.is_deepspeed:
         zero = dict(strategy.deepspeed_config["zero_optimization"])
         for part in ("offload_optimizer", "offload_param"):
             zero.pop(part, None)

@@ -470,7 +470,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         trace = AllocationTrace(fake=is_fake(config), device_type=accelerator.device.type)
         trace.adopt(job.model.parameters(), "parameters")
     loss_recorder = RecordedLoss(job.model, of_tokens=job.data is not None and len(job.data.names) > 1)
-    optimizer = build_optimizer(job.model, config, engine=job.launch.strategy.engine)
+    optimizer = build_optimizer(job.model, config, job.launch.strategy)
     set_seed(config.seed)
     loaders = [] if job.data is None else [make_loader(job.data.train, config, train=True)]
     with trace or nullcontext():

@@ -47,7 +47,7 @@ class Dtypes:
 def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
     """Dtypes that flags and the DeepSpeed JSON choose. Raises ValueError where no closed form covers them."""
     fp32_reduction = config.reduce_dtype == "fp32" or _accumulates_in_fp32(strategy)
-    return engine_dtypes(config.numerics, strategy.engine, fp32_reduction=fp32_reduction)
+    return engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
 
 
 def _accumulates_in_fp32(strategy: Strategy) -> bool:
@@ -62,29 +62,22 @@ def _accumulates_in_fp32(strategy: Strategy) -> bool:
     return True
 
 
-def engine_dtypes(numerics: str, engine: str, *, fp32_reduction: bool) -> Dtypes:
+def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
     """What `run/engine/engine.py` makes of `--numerics` under each engine (the README's table, "probed")."""
     if numerics == "fp32":
-        own_master = 4 if engine == "deepspeed" else 0
+        own_master = 4 if strategy.is_deepspeed else 0
         return Dtypes(4, own_master, 8, 4, 4, 4, 4)
-    if engine == "deepspeed" and fp32_reduction:  # grad_accum_dtype: what is kept is fp32, too
+    if strategy.is_deepspeed and fp32_reduction:  # grad_accum_dtype: what is kept is fp32, too
         own_master = 2 if numerics == "pure_bf16" else 4
         return Dtypes(2, own_master, 2 * own_master, 2, 2, 4, 4)
     if numerics == "pure_bf16":
-        own_master = 2 if engine == "deepspeed" else 0
+        own_master = 2 if strategy.is_deepspeed else 0
         return Dtypes(2, own_master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
-    if numerics == "aligned" or engine == "deepspeed":
+    if numerics == "aligned" or strategy.is_deepspeed:
         return Dtypes(2, 4, 8, 2, 2, 4 if fp32_reduction else 2, 2)
-    if engine in ("fsdp1", "fsdp2"):  # fp32 shards, gathered in bf16
+    if strategy.is_fsdp:  # fp32 shards, gathered in bf16
         return Dtypes(4, 0, 8, 2, 2, 2, 4)
     return Dtypes(4, 0, 8, 2, 4, 4, 4)  # autocast over fp32
-
-
-def compute_of(numerics: str, engine: str) -> str:
-    """How matrix products and the residual stream run: BF16, AUTOCAST or FP32."""
-    if numerics == "fp32":
-        return FP32
-    return AUTOCAST if numerics == "stock" and engine in ("single", "ddp") else BF16
 
 
 MANY_RANKS = 2**40
@@ -162,8 +155,10 @@ class Setup:
 
     @cached_property
     def compute(self) -> str:
-        """BF16, AUTOCAST or FP32."""
-        return compute_of(self.config.numerics, self.strategy.engine)
+        """How matrix products and the residual stream run: BF16, AUTOCAST or FP32."""
+        if self.config.numerics == "fp32":
+            return FP32
+        return AUTOCAST if self.config.numerics == "stock" and self.strategy.is_replicated else BF16
 
     @property
     def num_tokens(self) -> int:

@@ -484,7 +484,7 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
     bf16's rounding is done by whoever holds the masters: `run/engine/optimizer.py`, DeepSpeed likewise.
     """
     fp32_reduction = config.reduce_dtype == "fp32"
-    dtypes = engine_dtypes(config.numerics, strategy.engine, fp32_reduction=fp32_reduction)
+    dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
     cast = gradient + updated if gradient != updated else 0

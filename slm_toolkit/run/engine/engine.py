@@ -25,7 +25,7 @@ from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensio
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
-from slm_toolkit.strategy.strategy import check_passed_on, precision_note
+from slm_toolkit.strategy.strategy import Strategy, check_passed_on, precision_note
 
 
 def check_tracker(name: str) -> None:
@@ -216,7 +216,7 @@ def _mixed_precision(launch: Launch, config: RunConfig) -> str:
     return "bf16" if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
 
 
-def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -> torch.optim.Optimizer:
+def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
     """AdamW, weight decay on matrices only; with master weights where the engine does not hold its own."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
@@ -229,14 +229,14 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, *, engine: str) -
         "fused": config.optim == "adamw_torch_fused",
         "foreach": None if config.optim == "adamw_torch_fused" else True,
     }
-    if config.numerics == "stock" or engine == "deepspeed":
+    if config.numerics == "stock" or strategy.is_deepspeed:
         return torch.optim.AdamW(groups, **options)
     master_dtype = torch.bfloat16 if config.numerics == "pure_bf16" else torch.float32
     return AdamWWithMasterWeights(
         groups,
         master_dtype=master_dtype,
         max_grad_norm=config.max_grad_norm,
-        holds_flat_shards=engine == "fsdp1",
+        holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal plays a GPU
         **options,
     )
