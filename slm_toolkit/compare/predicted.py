@@ -26,7 +26,9 @@ def setup_of(run: PlannedRun) -> Setup | None:
         run.strategy,
         config_as_launched(run.config, run.strategy),
         num_gpus=num_gpus,
-        gpus_per_node=REHEARSED_RANKS_PER_NODE if run.config.rehearse else num_gpus,
+        gpus_per_node=REHEARSED_RANKS_PER_NODE
+        if run.config.rehearse
+        else max(1, num_gpus // run.strategy.num_machines),
         gpu=gpu,
     )
 

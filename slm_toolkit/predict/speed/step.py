@@ -17,7 +17,7 @@ from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import LINK_SHARE, NODE_NETWORK_SHARE, Cluster
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
-from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, engine_dtypes
+from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
@@ -483,8 +483,7 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
 
     bf16's rounding is done by whoever holds the masters: `run/engine/optimizer.py`, DeepSpeed likewise.
     """
-    fp32_reduction = config.reduce_dtype == "fp32"
-    dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
+    dtypes = dtypes_of(strategy, config)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
     cast = gradient + updated if gradient != updated else 0

@@ -76,9 +76,10 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     micro_steps = setup.config.gradient_accumulation_steps
     num_units = setup.spec.num_layers + 2
     zero = strategy.deepspeed.zero_optimization if strategy.deepspeed else ZeroSettings()
+    zero = zero.of_width(setup.spec.hidden_size)
     gradients = weights.trained * dtypes.reduced
-    has_size = strategy.is_deepspeed and zero.reduce_bucket_size != "auto"
-    bucket_bytes = zero.reduce_bucket_size * dtypes.reduced if has_size else DDP_BUCKET_BYTES
+    is_deepspeed = strategy.is_deepspeed
+    bucket_bytes = zero.reduce_bucket_size * dtypes.reduced if is_deepspeed else DDP_BUCKET_BYTES
     buckets = max(1.0, gradients / bucket_bytes)
 
     def transfer(

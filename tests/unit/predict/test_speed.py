@@ -26,7 +26,7 @@ from slm_toolkit.predict.speed.step import (
     step_time,
     transfer_seconds,
 )
-from slm_toolkit.predict.speed.traffic import Transfer
+from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 
@@ -155,6 +155,23 @@ def test_an_optimizer_step_moves_what_its_operations_move(
 ) -> None:
     config = RunConfig(**{"max_grad_norm": 1.0, "optim": "adamw_torch_fused", **flags})
     assert optimizer_bytes(find_strategy(strategy), config) == pytest.approx(per_param)
+
+
+def test_a_json_that_keeps_gradients_in_fp32_needs_no_cast_before_the_step(tmp_path: Path) -> None:
+    json = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
+    strategy = find_strategy(own_strategy(tmp_path, "", json))
+    # norm of fp32 4, clip 8, AdamW 28, copy back 6; from bf16 it is 50
+    assert optimizer_bytes(strategy, RunConfig(max_grad_norm=1.0)) == 46
+
+
+def test_a_bucket_that_is_auto_is_the_square_of_the_width(tmp_path: Path) -> None:
+    """accelerate 1.15, Accelerator._prepare_deepspeed."""
+    json = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    config = RunConfig(model="slm-100m").with_defaults(has_gpu=True)
+    setup = Setup(PRESETS["slm-100m"], find_strategy(own_strategy(tmp_path, "", json)), config, num_gpus=8)
+    reduced, _ = transfers(setup)
+    # 130,569,920 parameters in buckets of 832 x 832 elements
+    assert reduced.num_calls == pytest.approx(130_569_920 / 692_224)
 
 
 def test_llamas_query_key_and_value_are_three_products() -> None:
