@@ -16,7 +16,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.memory.gpu import allocator_slack, context_bytes
+from slm_toolkit.predict.memory.machine import allocator_slack, context_bytes
 from slm_toolkit.predict.memory.peak import peak
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import find_strategy

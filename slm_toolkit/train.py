@@ -55,9 +55,8 @@ from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, wr
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import MODEL_DIR, sweep
 from slm_toolkit.run.after_step import AfterStep, BadStepFiles, largest_loss
-from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run
+from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run, save_model
 from slm_toolkit.run.checkpoint.resume import load_random_states
-from slm_toolkit.run.checkpoint.saved_model import save_model
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
 from slm_toolkit.run.engine.engine import optimizer_step
 from slm_toolkit.run.evaluate import Evaluations, lm_eval, lm_eval_described

@@ -36,7 +36,7 @@ from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked
+from slm_toolkit.strategy.groups import help_of_strategies, strategies_asked
 from slm_toolkit.strategy.strategy import (
     check_one_machine,
     find_strategy,
@@ -273,9 +273,8 @@ def _plan(
 ) -> tuple[list["PlannedRun"], list["Slot"]]:
     """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
     from slm_toolkit.compare.grid import plan_runs
-    from slm_toolkit.compare.largest_batch import flags_of_trials
     from slm_toolkit.compare.local import Slot, slots_of
-    from slm_toolkit.compare.predicted import check_skippable
+    from slm_toolkit.compare.predicted import check_skippable, flags_of_trials
     from slm_toolkit.compare.slurm import strategy_on_nodes
 
     given = given_flags(args)
@@ -338,9 +337,8 @@ def _run(
     """Do what is not done yet, then print the table of all."""
     from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
     from slm_toolkit.compare.local import run_in_slots
-    from slm_toolkit.compare.predicted import skipped_record
+    from slm_toolkit.compare.predicted import BatchSearch, find_largest_batch, skipped_record
     from slm_toolkit.report.rows import with_values
 
     if jobs is None and not args.force and not args.largest_batch:

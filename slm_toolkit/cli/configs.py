@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
-from slm_toolkit.strategy.shipped import text_for_machines
+from slm_toolkit.strategy.groups import text_for_machines
 from slm_toolkit.strategy.strategy import copy_configs, find_strategy, shipped_files, shipped_strategies
 
 _PAIRS = (

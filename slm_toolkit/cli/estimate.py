@@ -18,7 +18,7 @@ from slm_toolkit.predict.flag_checks import (
 )
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.shipped import help_of_strategies, strategies_asked
+from slm_toolkit.strategy.groups import help_of_strategies, strategies_asked
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

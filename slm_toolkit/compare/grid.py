@@ -12,9 +12,8 @@ from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import REHEARSED_RANKS_PER_NODE, RunConfig
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.model.from_config import check_trainable
-from slm_toolkit.model.hub import check_hub_datasets
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.model.names import check_adapter_base, find_model
+from slm_toolkit.model.names import check_adapter_base, check_hub_datasets, find_model
 from slm_toolkit.predict.flag_checks import SEARCH_HAS_NO_BATCH
 from slm_toolkit.record.numerics import FP32_STEPS, PLAIN
 from slm_toolkit.record.run_record import (

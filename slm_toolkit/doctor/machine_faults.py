@@ -10,7 +10,7 @@ from pathlib import Path
 from slm_toolkit.doctor.case import Case, is_true, shown
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow, unwise, wrong
-from slm_toolkit.predict.memory.host_ram import host_bytes
+from slm_toolkit.predict.memory.machine import host_bytes
 from slm_toolkit.predict.setup.setup import Setup
 
 _WITHOUT_BF16 = r"V100|\bT4\b|P100|P40\b|RTX 20\d\d|GTX |TITAN|Quadro RTX"

@@ -1,7 +1,7 @@
 """Calibration: constants measured on one GPU, which replace those fitted to published runs.
 
 `bench/gpu/digest.py` writes the rows of `hardware/calibration.csv`. A GPU without rows keeps the constants of
-`predict/speed/software.py` and `predict/memory/gpu.py`.
+`predict/speed/software.py` and `predict/memory/machine.py`.
 """
 
 import dataclasses

@@ -17,8 +17,7 @@ from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
-from slm_toolkit.model.hub import is_hub_id
-from slm_toolkit.model.names import check_adapter_base, find_model
+from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.strategy import Strategy, contradictions, on_nodes
 

@@ -44,7 +44,7 @@ from slm_toolkit.run.checkpoint.checkpoint import (
     run_description,
 )
 from slm_toolkit.run.checkpoint.files import DATA
-from slm_toolkit.run.checkpoint.output_dir import check_writable, has_ended, hold_run
+from slm_toolkit.run.checkpoint.output_dir import check_apart, check_writable, has_ended, hold_run
 from slm_toolkit.run.checkpoint.resume import (
     Checkpoint,
     check_data,
@@ -56,7 +56,6 @@ from slm_toolkit.run.checkpoint.resume import (
     load_weights,
     num_held_out,
 )
-from slm_toolkit.run.checkpoint.saved_model import check_apart
 from slm_toolkit.run.data.batches import count_steps, make_loader
 from slm_toolkit.run.data.data import Data, load_data
 from slm_toolkit.run.data.documents import tokenizer_of

@@ -14,7 +14,7 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.train import launch_words
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import Parser, with_underscores
-from slm_toolkit.strategy.shipped import text_for_machines
+from slm_toolkit.strategy.groups import text_for_machines
 from slm_toolkit.strategy.strategy import config_dir, find_strategy
 
 MACHINES = (ROOT / "docs" / "several_machines.md").read_text()

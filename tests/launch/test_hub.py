@@ -15,8 +15,8 @@ from conftest import SMALL_LLAMA, Finished, record_under, run, slm
 from transformers import ByT5Tokenizer
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.hub import preset_of
 from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.model.names import preset_of
 from slm_toolkit.run.model.model import build_model
 
 NOWHERE = "http://127.0.0.1:9"  # discard: nothing listens there

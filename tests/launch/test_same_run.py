@@ -21,7 +21,7 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.saved_files import model_damage
 from slm_toolkit.run.checkpoint.files import FORMAT, Manifest, digest_of, read_manifest
-from slm_toolkit.run.checkpoint.saved_model import save_model
+from slm_toolkit.run.checkpoint.output_dir import save_model
 from slm_toolkit.run.data.data import load_data
 from slm_toolkit.run.faults.find_batch_size import BatchSizeFinder
 

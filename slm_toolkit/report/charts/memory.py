@@ -6,7 +6,7 @@ from typing import Any
 
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.predict.memory.gpu import STATE
+from slm_toolkit.predict.memory.machine import STATE
 from slm_toolkit.record.memory_timeline import PARTS as TRACED_PARTS
 from slm_toolkit.report.charts.figures import (
     Bar,

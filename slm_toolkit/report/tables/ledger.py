@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.predict.memory.gpu import STATE
+from slm_toolkit.predict.memory.machine import STATE
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.recorded_estimate import estimate_of, offloads
 from slm_toolkit.report.tables.fitted import DASH, Column, columns_that_fit, left_out_note, table_of

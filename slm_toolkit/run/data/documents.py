@@ -15,8 +15,8 @@ from typing import Any
 from slm_toolkit.base.errors import first_line
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.hub import check_hub, is_hub_id
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import check_hub, is_hub_id
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 TEMPLATE_SECONDS = 2.0

@@ -15,7 +15,7 @@ from slm_toolkit.base.errors import DISK_FULL, first_line
 from slm_toolkit.base.user_files import typed_path
 from slm_toolkit.config.dataset_files import FILE_FORMATS, Source, is_saved_dataset, local_files
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.hub import check_hub
+from slm_toolkit.model.names import check_hub
 from slm_toolkit.run.data.documents import format_of, unreadable_text
 
 STREAM_ABOVE_BYTES = 2**30

@@ -16,7 +16,7 @@ from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs, deepspeed_version
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.memory.gpu import (
+from slm_toolkit.predict.memory.machine import (
     CUDA_CONTEXT_BYTES,
     FROM_HOPPER,
     NCCL_BYTES_OF_MORE,

@@ -9,7 +9,7 @@ from test_estimate import P, estimated, rows_of
 
 from slm_toolkit.predict.deepspeed_estimator import deepspeed_needs
 from slm_toolkit.predict.estimate import Estimate
-from slm_toolkit.predict.memory.host_ram import PROCESS_BYTES
+from slm_toolkit.predict.memory.machine import PROCESS_BYTES
 
 
 def test_a_users_own_yaml_and_config_json(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
-from slm_toolkit.predict.memory.host_ram import PROCESS_BYTES, host_bytes
+from slm_toolkit.predict.memory.machine import PROCESS_BYTES, host_bytes
 from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.strategy.strategy import find_strategy
 

@@ -4,7 +4,7 @@ import json
 
 from conftest import slm
 
-from slm_toolkit.strategy.shipped import strategies_asked
+from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 QLORA = ("--model", "slm-1b", "--gpu", "rtx-4090", "--num_gpus", "2", "--peft", "qlora")
