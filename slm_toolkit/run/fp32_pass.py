@@ -15,7 +15,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.processes import end_with_parent
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.run_record import RECORD_FILE
-from slm_toolkit.run.peers.peer_store import open_board
+from slm_toolkit.run.peers.peer_store import open_peer_store
 
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _ATTEMPT = 10**6
@@ -97,15 +97,15 @@ def _clipping_of(config: RunConfig) -> float:
 def _wait_for(child: int) -> None:
     """Wait until the child ends. If another rank's child failed, this one would wait for it forever, so it is
     killed."""
-    board = open_board()
+    peer_store = open_peer_store()
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if board is not None and board.read(_FAILED):
+        if peer_store is not None and peer_store.read(_FAILED):
             os.kill(child, 9)
             os.waitpid(child, 0)
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    if ended[1] != 0 and board is not None:
-        board.write(_FAILED, True)
+    if ended[1] != 0 and peer_store is not None:
+        peer_store.write(_FAILED, True)
 
 
 def _result(folder: Path) -> dict[str, Any]:

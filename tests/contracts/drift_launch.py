@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
-from slm_toolkit.run.peers.peer_store import open_board
+from slm_toolkit.run.peers.peer_store import open_peer_store
 state = PartialState(cpu=True)
-board = open_board()
+board = open_peer_store()
 if state.process_index == 0:
     board.write("word", "from rank 0")
     board.is_first("asked", 0)
@@ -162,7 +162,7 @@ LAUNCHES = (
             *("GROUP_", "LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_"),
         ),
         "know rank, machine and store, play ranks in a rehearsal, and keep lm-eval from being a rank",
-        "every place that reads them, run/evaluate.py: _OF_THE_LAUNCH; run/peers/peer_store.py: open_board",
+        "readers, run/evaluate.py: _OF_THE_LAUNCH; run/peers/peer_store.py: open_peer_store",
         _environment,
     ),
     Leaning(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from slm_toolkit.base.errors import RunEnded
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.peers.failure import is_out_of_memory
-from slm_toolkit.run.peers.peer_store import Board, open_board
+from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
 _TRIED_VARIABLE = "SLM_OUT_OF_MEMORY_BATCH_SIZES"
 "in the environment of a run that has started again: those that it tried, as JSON"
@@ -29,7 +29,7 @@ _CHECKPOINT_VARIABLE = "SLM_CHECKPOINT_OF_THIS_LAUNCH"
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 "what ranks leave each other in the launcher's store is told apart by it"
 _OUT_OF_MEMORY = "out of memory"
-"what stands on the board then"
+"what stands in the peer store then"
 _MOST_GROUPS = 1000
 "of one attempt"
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -73,8 +73,8 @@ def name_groups_anew() -> None:
 def note_checkpoint(path: Path) -> None:
     """Written by this launch: if its ranks start again, they go on from there."""
     os.environ[_CHECKPOINT_VARIABLE] = str(path)
-    if os.environ.get("RANK", "0") == "0" and (board := _board_of_launch()) is not None:
-        board.write(_CHECKPOINT_VARIABLE, str(path))
+    if os.environ.get("RANK", "0") == "0" and (peer_store := _store_of_launch()) is not None:
+        peer_store.write(_CHECKPOINT_VARIABLE, str(path))
 
 
 def noted_checkpoint() -> str | None:
@@ -84,12 +84,12 @@ def noted_checkpoint() -> str | None:
         return None
     if _tried():
         return os.environ.get(_CHECKPOINT_VARIABLE)
-    return board.read(_CHECKPOINT_VARIABLE) if (board := _board_of_launch()) is not None else None
+    return peer_store.read(_CHECKPOINT_VARIABLE) if (peer_store := _store_of_launch()) is not None else None
 
 
 @functools.cache
-def _board_of_launch() -> Board | None:
-    return open_board(of_launch=True)
+def _store_of_launch() -> PeerStore | None:
+    return open_peer_store(of_launch=True)
 
 
 class BatchSizeFinder:
@@ -98,9 +98,9 @@ class BatchSizeFinder:
     def __init__(self, config: RunConfig) -> None:
         self._size = config.per_device_train_batch_size
         self._is_on = config.find_batch_size and self._size > 1
-        self._board = open_board() if self._is_on else None
+        self._peer_store = open_peer_store() if self._is_on else None
         self._ended, self._once = threading.Event(), threading.Lock()
-        if self._board is not None:
+        if self._peer_store is not None:
             threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self) -> None:
@@ -114,8 +114,8 @@ class BatchSizeFinder:
         if is_out_of_memory(error):
             self._start_again(say=True)
         until = time.monotonic() + _SETTLE_SECONDS
-        while self._board is not None and time.monotonic() < until:
-            if self._board.read(_OUT_OF_MEMORY):
+        while self._peer_store is not None and time.monotonic() < until:
+            if self._peer_store.read(_OUT_OF_MEMORY):
                 self._start_again(say=False)
             time.sleep(0.1)
 
@@ -127,13 +127,13 @@ class BatchSizeFinder:
     def _look(self) -> None:
         """In a thread: the one that trains may wait in a collective for the rank without memory."""
         while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
-            if self._board.read(_OUT_OF_MEMORY):
+            if self._peer_store.read(_OUT_OF_MEMORY):
                 self._start_again(say=False)
 
     def _start_again(self, *, say: bool) -> NoReturn:
         self._once.acquire()  # the watching thread and the one that trains may both have seen it
-        if self._board is not None:
-            self._board.write(_OUT_OF_MEMORY, True)
+        if self._peer_store is not None:
+            self._peer_store.write(_OUT_OF_MEMORY, True)
         if say:
             rank = os.environ.get("RANK", "0")
             line = f"rank {rank} is out of memory with {self._size} sequences per micro-step: trying fewer"

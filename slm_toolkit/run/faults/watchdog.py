@@ -39,13 +39,13 @@ from slm_toolkit.run.checkpoint.checkpoint import by_order
 from slm_toolkit.run.data.sources import BadData
 from slm_toolkit.run.peers.failure import is_out_of_memory, write_failure
 from slm_toolkit.run.peers.machines import UNREACHED, Machines
-from slm_toolkit.run.peers.peer_store import Board, open_board
+from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
 "for the cause of a broken collective to be seen: a process takes a while to end"
 _ANSWER_SECONDS = 10.0
-"for a rank whose thread can run to write the place of its main thread on the board"
+"for a rank whose thread can run to write the place of its main thread in the peer store"
 _WITNESS_SECONDS = 5.0
 "for another rank of this machine to print the message"
 _FROZEN_SECONDS = 5.0
@@ -72,8 +72,8 @@ class Watchdog:
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self._board = open_board()
-        self._local_ranks = LocalRanks(self._board)
+        self._peer_store = open_peer_store()
+        self._local_ranks = LocalRanks(self._peer_store)
         self._launcher = launcher_pid()
         self.machines = Machines()
         limit = os.environ.get(TIME_LIMIT_VARIABLE, "inf inf").split()
@@ -91,7 +91,7 @@ class Watchdog:
         self._voice = threading.Lock()
 
     def __enter__(self) -> "Watchdog":
-        if self._board is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if self._peer_store is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
         threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
@@ -101,7 +101,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the board a note of this end; the traceback of a bug follows, on the rank that failed."""
+        """Leave a note of this end; the traceback of a bug follows, on the rank that failed."""
         if isinstance(error, Exception):
             self.settle(error)
             self._leave(_named(error))
@@ -133,7 +133,7 @@ class Watchdog:
         """End this rank, with one message of all ranks, where one line explains `error`: a full disk, bad
         data, or a collective that broke off because another rank has ended. Returns for a bug."""
         self._tell(error)
-        if self._board is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
+        if self._peer_store is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
         if is_out_of_memory(error):
             return
@@ -164,7 +164,7 @@ class Watchdog:
             if time.monotonic() > self._ends_at:
                 self._confer(f"{STOPPED_AFTER} {self._limit_seconds:g} s, {self._where}")
             late = self._seconds_over(fraction=1.0)
-            alarmed = self._seconds_over(fraction=0.5) and self._board and self._board.read("alarm")
+            alarmed = self._seconds_over(fraction=0.5) and self._peer_store and self._peer_store.read("alarm")
             if late or alarmed:
                 self._confer(
                     f"no progress for {self._step_limit_seconds:g} s (--ddp_timeout) {self._where}",
@@ -176,12 +176,12 @@ class Watchdog:
         if (lost := self._lost()) is not None:
             self._give_up(lost)
         if (lost := self.machines.lost(has_failed=has_failed)) is not None:
-            self._give_up(lost, asks_board=False)
+            self._give_up(lost, asks_peers=False)
 
     def _lost(self) -> str | None:
         """The rank of this machine, or the launcher, that is gone and should not be."""
         for rank, pid in self._local_ranks.ended().items():
-            left = self._board.read(f"left {rank}")
+            left = self._peer_store.read(f"left {rank}")
             if left is None:
                 return f"rank {rank} (pid {pid}) {KILLED_OR_CRASHED} {self._where}"
             if left["failed"] is not None:
@@ -206,16 +206,16 @@ class Watchdog:
         return self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
 
     def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
-        """Write this rank's place on the board, read the others', and end with `problem` and its cause."""
+        """Write this rank's place down, read the others', and end with `problem` and its cause."""
         mine = stall_of(self.rank, os.getpid())
         stalls = {self.rank: mine}
-        if self._board is not None:
-            self._board.write(f"stall {self.rank}", asdict(mine))
-            self._board.write("alarm", self.rank)
+        if self._peer_store is not None:
+            self._peer_store.write(f"stall {self.rank}", asdict(mine))
+            self._peer_store.write("alarm", self.rank)
             deadline = time.monotonic() + _ANSWER_SECONDS
             while len(stalls) < self._num_ranks and time.monotonic() < deadline:
                 for rank in set(range(self._num_ranks)) - stalls.keys():
-                    if (stall := self._board.read(f"stall {rank}")) is not None:
+                    if (stall := self._peer_store.read(f"stall {rank}")) is not None:
                         stalls[rank] = Stall(**stall)
                 time.sleep(_LOOK_SECONDS / 4)
         silent = sorted(set(range(self._num_ranks)) - stalls.keys())
@@ -224,9 +224,9 @@ class Watchdog:
         self._give_up(f"{problem}: {cause}", hint=hint, silent=silent)
 
     def _leave(self, failed: str | None) -> None:
-        """Write on the board that this process ends, and its error if it failed, for the other ranks."""
-        if self._board is not None:
-            self._board.write(f"left {self.rank}", {"failed": failed})
+        """Write in the peer store that this process ends, and its error if it failed, for the other ranks."""
+        if self._peer_store is not None:
+            self._peer_store.write(f"left {self.rank}", {"failed": failed})
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM comes from a launcher that has lost a rank, or from somebody who wants the run to end."""
@@ -239,18 +239,18 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(
-        self, problem: str, *, hint: str = "", silent: list[int] | None = None, asks_board: bool = True
+        self, problem: str, *, hint: str = "", silent: list[int] | None = None, asks_peers: bool = True
     ) -> NoReturn:
         """Print and record the problem on one rank of each machine, kill the `silent`, end this process.
 
-        Not `asks_board`: this rank alone knows the problem, and the board may be on the machine that is gone.
+        Not `asks_peers`: this rank alone knows the problem; the store may be on the machine that is gone.
         """
         if not self._voice.acquire(blocking=False):
             time.sleep(6 * _WITNESS_SECONDS)  # the other thread ends the process
             os._exit(1)
         machine = os.environ.get("GROUP_RANK", "0")
-        board = self._board if asks_board else None
-        first = board.is_first(f"speaks {machine}", self.rank) if board is not None else True
+        peer_store = self._peer_store if asks_peers else None
+        first = peer_store.is_first(f"speaks {machine}", self.rank) if peer_store is not None else True
         alone = first is None  # the launcher is gone, and with it what is written
         if alone:
             first = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
@@ -258,11 +258,11 @@ class Watchdog:
             self._say(problem, hint, alone=alone)
             time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
             self._local_ranks.kill(silent or [])
-            if board is not None:
-                board.write(f"spoken {machine}", True)
+            if peer_store is not None:
+                peer_store.write(f"spoken {machine}", True)
         else:
             deadline = time.monotonic() + _WITNESS_SECONDS
-            while time.monotonic() < deadline and not board.read(f"spoken {machine}"):
+            while time.monotonic() < deadline and not peer_store.read(f"spoken {machine}"):
                 time.sleep(_LOOK_SECONDS / 10)
         os._exit(1)  # the thread that trains may wait for ever
 
@@ -296,29 +296,29 @@ _WAITING = re.compile(
 
 
 class LocalRanks:
-    """The processes of this machine's other ranks, known once they have written their ids on the board.
+    """The processes of this machine's other ranks, known once they have written their ids in the peer store.
 
     Creating it writes this rank's process id there.
     """
 
-    def __init__(self, board: Board | None) -> None:
+    def __init__(self, peer_store: PeerStore | None) -> None:
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first = rank - local_rank
-        self._board = board
+        self._peer_store = peer_store
         self._unknown = {other for other in range(first, first + num_local) if other != rank}
         self._processes: dict[int, psutil.Process] = {}
         self._ended: dict[int, int] = {}
         "process ids by rank"
-        if board is None:
+        if peer_store is None:
             self._unknown = set()
         else:
-            board.write(f"pid {rank}", os.getpid())
+            peer_store.write(f"pid {rank}", os.getpid())
 
     def ended(self) -> dict[int, int]:
         """Process ids by rank of the processes that have ended; reads nothing once all ranks are known."""
         for rank in sorted(self._unknown):
-            pid = self._board.read(f"pid {rank}")
+            pid = self._peer_store.read(f"pid {rank}")
             if pid is not None:
                 self._unknown.discard(rank)  # two threads may be here
                 try:

@@ -12,8 +12,8 @@ _SECONDS = 20
 "for the store to answer: it is in the launcher, which does nothing else"
 
 
-class Board:
-    """Values by name; a launcher that is gone reads as an empty board.
+class PeerStore:
+    """Values by name; a launcher that is gone reads as an empty store.
 
     Torch writes pages of C++ frames to stderr for each call that finds no launcher. Where nobody reads them a
     process that went on asking would stand still in that, so the first such call is the last.
@@ -45,11 +45,11 @@ class Board:
             return None
 
 
-def open_board(*, of_launch: bool = False) -> Board | None:
+def open_peer_store(*, of_launch: bool = False) -> PeerStore | None:
     """None for a process that is alone, and under launchers other than torch's, which have no store.
 
     Raises ValueError where the launcher does not answer.
-    of_launch: one board for all attempts of a launch (--max_restarts, --find_batch_size), not one for each.
+    of_launch: one store for all attempts of a launch (--max_restarts, --find_batch_size), not one for each.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -61,4 +61,4 @@ def open_board(*, of_launch: bool = False) -> Board | None:
             f"the launcher does not answer at {address}:{port}\nhint: was it killed while its ranks started?"
         ) from None
     again = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Board(dist.PrefixStore(f"slm_toolkit/{again}/board", store))
+    return PeerStore(dist.PrefixStore(f"slm_toolkit/{again}/peer_store", store))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slm_toolkit.run.faults import watchdog as lost_ranks
 from slm_toolkit.run.faults.watchdog import LocalRanks, Stall, explain
-from slm_toolkit.run.peers.peer_store import Board
+from slm_toolkit.run.peers.peer_store import PeerStore
 
 
 def test_the_rank_that_holds_the_others_up_is_told_from_them() -> None:
@@ -45,13 +45,13 @@ def test_a_rank_in_a_collective_or_in_the_exchange_after_a_step_waits_for_others
 def test_an_ended_a_stopped_and_a_running_process_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "4"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    board = Board(dist.HashStore())
+    peer_store = PeerStore(dist.HashStore())
     sleepers = {rank: subprocess.Popen([sys.executable, "-c", _SLEEP]) for rank in (5, 6, 7)}
     try:
-        ranks = LocalRanks(board)
-        assert board.read("pid 4") == os.getpid()
+        ranks = LocalRanks(peer_store)
+        assert peer_store.read("pid 4") == os.getpid()
         for rank, process in sleepers.items():
-            board.write(f"pid {rank}", process.pid)
+            peer_store.write(f"pid {rank}", process.pid)
         assert ranks.ended() == {}
         sleepers[5].kill()
         sleepers[6].send_signal(signal.SIGSTOP)
