@@ -1,18 +1,26 @@
 """What the tests share: real launches, each done once per session."""
 
 import dataclasses
+import importlib.util
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 
+from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.hardware.network import cluster_of
@@ -63,11 +71,18 @@ _SHARED = {"aligned", "fp32", "stock"}
 "launches that are done once per process of pytest"
 
 
+def _is_unit(item: pytest.Item) -> bool:
+    return ROOT / "tests" / "unit" in item.path.parents
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay together with `-n`, as files do that share launches or one Slurm; nvme is slow."""
+    """Outside tests/unit what is not marked quick is left to `pytest -m full`. A file's tests stay together
+    with `-n`, and files do that share launches or one Slurm."""
     sharing = {item.path.stem for item in items if _SHARED & set(getattr(item, "fixturenames", ()))}
     for item in items:
+        if not _is_unit(item) and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.full)
         if item.get_closest_marker("nvme"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(_NEEDS_LIBAIO)
@@ -81,6 +96,28 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         what = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
         print(f"\n{report.nodeid} failed: {what.splitlines()[0][:200] if what else ''}", flush=True)
+
+
+_STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"}
+_running: list[pytest.Item] = []
+
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS and _running and _is_unit(_running[-1]):
+        raise AssertionError(f"a test of tests/unit starts a process: {arguments}")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """No test of tests/unit starts a process, nor does its set-up: so all of them together take a minute."""
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
 
 
 @dataclass(frozen=True)
@@ -141,6 +178,30 @@ def slm(
     """Run the `slm` command of this environment; `cold` as of `run`."""
     slm = str(Path(sys.executable).with_name("slm"))
     return run(slm, *arguments, cwd=cwd, env=env, timeout=timeout, cold=cold)
+
+
+def slm_here(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> Finished:
+    """Run the `slm` command in this process, where it starts no other: for what a verb prints."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    environment = patch.dict(os.environ, {**ENV, **(env or {})})
+    with (
+        environment,
+        chdir(cwd),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
+        main(list(arguments))
+    printed = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return Finished(end.value.code or 0, *printed)
+
+
+def bench(name: str) -> ModuleType:
+    """A file of bench/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def left_over(folder: Path) -> list[psutil.Process]:
@@ -264,6 +325,24 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8"
         )
     return folder
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> str:
+    """A folder of a model with one vocabulary matrix, biases and six layers."""
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({**TIED, "num_hidden_layers": 6}))
+    return str(tmp_path / "tied")
+
+
+def write_documents(folder: Path, lengths: list[int]) -> Path:
+    """Documents of so many bytes, each of a letter of its own order; with their end, a token more each."""
+    file = folder / "documents.jsonl"
+    texts = [
+        "".join(chr(97 + (7 * n + i * (n + 1)) % 26) for i in range(size)) for n, size in enumerate(lengths)
+    ]
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return file
 
 
 def plans_of(*strategies: str, num_gpus: int, inter_node_gbps: float | None = None) -> list[Plan]:

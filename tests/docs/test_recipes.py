@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, run, slm
+from conftest import COMPILING_SECONDS, ENV, ROOT, Finished, bench, run, slm
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.cli.recipes import read_recipe, shipped_recipes
@@ -72,10 +72,7 @@ def test_a_recipe_is_short_and_plain_bash(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipe_figures", ROOT / "bench" / "recipe_figures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench("recipe_figures")
 
 
 @pytest.mark.parametrize("name", RECIPES)

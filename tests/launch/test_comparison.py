@@ -1,12 +1,13 @@
 """Six strategies really trained through `slm compare`: engines, shares of the state, losses."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from conftest import ALIGNED, Comparison, compare, slm
+from conftest import ALIGNED, Comparison, compare, made_record, slm
 
-from slm_toolkit.record.files import find_records
+from slm_toolkit.record.files import find_records, read_record, write_record
 from slm_toolkit.record.numerics import LOW_PRECISION
 from slm_toolkit.record.parity import compare_with
 from slm_toolkit.record.step_breakdown import Anatomy, read_trace
@@ -167,3 +168,47 @@ def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
     rates = sorted(throughput([record]).tokens_per_second for record in records)
     assert row["tokens_per_second"] == pytest.approx(rates[1])
     assert row["tokens_per_second_lowest"] < rates[0] <= rates[2] < row["tokens_per_second_highest"]
+
+
+def test_a_baseline_in_the_same_folder_is_read_before_it_is_replaced(tmp_path: Path) -> None:
+    words = ("compare", "--model", "slm-1m", "--strategy", "single", "--seq_len", "32", "--max_steps", "103")
+    words += ("--output_dir", str(tmp_path), "--json")
+    (row,) = json.loads(slm(*words).out)
+    record = read_record(Path(row["record"]))
+    faster = [[seconds / 1000 for seconds in rank] for rank in record.step_seconds]
+    write_record(dataclasses.replace(record, step_seconds=faster), Path(row["record"]).parent)
+    again = slm(*words, "--force", "--baseline", str(tmp_path))
+    assert again.code == 1
+    (row,) = json.loads(again.out)
+    assert row["baseline"]["speed_ratio"] < 0.5
+
+
+def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
+    aligned: Comparison, tmp_path: Path
+) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for row in aligned.rows.values():
+        record = read_record(Path(row["record"]))
+        quiet = {"other_busy_cores": 0.0, "step_seconds": [[0.1] * 20] * 2}  # as on a machine of our own
+        write_record(dataclasses.replace(record, **quiet), before / record.strategy)
+        if record.strategy == "ds_zero3":
+            quiet["step_seconds"] = [[0.125] * 20] * 2
+        write_record(dataclasses.replace(record, **quiet), after / record.strategy)
+    same = slm("report", str(before), "--baseline", str(before))
+    assert same.code == 0, same.err
+    assert "nothing is slower, bigger or less accurate" in same.out
+    words = ("report", str(after), "--baseline", str(before))
+    table = slm(*words)
+    assert table.code == 1
+    assert "slower (-20.0%)" in table.out
+    assert f"worse than {before}: ds_zero3" in table.out.replace("\n", "")
+    rows = json.loads(slm(*words, "--json").out)
+    verdicts = {row["strategy"]: row["baseline"]["speed"] for row in rows}
+    assert verdicts == {name: "slower" if name == "ds_zero3" else "tie" for name in aligned.rows}
+
+
+def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, tmp_path: Path) -> None:
+    write_record(made_record(), tmp_path)
+    done = slm("report", str(aligned.folder), "--baseline", str(tmp_path))
+    assert done.code == 1
+    assert "has none of these runs" in done.out

@@ -9,8 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import ENV, ROOT, Comparison, compare, left_over, slm
 from training_faults import SITE, planted
+
+from slm_toolkit.run.faults.watchdog import LocalRanks
+from slm_toolkit.run.peers.peer_store import PeerStore
 
 
 def faulty_comparison(kind: str, folder: Path, *more: str) -> Comparison:
@@ -216,3 +220,33 @@ def test_letters_that_an_encoding_lacks_are_shown_as_question_marks(encoding: st
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
     assert b"Traceback" not in done.stderr
+
+
+def test_an_ended_a_stopped_and_a_running_process_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "4"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    board = PeerStore(dist.HashStore())
+    sleepers = {rank: subprocess.Popen(["sleep", "60"]) for rank in (5, 6, 7)}
+    try:
+        ranks = LocalRanks(board)
+        assert board.read("pid 4") == os.getpid()
+        for rank, process in sleepers.items():
+            board.write(f"pid {rank}", process.pid)
+        assert ranks.ended() == {}
+        sleepers[5].kill()
+        sleepers[6].send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while "stopped" not in ranks.state_of(6) or not ranks.ended():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert ranks.ended() == {5: sleepers[5].pid}
+        assert ranks.living() == [6, 7]
+        assert ranks.state_of(5) == f"rank 5 (pid {sleepers[5].pid}) has ended"
+        assert ranks.state_of(6) == f"rank 6 (pid {sleepers[6].pid}) is stopped (SIGSTOP, a debugger?)"
+        assert ranks.state_of(9) == "rank 9 does not answer"  # of another machine
+        ranks.kill([6, 9])
+        assert sleepers[6].wait(10) == -signal.SIGKILL
+    finally:
+        for process in sleepers.values():
+            process.kill()
+            process.wait()

@@ -4,11 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import launch, own_strategy, run, slm
+from conftest import launch, own_strategy, run, slm, slm_here
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.run.peers.launch_info import Launch, check_devices, check_environment
-from slm_toolkit.strategy.strategy import contradictions, find_strategy, on_nodes, read_strategy
+from slm_toolkit.strategy.strategy import (
+    contradictions,
+    find_strategy,
+    on_nodes,
+    read_strategy,
+)
 
 QUICK = ("--model", "slm-1m", "--max_steps", "2")
 ONE_GPU = """
@@ -206,3 +211,11 @@ def test_a_yaml_without_mixed_precision_computes_in_bf16_and_a_note_says_so(tmp_
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config)
     assert done.code == 0, done.err
     assert done.err.count("note: mixed_precision no has no effect: --numerics aligned computes in bf16") == 1
+
+
+def test_compare_plans_the_rest() -> None:
+    done = slm_here("compare", "--fsdp_prefetch", "2", "--dry_run")
+    assert done.code == 0, done.err
+    assert done.out.count("accelerate launch") == 2
+    left_out = [line.split(": ")[1] for line in done.err.splitlines() if line.startswith("left out")]
+    assert left_out == ["ddp", "ds_zero1", "ds_zero2", "ds_zero3"]

@@ -1,19 +1,11 @@
 """Each room of the package imports only rooms below it, and only what trains imports torch."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from conftest import ROOT
+from modules import HEAVY, MODULES, PACKAGE, WITH_TORCH
 
-PACKAGE = ROOT / "slm_toolkit"
-HEAVY = {
-    *("torch", "accelerate", "deepspeed", "transformers", "datasets"),
-    *("pandas", "numpy", "pyarrow", "plotly"),
-}
 LAYERS = (
     *("base", "hardware", "config", "model", "strategy", "record"),
     *("predict/setup", "predict/memory", "predict/speed", "predict", "launch"),
@@ -24,8 +16,6 @@ LAYERS = (
     *("train.py", "cli"),
 )
 "from the lowest to the highest: a folder's own files, or a file of the package's root"
-WITH_TORCH = ("slm_toolkit.run", "slm_toolkit.train", "slm_toolkit.launch.launcher")
-"what trains, and the process that starts it: the only modules that begin with torch, accelerate, ..."
 SATELLITES = ("recommend", "doctor", "convert", "study")
 ABOVE_SATELLITES = {
     "recommend": {"recommend"},
@@ -34,18 +24,6 @@ ABOVE_SATELLITES = {
     "study": {"report"},
 }
 "by satellite, the files of cli that import it: nothing else of the package does"
-
-
-def modules() -> dict[str, Path]:
-    """All modules by dotted name, packages without their `__init__`."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
 
 
 def layer(path: Path) -> str:
@@ -134,22 +112,3 @@ def test_only_what_trains_begins_with_torch() -> None:
         if is_at_top and imported.split(".")[0] in HEAVY
     ]
     assert heavy == []
-
-
-def test_the_command_line_is_there_without_the_heavy_libraries() -> None:
-    """All that does not train, imported together: nothing pulls torch in by way of another package."""
-    program = f"import sys, {', '.join(LIGHT)}; print([n for n in {sorted(HEAVY)} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_only_while_the_script_is_imported(enabled: bool) -> None:
-    program = (
-        f"import gc; gc.{'enable' if enabled else 'disable'}(); "
-        "import slm_toolkit.train; print(gc.isenabled(), gc.get_freeze_count())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    is_enabled, num_frozen = done.stdout.split()
-    assert is_enabled == str(enabled)
-    assert int(num_frozen) > 100_000  # torch and transformers

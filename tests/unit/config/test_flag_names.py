@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, slm
+from conftest import ROOT, slm_here
 
 from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.parser import HINTS, SAME_MEANING, with_underscores
@@ -145,15 +145,17 @@ def test_estimate_takes_the_number_with_the_gpu() -> None:
             gpus_asked(words, counts)
     with pytest.raises(ValueError, match="hint: --gpu h200 --usd_per_gpu_hour 2.5"):
         gpus_asked(["h200@2.5"], None)
-    done = slm("estimate", "--gpu", "2xL4", "--model", "slm-100m", "--strategy", "ddp", "--json")
+    done = slm_here("estimate", "--gpu", "2xL4", "--model", "slm-100m", "--strategy", "ddp", "--json")
     assert '"num_gpus": 2' in done.out
 
 
 def test_recommend_and_doctor_take_them_too() -> None:
-    done = slm("recommend", "--gpu", "1xrtx-5090", "--model", "slm-100m", "--strategy", "single", "--json")
+    done = slm_here(
+        "recommend", "--gpu", "1xrtx-5090", "--model", "slm-100m", "--strategy", "single", "--json"
+    )
     assert done.code == 0, done.err  # its memory was unknown once, and the hint was of something else
     assert '"gpu": "rtx-5090"' in done.out
-    done = slm("doctor", "--gpu", "a100-40gb:16", "--model", "slm-1b", "--strategy", "ddp")
+    done = slm_here("doctor", "--gpu", "a100-40gb:16", "--model", "slm-1b", "--strategy", "ddp")
     assert done.code in (0, 1), done.err
 
 
@@ -184,5 +186,5 @@ def test_a_zero_stage_is_no_form_and_the_hint_says_who_decides_it(capsys: pytest
     said = refused(capsys, "convert", "fsdp_full_shard", "--to", "zero3")
     assert "hint: --to accelerate_deepspeed or deepspeed_json; the source decides the ZeRO stage" in said
     for source, stage in (("fsdp_full_shard", 3), ("fsdp_shard_grad_op", 2)):
-        done = slm("convert", source, "--to", "deepspeed_json", cwd=ROOT)
+        done = slm_here("convert", source, "--to", "deepspeed_json", cwd=ROOT)
         assert f'"stage": {stage}' in done.out

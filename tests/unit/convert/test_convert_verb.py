@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import FSDP2, ROOT, slm
+from conftest import FSDP2, ROOT, slm_here
 from conversions import converted, write
 
 from slm_toolkit.convert.tables import tables
@@ -58,29 +58,29 @@ def test_a_file_that_makes_no_sense_is_an_error_with_a_hint(
 
 
 def test_the_verb_prints_a_single_file_as_it_is_and_says_by_its_exit_code_what_is_lost() -> None:
-    done = slm("convert", "fsdp_full_shard", "--to", "training_arguments")
+    done = slm_here("convert", "fsdp_full_shard", "--to", "training_arguments")
     assert done.code == 0, done.err
     assert "==> fsdp_full_shard_as_fsdp_config.json <==" in done.out
     assert "launch: torchrun --nproc_per_node 2 train.py --fsdp --fsdp_config" in done.err
-    done = slm("convert", "ds_zero2", "--to", "accelerate_fsdp")
+    done = slm_here("convert", "ds_zero2", "--to", "accelerate_fsdp")
     assert done.code == 1
     assert yaml.safe_load(done.out)["distributed_type"] == "FSDP"
     assert "no counterpart:\n  zero_optimization.reduce_bucket_size: 13107200\n" in done.err
-    done = slm(
+    done = slm_here(
         "convert", "--to", "accelerate_ddp", "--json", "--", "python", "my-script.py", "--some-flag", "a-b"
     )
     assert json.loads(done.out)["command"][-3:] == ["my-script.py", "--some-flag", "a-b"]
-    assert slm("convert", "ddp", "--to", "accelerate_fsdp").code == 2
+    assert slm_here("convert", "ddp", "--to", "accelerate_fsdp").code == 2
 
 
 def test_output_writes_into_a_folder_and_never_over_a_file(tmp_path: Path) -> None:
     words = ("convert", "ds_zero3", "--to", "accelerate_deepspeed", "--output", "new", "--json")
-    done = slm(*words, cwd=tmp_path)
+    done = slm_here(*words, cwd=tmp_path)
     assert done.code == 0, done.err
     written = json.loads(done.out)
     assert written["written"] == ["new/ds_zero3_as_deepspeed.yaml"]
     assert (tmp_path / "new" / "ds_zero3_as_deepspeed.yaml").read_text() in written["files"].values()
-    again = slm(*words, cwd=tmp_path)
+    again = slm_here(*words, cwd=tmp_path)
     assert again.code == 2
     assert "new/ds_zero3_as_deepspeed.yaml exists: nothing was written" in again.err
 
@@ -95,6 +95,6 @@ def test_the_conversion_in_the_readme_is_what_its_command_prints(tmp_path: Path)
     section = (ROOT / "README.md").read_text().partition("\n## Convert\n")[2]
     command = next(line for line in section.splitlines() if line.startswith("slm convert"))
     shown = section.partition("```text\n")[2].partition("```")[0]
-    done = slm(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
+    done = slm_here(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
     assert shown == done.out + done.err
     assert done.code == 1

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import FSDP2, own_strategy, slm
+from conftest import FSDP2, own_strategy, slm_here
 
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.bottleneck import misaligned_widths
@@ -13,7 +13,7 @@ WRAPPED = f"num_processes: 8\n{FSDP2}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_
 
 
 def doctored(*arguments: str, code: int) -> list[dict]:
-    done = slm("doctor", "--json", *arguments)
+    done = slm_here("doctor", "--json", *arguments)
     assert done.code == code, done.err
     return json.loads(done.out)
 
@@ -65,7 +65,7 @@ def test_kernels_that_would_be_faster_are_named_with_what_they_give() -> None:
 
 
 def test_it_says_so_where_there_is_nothing_to_say() -> None:
-    done = slm(
+    done = slm_here(
         *("doctor", "--model", "slm-2b-hw", "--gpu", "h200", "--num_gpus", "1", "--strategy", "single"),
         *("--torch_compile", "--loss_kernel", "fused_linear", "--per_device_train_batch_size", "32"),
     )
@@ -74,7 +74,7 @@ def test_it_says_so_where_there_is_nothing_to_say() -> None:
 
 
 def test_bad_flags_end_with_a_hint() -> None:
-    done = slm("doctor", "--model", "slm-500m", "--gpu", "h1000", "--seq_len", "0")
+    done = slm_here("doctor", "--model", "slm-500m", "--gpu", "h1000", "--seq_len", "0")
     assert done.code == 2
     assert "hint: " in done.err
 

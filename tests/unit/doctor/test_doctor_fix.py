@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEEPSPEED, own_strategy, slm
+from conftest import DEEPSPEED, own_strategy, slm_here
 
 from slm_toolkit.cli.doctor import _gpus_of
 from slm_toolkit.doctor.case import Host, parsed_version, read_files
@@ -42,7 +42,7 @@ def faulty(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_a_launch_refuses_is_looked_at_to_its_end(faulty: Path) -> None:
-    done = slm("doctor", *H100S, "--json", "--strategy", str(faulty))
+    done = slm_here("doctor", *H100S, "--json", "--strategy", str(faulty))
     assert done.code == 1
     # the section's own faults come up once the engine has a name that accelerate knows
     assert set(names(done.out)) == {"unknown-key", "distributed-type", "gpu-ids", "fsdp-version-missing"}
@@ -50,7 +50,7 @@ def test_a_file_that_a_launch_refuses_is_looked_at_to_its_end(faulty: Path) -> N
 
 def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path: Path) -> None:
     folder = tmp_path / "fixed"
-    done = slm("doctor", *H100S, "--strategy", str(faulty), "--fix", str(folder))
+    done = slm_here("doctor", *H100S, "--strategy", str(faulty), "--fix", str(folder))
     assert done.code == 0  # all that was wrong is mended
     assert faulty.read_text() == MANY_FAULTS
     assert (folder / "mine.yaml").read_text() == textwrap.dedent(
@@ -68,29 +68,31 @@ def test_fix_writes_a_copy_that_keeps_comments_and_order(faulty: Path, tmp_path:
     )
     assert f"{folder / 'mine.yaml'}: corrected copy of {faulty}" in done.err
     assert "  distributed-type: distributed_type: FSDP" in done.err
-    again = slm("doctor", *H100S, "--json", "--strict", "--strategy", str(folder / "mine.yaml"))
+    again = slm_here("doctor", *H100S, "--json", "--strict", "--strategy", str(folder / "mine.yaml"))
     assert (again.code, names(again.out)) == (0, [])
 
 
 def test_fix_says_what_no_file_mends(faulty: Path, tmp_path: Path) -> None:
     faulty.write_text(MANY_FAULTS + "num_machines: 2\nmain_process_ip: localhost\n")
-    done = slm("doctor", *ASKED, "--num_gpus", "8", "--strategy", str(faulty), "--fix", str(tmp_path / "out"))
+    done = slm_here(
+        "doctor", *ASKED, "--num_gpus", "8", "--strategy", str(faulty), "--fix", str(tmp_path / "out")
+    )
     assert done.code == 1
     assert "no file mends main-process-ip-local: main_process_ip: the first machine's address" in done.err
 
 
 def test_fix_replaces_nothing_unless_it_is_told_to(faulty: Path, tmp_path: Path) -> None:
     words = ("doctor", *H100S, "--strategy", str(faulty), "--fix", str(tmp_path))
-    done = slm(*words)
+    done = slm_here(*words)
     assert done.code == 2
     assert f"{faulty} exists" in done.err
     assert faulty.read_text() == MANY_FAULTS
-    assert slm(*words, "--overwrite").code == 0
+    assert slm_here(*words, "--overwrite").code == 0
     assert "distributed_type: FSDP # lower case" in faulty.read_text()
 
 
 def test_fix_without_a_fault_writes_nothing(tmp_path: Path) -> None:
-    done = slm("doctor", *H100S, "--strategy", "ddp", "--fix", cwd=tmp_path)
+    done = slm_here("doctor", *H100S, "--strategy", "ddp", "--fix", cwd=tmp_path)
     assert done.code == 0
     assert "ddp.yaml: nothing to correct" in done.err
     assert list(tmp_path.iterdir()) == []
@@ -99,20 +101,20 @@ def test_fix_without_a_fault_writes_nothing(tmp_path: Path) -> None:
 def test_fix_corrects_a_json_and_the_yaml_points_to_it(tmp_path: Path) -> None:
     deepspeed = {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 5e9, "overlap_comm": True}}
     own = own_strategy(tmp_path, "  zero3_init_flag: false\nnum_processes: 8\n", deepspeed)
-    done = slm("doctor", *H100S, "--json", "--strategy", own)
+    done = slm_here("doctor", *H100S, "--json", "--strategy", own)
     (finding,) = [f for f in json.loads(done.out) if f["name"] == "zero3-never-releases"]
     assert finding["edits"] == [
         {"file": "json", "key": "zero_optimization.stage3_max_reuse_distance", "value": 0}
     ]
     assert finding["file"] == str(tmp_path / "mine.json")
-    slm("doctor", *H100S, "--strategy", own, "--fix", "fixed", cwd=tmp_path)
+    slm_here("doctor", *H100S, "--strategy", own, "--fix", "fixed", cwd=tmp_path)
     fixed = tmp_path / "fixed"
     corrected = json.loads((fixed / "mine.json").read_text())
     assert corrected["zero_optimization"]["stage3_max_reuse_distance"] == 0
     assert (
         "deepspeed_config_file: fixed/mine.json" in (fixed / "mine.yaml").read_text()
     )  # as accelerate looks
-    again = slm("doctor", *H100S, "--json", "--strategy", str(fixed / "mine.yaml"))
+    again = slm_here("doctor", *H100S, "--json", "--strategy", str(fixed / "mine.yaml"))
     assert "zero3-never-releases" not in names(again.out)
     assert json.loads((tmp_path / "mine.json").read_text()) == deepspeed
 
@@ -120,7 +122,7 @@ def test_fix_corrects_a_json_and_the_yaml_points_to_it(tmp_path: Path) -> None:
 def test_a_deepspeed_json_can_be_given_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text('{"zero_optimization": {"stage": 2, "cpu_offlaod": true}, "fp16": {"enabled": true}}')
-    done = slm("doctor", *H100S, "--json", "--strategy", str(path), "--fix", str(tmp_path / "fixed"))
+    done = slm_here("doctor", *H100S, "--json", "--strategy", str(path), "--fix", str(tmp_path / "fixed"))
     assert {"unknown-key", "fp16-differs"} <= set(names(done.out))
     assert [written.name for written in (tmp_path / "fixed").iterdir()] == ["zero.json"]
     assert json.loads((tmp_path / "fixed" / "zero.json").read_text())["fp16"] == {"enabled": "auto"}
@@ -129,29 +131,31 @@ def test_a_deepspeed_json_can_be_given_by_itself(tmp_path: Path) -> None:
 def test_strict_fails_for_what_is_unwise(tmp_path: Path) -> None:
     own = own_strategy(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\ndebug: true\n")
     words = ("doctor", *H100S, "--strategy", own)
-    assert slm(*words).code == 0
-    assert slm(*words, "--strict").code == 1
+    assert slm_here(*words).code == 0
+    assert slm_here(*words, "--strict").code == 1
 
 
 def test_the_shell_and_the_versions_are_looked_at() -> None:
-    done = slm("doctor", *H100S, "--json", "--strategy", "ddp", env={"NCCL_P2P_DISABLE": "1"})
+    done = slm_here("doctor", *H100S, "--json", "--strategy", "ddp", env={"NCCL_P2P_DISABLE": "1"})
     assert names(done.out) == ["nccl-p2p-disabled"]
     asked = ("--model", "smollm2-1.7b", "--gpu", "h200", "--strategy", "fsdp_full_shard")
-    old = slm("doctor", *asked, "--json", "--versions", "torch=2.12.1", "accelerate=1.15.0")
+    old = slm_here("doctor", *asked, "--json", "--versions", "torch=2.12.1", "accelerate=1.15.0")
     assert "tied-embeddings" in names(old.out)
-    new = slm("doctor", *asked, "--json", "--versions", "torch=2.13.0", "accelerate=1.15.0")
+    new = slm_here("doctor", *asked, "--json", "--versions", "torch=2.13.0", "accelerate=1.15.0")
     assert "tied-embeddings" not in names(new.out)
 
 
 def test_flash_attention_that_is_not_installed_here_is_named() -> None:
-    done = slm("doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "flash_attention_2")
+    done = slm_here(
+        "doctor", *H100S, "--json", "--strategy", "ddp", "--attn_implementation", "flash_attention_2"
+    )
     assert names(done.out) == ["flash-attn-absent"]
 
 
 def test_host_ram_is_looked_at_where_it_is_known() -> None:
     words = ("doctor", *H100S, "--json", "--strategy", "ds_zero3")
-    assert names(slm(*words).out) == []
-    short = slm(*words, "--host_ram_gib", "24")
+    assert names(slm_here(*words).out) == []
+    short = slm_here(*words, "--host_ram_gib", "24")
     assert names(short.out) == ["host-ram"]
     (finding,) = [f for f in json.loads(short.out) if f["name"] == "host-ram"]
     # a process 0.75 GiB, the model 4 bytes x 962,870,400 = 3.59 GiB: 8 x 4.34 = 34.7
@@ -160,10 +164,10 @@ def test_host_ram_is_looked_at_where_it_is_known() -> None:
 
 
 def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
-    done = slm("doctor", *H100S, "--json", "--strategy", "ddp", "--fp8", "rowwise")
+    done = slm_here("doctor", *H100S, "--json", "--strategy", "ddp", "--fp8", "rowwise")
     assert done.code == 0
     assert "note: --fp8 rowwise: no closed form for it" in done.err
-    adapter = slm("doctor", *H100S, "--json", "--strategy", "ds_zero3", "--peft", "qlora")
+    adapter = slm_here("doctor", *H100S, "--json", "--strategy", "ds_zero3", "--peft", "qlora")
     assert "qlora-under-zero3" in names(adapter.out)
 
 
@@ -175,7 +179,7 @@ def test_what_is_no_configuration_is_bad_input(text: str | None, message: str, t
     path = tmp_path / "mine.yaml"
     if text is not None:
         path.write_text(text)
-    done = slm("doctor", "--strategy", str(path))
+    done = slm_here("doctor", "--strategy", str(path))
     assert done.code == 2
     assert message in done.err
     assert "hint: " in done.err
@@ -183,13 +187,13 @@ def test_what_is_no_configuration_is_bad_input(text: str | None, message: str, t
 
 def test_bad_versions_and_an_idle_overwrite_are_bad_input() -> None:
     for words in (("--versions", "numpy=2"), ("--versions", "torch"), ("--overwrite",)):
-        done = slm("doctor", "--strategy", "ddp", *words)
+        done = slm_here("doctor", "--strategy", "ddp", *words)
         assert done.code == 2, words
         assert "hint: " in done.err
 
 
 def test_it_is_readable_at_80_columns_and_in_a_pipe(faulty: Path) -> None:
-    done = slm("doctor", *H100S, "--strategy", faulty.name, cwd=faulty.parent, env={"COLUMNS": "80"})
+    done = slm_here("doctor", *H100S, "--strategy", faulty.name, cwd=faulty.parent, env={"COLUMNS": "80"})
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("4 wrong")
@@ -264,7 +268,7 @@ def test_settings_in_the_yaml_move_to_a_json_that_is_silent(tmp_path: Path) -> N
     path.write_text(
         f"{DEEPSPEED}  deepspeed_config_file: mine.json\n  gradient_clipping: 0.5\nnum_processes: 8\n"
     )
-    done = slm(
+    done = slm_here(
         "doctor", *H100S, "--max_grad_norm", "0.5", "--strategy", str(path), "--fix", str(tmp_path / "out")
     )
     assert done.code == 0, done.out

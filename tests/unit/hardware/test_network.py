@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import slm
 from rich.console import Console
 
 from slm_toolkit.cli.network import network_table
@@ -154,60 +151,3 @@ def test_the_table_shows_every_timing_and_each_fit() -> None:
         line.replace("-0%", "+0%") for line in lines
     ]
     assert sum(line.startswith("│ reduce_scatter") for line in lines) == len(SIZES) + 1
-
-
-def test_real_processes_are_measured(tmp_path: Path) -> None:
-    words = ("--num_processes", "2", "--probe_seconds", "3", "--output_dir", str(tmp_path))
-    done = slm("compare", "--probe_network", "--json", *words)
-    assert done.code == 0, done.err
-    network = read_network(tmp_path / "network.json")
-    assert json.loads(done.out) == json.loads((tmp_path / "network.json").read_text())
-    assert (network.world_size, network.num_nodes, network.gpus_per_node) == (2, 1, 2)
-    assert "-m slm_toolkit.run.network_probe" in network.command
-    for collective in COLLECTIVES:
-        timings = [timing for timing in network.timings if timing.collective == collective]
-        assert [timing.num_bytes for timing in timings][:2] == [64 * 2**10, 256 * 2**10]
-        assert all(timing.seconds > 0 and len(timing.all_seconds) > 1 for timing in timings)
-        assert fit(network, collective).latency_seconds >= 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: nobody to send to"),
-        (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which trains nothing"),
-        (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
-    ],
-)
-def test_what_a_probe_can_not_do_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = slm("compare", *arguments, cwd=tmp_path)
-    assert done.code == 2
-    assert says in done.err
-    assert "hint: " in done.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_module_refuses_one_process(tmp_path: Path) -> None:
-    words = (sys.executable, "-m", "slm_toolkit.run.network_probe")
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "error: one process has nobody to send to\nhint: accelerate launch" in done.stderr
-
-
-def test_a_network_is_read_without_the_heavy_libraries() -> None:
-    heavy = ("torch", "numpy", "slm_toolkit.run", "slm_toolkit.compare")
-    program = (
-        "import sys, slm_toolkit.hardware.network, slm_toolkit.cli.network; "
-        f"print([name for name in {heavy} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_launch_of_a_probe_knows_neither_ranks_nor_tables() -> None:
-    program = (
-        "import sys, slm_toolkit.compare.probe_network; "
-        "print([name for name in sys.modules if name.startswith(('slm_toolkit.run', 'slm_toolkit.report'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

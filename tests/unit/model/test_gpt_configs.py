@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slm
+from conftest import slm_here
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, MptConfig, PretrainedConfig
 
 from slm_toolkit.model.model_spec import ModelSpec
@@ -36,9 +36,9 @@ def test_an_mpt_with_biases_and_learned_positions_has_llm_foundrys_parameters(tm
 
 def test_it_is_estimated_and_not_trained(tmp_path: Path) -> None:
     CONFIGS["gpt2"].save_pretrained(tmp_path)
-    done = slm("estimate", "--model", str(tmp_path), "--gpu", "l4", "--strategy", "ddp", "--json")
+    done = slm_here("estimate", "--model", str(tmp_path), "--gpu", "l4", "--strategy", "ddp", "--json")
     assert done.code == 0
-    done = slm("compare", "--model", str(tmp_path))
+    done = slm_here("compare", "--model", str(tmp_path))
     assert done.code == 2
     assert "can be estimated, not trained here\nhint: " in done.err
 
@@ -47,9 +47,9 @@ def test_no_sequence_is_longer_than_learned_positions(tmp_path: Path) -> None:
     CONFIGS["gpt2"].save_pretrained(tmp_path)
     says = f"--seq_len 8192: {tmp_path.name} has 1024 learned positions, --seq_len 1024 at most"
     for verb in ("estimate", "doctor", "recommend"):
-        done = slm(verb, "--model", str(tmp_path), "--seq_len", "8192", "--gpu", "h100-80gb")
+        done = slm_here(verb, "--model", str(tmp_path), "--seq_len", "8192", "--gpu", "h100-80gb")
         assert (done.code, f"error: {says}" in done.err) == (2, True), done.err
-    longest = slm(
+    longest = slm_here(
         "estimate", "--model", str(tmp_path), "--seq_len", "1024", "--gpu", "l4", "--strategy", "ddp"
     )
     assert longest.code == 0, longest.err

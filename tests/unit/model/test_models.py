@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL_LLAMA, slm
+from conftest import SMALL_LLAMA, slm_here
 from transformers import AutoModelForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
@@ -197,21 +197,23 @@ def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) 
     config |= {"hidden_act": "gelu", "attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for verb in ("estimate", "doctor", "recommend"):
-        done = slm(verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single")
+        done = slm_here(
+            verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single"
+        )
         assert "sliding_window 512: estimated as if every token attended to all 1024" in done.err, done.err
         assert "hidden_act gelu: estimated as silu" in done.err
         assert "attention_dropout 0.1: estimated without dropout" in done.err
 
 
 def test_a_plan_for_training_names_the_published_model_and_its_check_the_preset(tmp_path: Path) -> None:
-    done = slm("recommend", "--model", "qwen2.5-1.5b", "--tokens", "1B", "--gpu", "h100-80gb:1@2")
+    done = slm_here("recommend", "--model", "qwen2.5-1.5b", "--tokens", "1B", "--gpu", "h100-80gb:1@2")
     assert done.code == 0, done.err
     (train,) = (line for line in done.out.splitlines() if line.startswith("accelerate launch"))
     (check,) = (line for line in done.out.splitlines() if line.startswith("slm compare"))
     assert "--model Qwen/Qwen2.5-1.5B " in train
     assert "--model qwen2.5-1.5b " in check
     assert "from random ones: --model qwen2.5-1.5b --tokenizer_name Qwen/Qwen2.5-1.5B" in done.out
-    doctor = slm(
+    doctor = slm_here(
         "doctor", "--model", "qwen2.5-1.5b", "--peft", "lora", "--gpu", "h100-80gb", "--strategy", "ddp"
     )
     assert "to train: --model Qwen/Qwen2.5-1.5B" in doctor.out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import made_record, slm
+from conftest import made_record, slm_here
 from test_adapter_memory import G, P, adapters, estimated
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -116,7 +116,7 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     assert len(estimated(*words, "--peft", "lora", "--lora_alpha", "16", "32")) == 3  # it changes nothing
     (whole,) = estimated("--strategy", "ddp")
     assert (whole["peft"], whole["lora_r"], whole["adapted_modules"]) == ("none", None, None)
-    shown = slm("estimate", "--strategy", "single", "--peft", "qlora", "--gpu", "l4")
+    shown = slm_here("estimate", "--strategy", "single", "--peft", "qlora", "--gpu", "l4")
     assert shown.code == 0, shown.err
     for words in ("qlora, rank 16", "2,325,312 trained parameters", "that needs a GPU", "dequantization"):
         assert words in shown.out
@@ -134,27 +134,29 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
 def test_what_has_no_closed_form_is_said(flags: dict, says: str) -> None:
     (problem,) = unknown_to_estimates(RunConfig(**flags))
     assert problem.startswith(says)
-    refused = slm("estimate", *(word for name, value in flags.items() for word in (f"--{name}", str(value))))
+    refused = slm_here(
+        "estimate", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))
+    )
     assert refused.code == 2
     assert refused.err.startswith(f"error: {says}")
 
 
 def test_what_an_estimate_has_no_word_for_is_refused() -> None:
-    refused = slm("estimate", "--peft", "lora", "--software", "2024")
+    refused = slm_here("estimate", "--peft", "lora", "--software", "2024")
     assert (refused.code, refused.err.splitlines()[0]) == (
         2,
         "error: --software 2024 with --peft lora: no closed form for it",
     )
     for flag in ("--loss_on", "--eval_dataset", "--lm_eval_tasks", "--merge_adapter", "--base_batch_size"):
-        assert f"error: unknown: {flag}" in slm("estimate", flag, "1").err
+        assert f"error: unknown: {flag}" in slm_here("estimate", flag, "1").err
 
 
 def test_recommend_needs_tokens_for_an_adapter_and_promises_no_loss() -> None:
     asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:1,8@3", "--peft", "lora", "qlora")
-    refused = slm(*asked)
+    refused = slm_here(*asked)
     assert refused.code == 2
     assert refused.err.startswith("error: --peft lora without --tokens")
-    done = slm(*asked, "--tokens", "50M", "--json")
+    done = slm_here(*asked, "--tokens", "50M", "--json")
     assert done.code == 0, done.err
     rows = json.loads(done.out)
     assert {row["peft"] for row in rows} == {"lora", "qlora"}

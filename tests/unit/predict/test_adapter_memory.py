@@ -1,17 +1,13 @@
 """Memory of --peft, estimated: bytes by hand and as traced, 4-bit weights as they lie, and offloaded."""
 
 import contextlib
-import csv
 import io
 import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from test_memory import BENCH, TINY, bench, estimate
+from conftest import bench
+from test_memory import TINY, estimate
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.config.run_config import RunConfig
@@ -143,24 +139,6 @@ def test_four_bit_weights_are_counted_as_they_lie() -> None:
     assert found.unpacked_bytes == 2 * 128 * 384 + 4 * 128 * 384 // 64
 
 
-def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    flags = {"model": "slm-10m", "peft": "qlora", "loss_kernel": "fused_linear", "seq_len": 128}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    words += ["--max_steps", "2", "--trace_memory", "true", "--output_dir", str(tmp_path), "--run_name", "q"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "slm_toolkit.train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "q" / "record.json").read_text())
-    (state,) = record["state_bytes"]
-    spec, found = PRESETS["slm-10m"], estimate("single", num_gpus=1, **flags)
-    scales = weights_of(spec, adapters_of(spec, RunConfig(**flags))).scales_bytes  # tensors of no parameter
-    assert state["parameters"] == found.parts["parameters"] - scales
-    assert state["master_weights"] == found.parts["master_weights"] == 4 * record["num_trainable_params"]
-    assert record["memory_at_peak"]["num_bytes"] == pytest.approx(found.peak_bytes - scales, rel=0.001)
-
-
 @pytest.mark.parametrize("half", ["adapters", "adapters_held_out"])
 def test_stored_traces_of_adapters_are_met(half: str) -> None:
     accuracy = bench("memory_accuracy")
@@ -173,28 +151,6 @@ def test_stored_traces_of_adapters_are_met(half: str) -> None:
     # of the held-out half one stands out: ZeRO-3 on 64 ranks holds slm-10m twice as it gathers the last of it
     assert max(errors) <= (0.05 if half == "adapters" else 0.07)
     assert sorted(errors)[-2] <= 0.05
-
-
-def traced_again(row: dict[str, str]) -> int:
-    """The peak of a stored configuration, rehearsed now."""
-    accuracy = bench("memory_accuracy")
-    asked = {name: value for name, value in row.items() if name not in accuracy._NOT_FLAGS[2:]}
-    asked["num_gpus"] = int(asked["num_gpus"])
-    code = (
-        f"import json, sys; sys.path.insert(0, {str(BENCH)!r}); from memory_traces import trace\n"
-        f"print(json.dumps(trace({asked!r})))"
-    )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    return json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-
-
-@pytest.mark.parametrize(("strategy", "peft"), [("ddp", "ia3"), ("fsdp_shard_grad_op", "lora")])
-def test_a_sample_of_the_traces_is_traced_again(strategy: str, peft: str) -> None:
-    with (bench("memory_accuracy").FOLDER / "adapters.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (row["strategy"], row["peft"]) == (strategy, peft)]
-    row = min(rows, key=lambda row: int(row["peak_bytes"]))
-    assert traced_again(row) == int(row["peak_bytes"])
 
 
 def test_offload_leaves_frozen_weights_where_the_engine_does() -> None:

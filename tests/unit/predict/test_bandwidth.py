@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import own_strategy, slm
+from conftest import own_strategy, slm_here
 from rich.console import Console
 from test_estimate import estimated
 
@@ -170,7 +170,7 @@ def test_a_network_of_something_else_is_refused(
 ) -> None:
     file = tmp_path / "network.json"
     write_network(dataclasses.replace(measured(num_nodes=2), **{"gpu": A100, **changes}), file)
-    done = slm("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file), *flags)
+    done = slm_here("estimate", "--gpu", "a100-80gb", "--num_gpus", "16", "--network", str(file), *flags)
     assert done.code == 2
     assert said in done.err
 
@@ -179,17 +179,17 @@ def test_whether_a_measurement_was_used_stands_in_the_row(tmp_path: Path) -> Non
     file = tmp_path / "network.json"
     write_network(dataclasses.replace(measured(num_nodes=2), gpu=A100), file)
     asked = ("--gpu", "a100-80gb", "--strategy", "ddp", "--network", str(file), "--json", "--num_gpus")
-    (row,) = json.loads(slm("estimate", *asked, "16").out)
+    (row,) = json.loads(slm_here("estimate", *asked, "16").out)
     assert row["network_evidence"] == "measured"
-    (row,) = json.loads(slm("estimate", *asked, "8").out)  # inside a node, which was not measured
+    (row,) = json.loads(slm_here("estimate", *asked, "8").out)  # inside a node, which was not measured
     assert row["network_evidence"] == "data sheet"
 
 
 def test_prices_that_contradict_each_other_are_refused() -> None:
-    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "2", "--provider", "AWS")
+    done = slm_here("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "2", "--provider", "AWS")
     assert done.code == 2
     assert "--usd_per_gpu_hour with --provider" in done.err
-    done = slm("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "1e308", "--json")
+    done = slm_here("estimate", "--gpu", "h200", "--usd_per_gpu_hour", "1e308", "--json")
     assert done.code == 2
 
 

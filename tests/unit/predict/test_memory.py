@@ -2,16 +2,11 @@
 trainer."""
 
 import dataclasses
-import importlib.util
-import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from conftest import bench
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
@@ -22,7 +17,6 @@ from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, read_strategy
 
 GIB = 2**30
-BENCH = Path(__file__).parents[3] / "bench"
 TINY = ModelSpec("tiny", 2, 8, 2, 2, 4, 16, 40)  # 2 layers, h = q = v = 8, i = 16, V = 40
 
 
@@ -31,13 +25,6 @@ def estimate(
 ) -> MemoryEstimate:
     config = RunConfig(**{"model": "slm-100m", **flags}).with_defaults(has_gpu=True)
     return peak(Setup(spec or find_model(config.model), find_strategy(strategy), config, num_gpus=num_gpus))
-
-
-def bench(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
@@ -81,28 +68,6 @@ def test_a_loss_chunk_of_so_many_tokens_by_hand() -> None:
     assert few.peak_instant == many.peak_instant == "forward: the loss"
     # a token's 40 logits take 2 bytes in bf16, and 4 as fp32 probabilities
     assert many.peak_bytes - few.peak_bytes == 1000 * 40 * (2 + 4)
-
-
-@pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
-@pytest.mark.parametrize("tokens", [512, 2048])
-def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int, tmp_path: Path) -> None:
-    """Of a model whose vocabulary is so large that the loss is the peak."""
-    shape = {
-        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2},
-        **{"num_key_value_heads": 2, "vocab_size": 32_000, "tie_word_embeddings": False},
-        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags = {"model": str(tmp_path), "loss_kernel": kernel, "loss_chunk_tokens": tokens, "seq_len": 1024}
-    code = (
-        f"import json, sys; sys.path.insert(0, {str(BENCH)!r}); from memory_traces import trace\n"
-        f"print(json.dumps(trace({ {'strategy': 'ddp', 'num_gpus': 2, **flags}!r})))"
-    )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    traced = json.loads(done.stdout.splitlines()[-1])
-    assert traced["status"] == "ok", traced["reason"]
-    assert estimate("ddp", num_gpus=2, **flags).peak_bytes == pytest.approx(traced["peak_bytes"], rel=0.001)
 
 
 def test_a_fused_linear_loss_takes_the_logits_away() -> None:

@@ -1,16 +1,9 @@
 """Gradients under ZeRO-1 and ZeRO-2: hand-worked cases, and traces of DeepSpeed on small models."""
 
-import csv
 import dataclasses
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from conftest import bench
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.zero_gradients import (
@@ -24,7 +17,6 @@ from slm_toolkit.predict.memory.zero_gradients import (
 )
 from slm_toolkit.predict.setup.adapters import weights_of
 
-BENCH = Path(__file__).parents[3] / "bench"
 # h = q = v = 8, i = 16, V = 40: a vocabulary matrix has 320 elements, a layer's seven 4 x 64 + 3 x 128 = 640,
 # a norm 8. Matrices: 2 x 320 + 2 x 640 = 1920 elements, norms 5 x 8 = 40.
 TINY = ModelSpec("tiny", 2, 8, 2, 2, 4, 16, 40)
@@ -48,13 +40,6 @@ def backward(
 ) -> Backward:
     changed = dataclasses.replace(reduction, **changes)
     return backward_of(spec, weights_of(spec, None), changed, num_micro_steps=num_micro_steps)
-
-
-def bench(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_gradients_are_made_from_the_head_to_the_embedding() -> None:
@@ -155,26 +140,3 @@ def test_stored_traces_of_small_models_are_met(half: str) -> None:
     for error, row in found:  # the columns are today's
         assert float(row["error"]) == pytest.approx(error, abs=1e-6)
         assert int(row["estimated_bytes"]) == accuracy.estimate_of(row).peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("strategy", "asked"),
-    [
-        ("ds_zero2", {"reduce_dtype": "fp32", "gradient_accumulation_steps": "2", "model": "tied-mha-1m"}),
-        ("ds_zero1", {"gradient_accumulation_steps": "2", "model": "qwen-tied-3m"}),
-    ],
-)
-def test_a_sample_of_the_traces_is_traced_again(strategy: str, asked: dict[str, str]) -> None:
-    accuracy = bench("memory_accuracy")
-    with (accuracy.FOLDER / "small_zero.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if {**row, "strategy": strategy, **asked} == row]
-    row = min(rows, key=lambda row: int(row["peak_bytes"]))
-    configuration = {name: value for name, value in row.items() if name not in accuracy._NOT_FLAGS[2:]}
-    configuration["num_gpus"] = int(configuration["num_gpus"])
-    code = (
-        f"import json, sys; sys.path.insert(0, {str(BENCH)!r}); from memory_traces import trace\n"
-        f"print(json.dumps(trace({configuration!r})))"
-    )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert json.loads(done.stdout.splitlines()[-1])["peak_bytes"] == int(row["peak_bytes"])

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import FSDP2, made_record, own_strategy, plans_of, slm
+from conftest import FSDP2, made_record, own_strategy, plans_of, slm_here
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.cli.recommend import _LAWS
@@ -69,7 +69,7 @@ def test_a_deadline_and_a_budget_leave_out_what_breaks_them() -> None:
 
 
 def test_nothing_within_the_limits_names_what_comes_nearest() -> None:
-    done = slm(
+    done = slm_here(
         "recommend", "--model", "slm-2b", "--gpu", "a100-40gb:8@2", "--tokens", "40B", "--deadline_hours", "1"
     )
     assert done.code == 1
@@ -93,13 +93,13 @@ def test_a_target_loss_takes_the_tokens_of_the_law() -> None:
     # D^0.28 = 410.7 / 0.8537 and D = 481.1^(1/0.28) = 3.81e9
     assert row["num_tokens"] == pytest.approx(3.8e9, rel=0.02)
     assert row["expected_loss"] == pytest.approx(2.9)
-    done = slm("recommend", "--model", "slm-1b", "--gpu", "h100-80gb", "--target_loss", "1.9")
+    done = slm_here("recommend", "--model", "slm-1b", "--gpu", "h100-80gb", "--target_loss", "1.9")
     assert done.code == 2
     assert "hint: endless tokens lead to" in done.err
 
 
 def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() -> None:
-    done = slm("recommend", "--model", "slm-100m", "--gpu", "a40:1", "--tokens", "1B")
+    done = slm_here("recommend", "--model", "slm-100m", "--gpu", "a40:1", "--tokens", "1B")
     assert done.code == 0
     assert "a40: no price known: give one as a40@USD, or with --prices" in done.err
     (row, *_) = recommended("--model", "slm-100m", "--gpu", "a40:1", "--tokens", "1B")
@@ -109,10 +109,12 @@ def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() ->
 
 
 def test_aligned_widths_are_named_for_each_gpu_type() -> None:
-    done = slm("recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B")
+    done = slm_here(
+        "recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B"
+    )
     for name in ("a100-40gb", "h100-80gb"):
         assert f"on {name} slm-500m-hw (FFN 4096 for 4147) should train " in done.out
-    assert "should train" not in slm("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
+    assert "should train" not in slm_here("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
 
 
 RECORDED = (  # the flags of conftest's made_record
@@ -150,7 +152,7 @@ def test_what_ran_out_of_memory_is_not_recommended(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_the_flags_is_named_at_once() -> None:
-    done = slm("recommend", "--gpu", "h100-80gb:12", "a100-40gb:8@0", "h100-80gb:x")
+    done = slm_here("recommend", "--gpu", "h100-80gb:12", "a100-40gb:8@0", "h100-80gb:x")
     assert done.code == 2
     for problem in (
         "12 GPUs: at least 1, and full nodes of 8",
@@ -209,7 +211,7 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
     rows = recommended(*asked)
     assert [row["usd"] is None for row in rows] == sorted(row["usd"] is None for row in rows)
     assert rows[-1]["gpu"] == "a40"
-    shown = slm("recommend", *asked).out
+    shown = slm_here("recommend", *asked).out
     assert "8 x a40" in shown
     assert "without a price it can't be compared in dollars" in shown
 
@@ -224,7 +226,7 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
 )
 def test_what_was_not_considered_is_named_with_its_reason(flags: tuple[str, ...], reason: str) -> None:
     gpu = () if "--gpu" in flags else ("--gpu", "h100-80gb:8")
-    done = slm("recommend", "--model", "slm-1b", "--tokens", "1B", *gpu, *flags)
+    done = slm_here("recommend", "--model", "slm-1b", "--tokens", "1B", *gpu, *flags)
     assert done.code == 1
     assert reason in done.err
     assert done.out.startswith("no plan: see what was left out")
@@ -235,7 +237,7 @@ def test_own_shards_that_don_t_divide_and_offload_are_left_out_by_name(tmp_path:
     sizes = f"{key}:\n  {key}_dp_replicate_size: 2\n  {key}_dp_shard_size: 8\n"
     hybrid = own_strategy(tmp_path, FSDP2 + sizes, name="hybrid")
     offload = own_strategy(tmp_path, f"{FSDP2}  fsdp_offload_params: true\n", name="offload")
-    done = slm(
+    done = slm_here(
         *("recommend", "--model", "slm-1b", "--tokens", "1B", "--gpu", "h100-80gb:8"),
         *("--strategy", hybrid, offload, "ddp"),
     )
@@ -250,13 +252,13 @@ def test_a_grid_value_that_changes_the_training_has_a_row_and_a_column() -> None
     asked = ("--model", "slm-1b", "--gpu", "h100-80gb:8", "--strategy", "ddp", "--tokens", "1B")
     asked += ("--numerics", "aligned", "pure_bf16")
     assert {row["numerics"] for row in recommended(*asked)} == {"aligned", "pure_bf16"}
-    shown = slm("recommend", *asked).out
+    shown = slm_here("recommend", *asked).out
     assert " numerics " in shown
     assert " pure_bf16 " in shown
 
 
 def test_a_model_that_never_reaches_the_loss_is_left_out_and_the_others_are_not() -> None:
-    done = slm(
+    done = slm_here(
         *("recommend", "--model", "slm-100m", "slm-1b", "--target_loss", "2.4", "--gpu", "h100-80gb:8"),
     )
     assert done.code == 0

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import H100, ROOT, Finished, made_record, own_strategy, slm
+from conftest import H100, ROOT, made_record, own_strategy, slm_here
 from rich.console import Console
 
 from slm_toolkit.config.run_config import RunConfig
@@ -45,40 +45,6 @@ def config_of(**flags: object) -> RunConfig:
 
 def entries_of(record: RunRecord) -> dict[str, LedgerEntry]:
     return {entry.what: entry for entry in ledger_of([(Path("r/record.json"), record)])[0]}
-
-
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """slm-1m as rank 0 of 2, every allocation traced, by the trainer itself."""
-    folder = tmp_path_factory.mktemp("rehearsed")
-    done = slm(
-        *("compare", "--model", "slm-1m", "--strategy", "ddp", "fsdp_full_shard", "--rehearse", "2"),
-        *("--output_dir", str(folder), "--json"),
-    )
-    assert done.code == 0, done.err
-    rows = json.loads(done.out)
-    assert all(row["estimated_peak_bytes"] for row in rows)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def printed(rehearsed: Path) -> Finished:
-    return slm("report", str(rehearsed), "results/cpu", "--errors")
-
-
-def test_a_rehearsal_by_the_real_trainer_is_within_5_percent_of_the_estimate(rehearsed: Path) -> None:
-    entries, left_out = ledger_of(find_records([rehearsed])[0])
-    assert left_out == []
-    peaks = {entry.strategy: entry for entry in entries if entry.what == "peak_allocated"}
-    assert sorted(peaks) == ["ddp", "fsdp_full_shard"]
-    for entry in peaks.values():
-        assert (entry.evidence, entry.world_size, entry.gpu) == ("rehearsed", 2, None)
-        assert abs(entry.error) < 0.05
-        assert entry.predicted_instant == "backward: the loss"
-        assert entry.observed_instant == "backward: loss"
-        parts = [other for other in entries if other.record == entry.record and other is not entry]
-        assert sum(part.observed_bytes for part in parts) == entry.observed_bytes
-        assert sum(part.predicted_bytes for part in parts) == entry.predicted_bytes
 
 
 def test_errors_of_a_traced_record_by_hand() -> None:
@@ -191,7 +157,7 @@ def test_what_can_not_be_compared_is_named(tmp_path: Path) -> None:
         "2: holds no bytes of a GPU, a trace or the training state",
     ]
     write_record(bare, tmp_path)
-    done = slm("report", str(tmp_path), "--errors")
+    done = slm_here("report", str(tmp_path), "--errors")
     assert (done.code, done.out) == (1, "")
     assert "left out" in done.err
 
@@ -212,14 +178,6 @@ def test_a_summary_is_of_whole_figures_by_strategy_and_over_all() -> None:
     ]
 
 
-def test_the_table_names_the_evidence_and_sums_up(printed: Finished) -> None:
-    assert (printed.code, printed.err) == (0, "")
-    assert "backward: the loss" in printed.out
-    lines = [line for line in printed.out.splitlines() if line.startswith("│ all")]
-    assert ["rehearsed" in line for line in lines] == [True, False]
-    assert ["measured" in line for line in lines] == [False, True]
-
-
 def test_a_narrow_table_cuts_no_figure_and_says_what_is_left_out() -> None:
     entries, _ = ledger_of(find_records([ROOT / "results" / "cpu"])[0])
     console = Console(width=70, color_system=None)
@@ -231,7 +189,7 @@ def test_a_narrow_table_cuts_no_figure_and_says_what_is_left_out() -> None:
 
 
 def test_shipped_records_hold_the_state_that_is_estimated() -> None:
-    done = slm("report", "results/cpu", "--errors", "--json")
+    done = slm_here("report", "results/cpu", "--errors", "--json")
     found = json.loads(done.out)
     assert done.code == 0
     assert [entry["what"] for entry in found].count("training_state") == 6
@@ -241,7 +199,7 @@ def test_shipped_records_hold_the_state_that_is_estimated() -> None:
 
 
 def test_errors_are_printed_alone() -> None:
-    done = slm("report", "results/cpu", "--errors", "--baseline", "results/cpu")
+    done = slm_here("report", "results/cpu", "--errors", "--baseline", "results/cpu")
     assert done.code == 2
     assert "--baseline with --errors" in done.err
 

@@ -2,14 +2,11 @@
 
 import dataclasses
 import os
-import re
-import struct
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import H100, ROOT, made_record, run, slm
-from made_records import made, needs_browser
+from conftest import H100, ROOT, made_record, slm_here
+from made_records import made
 
 from slm_toolkit.record.files import find_records
 from slm_toolkit.report.charts.figures import MOST_POINTS, loss_panel, pareto_front, scaling_panel
@@ -25,30 +22,6 @@ def test_the_front_holds_what_none_beats_in_both() -> None:
         for name, (rate, usd) in rates_and_dollars.items()
     }
     assert pareto_front(rows) == ["slow", "middle", "fast"]  # worse: slower and dearer than middle
-
-
-@needs_browser
-def test_each_figure_becomes_a_png_and_an_svg(tmp_path: Path) -> None:
-    done = slm("report", "results/cpu", "--figures", str(tmp_path / "figures"))
-    assert done.code == 0, done.err
-    names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert names == {
-        f"{name}.{kind}" for name in ("speed", "memory", "losses", "errors") for kind in ("png", "svg")
-    }
-    png = (tmp_path / "figures" / "speed.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">I", png[16:20])[0] == 2160  # three times 720 pixels
-    svg = (tmp_path / "figures" / "speed.svg").read_text()
-    assert svg.startswith("<svg")
-    assert svg.count('class="point"') == 6  # strategies
-
-
-def test_without_a_browser_figures_end_with_a_hint(tmp_path: Path) -> None:
-    slm_command = str(Path(sys.executable).with_name("slm"))
-    env = {"PATH": str(tmp_path), "CHROME_PATH": ""}
-    done = run(slm_command, "report", "results/cpu", "--figures", str(tmp_path / "figures"), env=env)
-    assert done.code == 2
-    assert re.search(r"^error: no Chrome or Chromium.*\nhint: `apt-get install chromium`", done.err, re.M)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -74,7 +47,7 @@ def test_plots_fit_the_terminal_and_have_every_row(columns: int) -> None:
 
 @pytest.mark.parametrize("flags", [["--json"], ["--csv", "-"]])
 def test_plot_with_what_has_stdout_for_itself_is_refused(flags: list[str]) -> None:
-    done = slm("report", "results/cpu", "--plot", *flags)
+    done = slm_here("report", "results/cpu", "--plot", *flags)
     assert done.code == 2
     assert f"--plot with {flags[0]}" in done.err
 
@@ -110,23 +83,9 @@ def test_runs_of_other_versions_are_lines_of_their_own() -> None:
     assert (linear["x"], line["x"]) == ([1, 2, 4], [1, 2, 4])
 
 
-def test_a_page_is_written_though_nobody_reads_the_table(tmp_path: Path) -> None:
-    slm_command = Path(sys.executable).with_name("slm")
-    page = tmp_path / "page.html"
-    run("sh", "-c", f"{slm_command} report results/cpu --json --html {page} | true")
-    assert page.is_file()
-
-
 def test_a_page_that_can_not_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "page.html"):
-        done = slm("report", "results/cpu", "--html", str(place))
+        done = slm_here("report", "results/cpu", "--html", str(place))
         assert (done.code, done.out) == (2, "")
         assert done.err.startswith("error: can't write: ")
-
-
-def test_files_are_written_without_any_stdout(tmp_path: Path) -> None:
-    slm_command = Path(sys.executable).with_name("slm")
-    done = run("sh", "-c", f"{slm_command} report results/cpu --html {tmp_path}/page.html >&-")
-    assert (done.code, (tmp_path / "page.html").is_file()) == (0, True)
-    assert "Traceback" not in done.err

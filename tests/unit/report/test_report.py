@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, made_record, slm
+from conftest import ROOT, made_record, slm_here
 from rich.console import Console
 
 from slm_toolkit.cli.main import main
@@ -161,7 +161,7 @@ def test_batches_are_listed_by_size_not_by_their_first_digit(tmp_path: Path) -> 
         record = made_record()
         record.asked["config"]["per_device_train_batch_size"] = batch
         write_record(dataclasses.replace(record, identity=str(number)), tmp_path / str(number))
-    rows = json.loads(slm("report", str(tmp_path), "--json").out)
+    rows = json.loads(slm_here("report", str(tmp_path), "--json").out)
     assert [row["per_device_train_batch_size"] for row in rows] == [4, 8, 16, 128]
 
 
@@ -189,7 +189,7 @@ def test_a_record_that_no_run_wrote_is_left_out_and_named(
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
-    done = slm("report", str(tmp_path), *filter(None, [option]), timeout=60)
+    done = slm_here("report", str(tmp_path), *filter(None, [option]))
     assert done.code == 1
     assert done.err.startswith(f"left out: {path}: invalid field: {named} (")
     assert done.out
@@ -197,7 +197,7 @@ def test_a_record_that_no_run_wrote_is_left_out_and_named(
 
 def test_a_curve_that_begins_at_a_far_step_takes_no_memory(tmp_path: Path) -> None:
     write_record(made_record(first_step=2**53, losses=[5.0, 4.0, 3.0]), tmp_path / "far")
-    done = slm("report", str(tmp_path), "--plot", timeout=60)
+    done = slm_here("report", str(tmp_path), "--plot")
     assert (done.code, done.err) == (0, "")
     assert f"step 1 to {2**53 + 3}" in done.out
 

@@ -1,6 +1,5 @@
 """Fused losses, the fused norm and selective checkpointing compute what transformers does, and keep less."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,58 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import ROOT, TIED, compare, launch, record_under
+from kernel_models import ALL, error, made, two_micro_steps
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.names import find_model
 from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, use_kernels
 from slm_toolkit.run.kernels.loss_kernels import LossHead, fused_logits_loss
-from slm_toolkit.run.model.loss_recorder import RecordedLoss
-from slm_toolkit.run.model.model import build_model, enable_checkpointing
+from slm_toolkit.run.model.model import enable_checkpointing
 
-ALL = {
-    **{"loss_kernel": "fused_linear", "norm_kernel": "fused", "mlp_kernel": "fused"},
-    "gradient_checkpointing": "selective_op",
-}
-FLAGS = [word for name, value in ALL.items() for word in (f"--{name}", value)]
 NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
 SMALLEST = {
     **{"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64},
     "num_attention_heads": 2,
 }
-
-
-@pytest.fixture
-def tied(tmp_path: Path) -> str:
-    """A folder of a model with one vocabulary matrix, biases and six layers."""
-    (tmp_path / "tied").mkdir()
-    (tmp_path / "tied" / "config.json").write_text(json.dumps({**TIED, "num_hidden_layers": 6}))
-    return str(tmp_path / "tied")
-
-
-def made(model: str = "slm-1m", numerics: str = "fp32", **flags: str) -> PreTrainedModel:
-    return build_model(find_model(model), RunConfig(model=model, seq_len=64, numerics=numerics, **flags))
-
-
-def two_micro_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recorded loss and all gradients, some labels of the first sequence left out."""
-    recorder = RecordedLoss(model)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 64), generator=torch.manual_seed(0))
-    labels = tokens.clone()
-    labels[0, 5:40] = -100
-    for part in (slice(0, 1), slice(1, 2)):
-        (model(input_ids=tokens[part], labels=labels[part]).loss / 3).backward()
-    assert recorder.num_tokens == 2 * 64
-    assert recorder.last.dtype == torch.float32
-    return recorder.last, torch.cat([param.grad.flatten().float() for param in model.parameters()])
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize(
@@ -108,39 +70,6 @@ def test_chunks_of_any_number_of_tokens_have_the_same_loss_and_gradients(kernel:
         loss, grads = two_micro_steps(made(loss_kernel=kernel, loss_chunk_tokens=num_tokens))
         assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
         assert error(grads, wanted) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
-    labels = torch.randint(0, VOCAB, (1, 50))
-    labels[0, 3:20] = -100
-    hidden = torch.randn(1, 50, HIDDEN, dtype=dtype, requires_grad=True)
-    head = LossHead(HIDDEN, VOCAB, bias=False, dtype=dtype)
-    found = []
-    for head.compiled in (False, True):
-        for compute in (
-            lambda: fused_logits_loss(hidden @ head.weight.t(), labels, VOCAB, compiled=head.compiled),
-            lambda: head(hidden),
-        ):
-            head.labels = labels
-            loss = compute()
-            found.append([loss, *torch.autograd.grad(loss, [hidden, head.weight])])
-    for others in found[1:]:
-        for one, wanted in zip(others, found[0], strict=True):
-            assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
-def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
-    """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
-    flags = {**ALL, "loss_kernel": "hf", "gradient_checkpointing": checkpointing}
-    plain, model = made(), made(**flags, torch_compile=True)
-    for each in (plain, model):
-        each.model.layers = each.model.layers[:1]
-    model.load_state_dict(plain.state_dict())
-    (wanted_loss, wanted), (loss, found) = two_micro_steps(plain), two_micro_steps(model)
-    assert error(loss, wanted_loss) < 1e-6
-    assert error(found, wanted) < 1e-6
 
 
 def test_without_gradients_or_labels_logits_are_logits() -> None:
@@ -240,23 +169,6 @@ def test_backward_computes_again_what_was_not_saved(mode: str, num_matmuls: int,
     assert again["aten::_scaled_dot_product_flash_attention_for_cpu"] == num_attentions
 
 
-def test_a_compiled_layer_is_one_graph_under_ddp_too(tmp_path: Path) -> None:
-    """Its 55 MB of fp32 weights are more than one of DDP's buckets of 25 MB, where Dynamo cut it."""
-    wide = {**TIED, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(wide))
-    model = made(str(tmp_path), torch_compile=True)
-    graphs = []
-    model.model.layers[0].compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    tokens = torch.arange(64).view(1, 64)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        replicated = torch.nn.parallel.DistributedDataParallel(model)
-        replicated(input_ids=tokens, labels=tokens).loss.backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("mode", ["full", "selective_op"])
 def test_an_engines_hooks_of_a_layer_run_once_though_it_is_computed_again(mode: str) -> None:
     """As FSDP2's do, which gather; transformers 5.17 ran them again in backward."""
@@ -300,52 +212,3 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
         gradients.append(torch.autograd.grad(layer(inputs).square().sum(), list(layer.parameters())))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_sharded_engines_with_all_of_them_train_as_one_plain_process_does(tmp_path: Path, tied: str) -> None:
-    """ZeRO-3 keeps little and prefetches some: layers gather otherwise when they are computed again."""
-    shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    shipped["zero_optimization"].update(
-        stage3_param_persistence_threshold=0,
-        stage3_prefetch_bucket_size=110_000,
-        stage3_max_live_parameters=300_000,
-    )
-    (tmp_path / "zero3.json").write_text(json.dumps(shipped))
-    config = yaml.safe_load((ROOT / "accel_configs" / "ds_zero3.yaml").read_text())
-    config["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero3.json")
-    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config))
-    fsdp = ["fsdp_full_shard"] if torch.__version__ >= (2, 13) else []  # which shards tied embeddings
-    done = compare(
-        *("--strategy", *fsdp, str(tmp_path / "zero3.yaml"), "--model", tied, *FLAGS),
-        *("--numerics", "fp32", "--parity", "3", "--seq_len", "32"),
-        folder=tmp_path / "runs",
-    )
-    assert done.finished.code == 0, done.finished.err
-    assert len(done.rows) == 1 + len(fsdp)
-    for row in done.rows.values():
-        assert row["parity_reference"] == "single-process fp32"
-        assert row["parity_holds"]  # |Δloss| within 1e-5
-        assert row["numerics_probed"]["recomputed"]
-
-
-def test_a_model_trained_with_all_of_them_is_evaluated_and_saved(tmp_path: Path, texts: Path) -> None:
-    done = launch(
-        *(
-            "--model",
-            "slm-1m",
-            "--dataset",
-            str(texts / "licence.txt"),
-            "--seq_len",
-            "32",
-            "--max_steps",
-            "3",
-        ),
-        *("--eval_steps", "3", *FLAGS, "--output_dir", str(tmp_path)),
-        config="accel_configs/ds_zero3.yaml",
-    )
-    assert done.code == 0, done.err
-    record = record_under(tmp_path)
-    assert record["eval_losses"][0]["loss"] == pytest.approx(record["losses"][-1], rel=0.05)
-    _, loading = AutoModelForCausalLM.from_pretrained(record["model_dir"], output_loading_info=True)
-    assert not loading["missing_keys"]
-    assert not loading["unexpected_keys"]

@@ -1,11 +1,10 @@
 """Documents in sequences: nothing is lost, nothing sees another document, and what is padding is known."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, record_under
+from conftest import write_documents
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
@@ -22,16 +21,6 @@ SEQ_LEN = 48
 def document(first: int, length: int) -> Document:
     tokens = list(range(first, first + length))
     return Document(tokens, tokens)
-
-
-def write_documents(folder: Path, lengths: list[int]) -> Path:
-    """Documents of so many bytes, each of a letter of its own order; with their end, a token more each."""
-    file = folder / "documents.jsonl"
-    texts = [
-        "".join(chr(97 + (7 * n + i * (n + 1)) % 26) for i in range(size)) for n, size in enumerate(lengths)
-    ]
-    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return file
 
 
 def load(file: Path, packing: str, **options: object) -> Data:
@@ -133,19 +122,3 @@ def test_a_stream_is_packed_as_a_file_is(tmp_path: Path) -> None:
         assert len(rows) == len(whole)
         for row, wanted in zip(rows, whole, strict=True):
             assert all(torch.equal(row[name], wanted[name]) for name in whole.column_names)
-
-
-def test_packings_train_alike_under_ddp_and_report_their_waste(tmp_path: Path) -> None:
-    file = write_documents(tmp_path, [30, 12, 25, 18, 40, 7, 33, 10] * 8)
-    flags = f"--model slm-1m --seq_len {SEQ_LEN} --max_steps 2 --dataset {file} --packing multipack".split()
-    records = []
-    for name, micro_steps in (("ddp", "2"), ("single", "4")):
-        batch = ["--gradient_accumulation_steps", micro_steps, "--output_dir", str(tmp_path / name)]
-        done = launch(*flags, *batch, config=ROOT / "accel_configs" / f"{name}.yaml")
-        assert done.code == 0, done.err
-        records.append(record_under(tmp_path / name))
-    two, one = records
-    # all 16 sequences of a step are the same on one rank and on two: every token counts alike, wherever it is
-    assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
-    assert 0 < two["num_padding_tokens"] == one["num_padding_tokens"]
-    assert two["datasets"][0]["packing"] == "multipack"

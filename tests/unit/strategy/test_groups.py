@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, slm
+from conftest import ROOT, slm_here
 
 from slm_toolkit.cli.launch import plan_launch
 from slm_toolkit.compare.grid import plan_runs
@@ -56,7 +56,7 @@ def test_a_users_own_groups_are_taken_as_they_are(tmp_path: Path) -> None:
     own.write_text((ROOT / "accel_configs" / "fsdp_hybrid_shard.yaml").read_text())
     strategy = find_strategy(str(own))
     assert fit_groups(strategy, num_ranks=64, ranks_per_node=8) == strategy
-    done = slm("estimate", "--strategy", str(own), "--num_gpus", "8")
+    done = slm_here("estimate", "--strategy", str(own), "--num_gpus", "8")
     assert done.code == 2
     assert "dp_replicate_size 2 x dp_shard_size 2 with --num_gpus 8" in done.err
 
@@ -65,7 +65,7 @@ def test_hpz_auto_is_the_ranks_of_a_node() -> None:
     zeropp = find_strategy("ds_zeropp")
     fitted = fit_groups(zeropp, num_ranks=16, ranks_per_node=8)
     assert fitted.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == 8
-    done = slm(
+    done = slm_here(
         "estimate", "--json", "--model", "slm-1b", "--num_gpus", "16", "--strategy", "ds_zero3", "ds_zeropp"
     )
     plain, second = (row["parts"]["parameters"] for row in json.loads(done.out))

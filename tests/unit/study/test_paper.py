@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import made_record, slm
+from conftest import made_record, slm_here
 from rich.console import Console, RenderableType
 
 from slm_toolkit.config.run_config import RunConfig
@@ -245,6 +245,7 @@ def test_many_nodes_are_limited_by_the_global_batch(best: list[Best]) -> None:
     assert "global batch" in last.limited_by
 
 
+@pytest.mark.full
 def test_without_a_known_network_several_nodes_have_no_best_configuration() -> None:
     found = [item for item in best_configurations("l40s") if item.num_nodes > 1]
     assert {item.strategy for item in found} == {None}
@@ -265,14 +266,14 @@ def test_places_name_each_model_once() -> None:
 
 def test_the_command_prints_figures_answers_and_configurations(tmp_path: Path) -> None:
     write_record(record_of(), tmp_path / "run")
-    finished = slm("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
+    finished = slm_here("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
     assert finished.code == 0, finished.err
     assert "cells of the paper measured by 1 records: 1" in finished.err
     content = json.loads(finished.out)
     assert len(content["points"]) == 284
     assert {"q1", "q2", "q3", "q4", "disagreements", "aligned"} == set(content["answers"])
     assert {row["gpu"] for row in content["best"]} == {"a100-80gb"}
-    shown = slm("report", "--paper", "--usd_per_gpu_hour", "2")
+    shown = slm_here("report", "--paper", "--usd_per_gpu_hour", "2")
     assert shown.code == 0, shown.err
     assert "price: given by --usd_per_gpu_hour" in shown.out
     assert "figure 4" in shown.out
@@ -290,15 +291,15 @@ def test_the_command_prints_figures_answers_and_configurations(tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> None:
-    finished = slm("report", *flags)
+    finished = slm_here("report", *flags)
     assert finished.code == 2
     assert said in finished.err
     assert "hint:" in finished.err
 
 
 def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
-    shown = slm("report", "--paper", "--gpu", "a40").out
+    shown = slm_here("report", "--paper", "--gpu", "a40").out
     assert "no price known of a40: --usd_per_gpu_hour gives one" in shown
     assert "no usual network known between nodes of a40: --inter_node_gbps gives one" in shown
-    rows = json.loads(slm("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
+    rows = json.loads(slm_here("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
     assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")

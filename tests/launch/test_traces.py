@@ -1,0 +1,99 @@
+"""Traced memory of real steps, drawn from the shipped traces, is still what they say."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, bench, record_under, run, slm
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.peak import peak
+from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.strategy.strategy import find_strategy
+
+
+def traced(configuration: dict[str, Any]) -> dict[str, Any]:
+    """A row of the traces, rehearsed now."""
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); from memory_traces import trace\n"
+        f"print(json.dumps(trace({configuration!r})))"
+    )
+    done = run(sys.executable, "-c", code)
+    assert done.code == 0, done.err
+    return json.loads(done.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("table", "asked"),
+    [
+        ("adapters", {"strategy": "ddp", "peft": "ia3"}),
+        ("adapters", {"strategy": "fsdp_shard_grad_op", "peft": "lora"}),
+        (
+            "small_zero",
+            {
+                **{"strategy": "ds_zero2", "model": "tied-mha-1m"},
+                **{"reduce_dtype": "fp32", "gradient_accumulation_steps": "2"},
+            },
+        ),
+        (
+            "small_zero",
+            {"strategy": "ds_zero1", "model": "qwen-tied-3m", "gradient_accumulation_steps": "2"},
+        ),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else value,
+)
+def test_a_sample_of_the_traces_is_traced_again(table: str, asked: dict[str, str]) -> None:
+    accuracy = bench("memory_accuracy")
+    with (accuracy.FOLDER / f"{table}.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if {**row, **asked} == row]
+    row = min(rows, key=lambda row: int(row["peak_bytes"]))
+    configuration = {name: value for name, value in row.items() if name not in accuracy._NOT_FLAGS[2:]}
+    configuration["num_gpus"] = int(configuration["num_gpus"])
+    assert traced(configuration)["peak_bytes"] == int(row["peak_bytes"])
+
+
+@pytest.mark.parametrize("kernel", ["fused_linear", "fused_logits"])
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_the_peak_under_loss_chunks_is_that_of_a_trace(kernel: str, tokens: int, tmp_path: Path) -> None:
+    """Of a model whose vocabulary is so large that the loss is the peak."""
+    shape = {
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "vocab_size": 32_000, "tie_word_embeddings": False},
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    flags = {"model": str(tmp_path), "loss_kernel": kernel, "loss_chunk_tokens": tokens, "seq_len": 1024}
+    found = traced({"strategy": "ddp", "num_gpus": 2, **flags})
+    assert found["status"] == "ok", found["reason"]
+    config = RunConfig(**flags).with_defaults(has_gpu=True)
+    setup = Setup(find_model(config.model), find_strategy("ddp"), config, num_gpus=2)
+    assert peak(setup).peak_bytes == pytest.approx(found["peak_bytes"], rel=0.001)
+
+
+def test_a_real_step_with_four_bit_weights_peaks_as_estimated(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    flags = {"model": "slm-10m", "peft": "qlora", "loss_kernel": "fused_linear", "seq_len": 128}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    done = slm(
+        *("train", "--num_processes", "1", "--strategy", "single", *words, "--max_steps", "2"),
+        *("--trace_memory", "true", "--output_dir", str(tmp_path), "--run_name", "q"),
+    )
+    assert done.code == 0, done.err
+    record = record_under(tmp_path)
+    (state,) = record["state_bytes"]
+    setup = Setup(
+        PRESETS["slm-10m"],
+        find_strategy("single"),
+        RunConfig(**flags).with_defaults(has_gpu=True),
+        num_gpus=1,
+    )
+    found = peak(setup)
+    scales = setup.weights.scales_bytes  # tensors of no parameter
+    assert state["parameters"] == found.parts["parameters"] - scales
+    assert state["master_weights"] == found.parts["master_weights"] == 4 * record["num_trainable_params"]
+    assert record["memory_at_peak"]["num_bytes"] == pytest.approx(found.peak_bytes - scales, rel=0.001)
