@@ -77,14 +77,13 @@ def _is_unit(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Outside tests/unit what is not marked quick is left to `pytest -m full`. A file's tests stay together
-    with `-n`, and files do that share launches or one Slurm."""
+    """Outside tests/unit what is marked neither quick nor slow is left to `pytest -m full`. A file's tests
+    stay together with `-n`, and files do that share launches or one Slurm."""
     sharing = {item.path.stem for item in items if _SHARED & set(getattr(item, "fixturenames", ()))}
     for item in items:
-        if not _is_unit(item) and not item.get_closest_marker("quick"):
+        if not (_is_unit(item) or item.get_closest_marker("quick") or item.get_closest_marker("slow")):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("nvme"):
-            item.add_marker(pytest.mark.slow)
             item.add_marker(_NEEDS_LIBAIO)
         stem = item.path.stem
         group = "launches" if stem in sharing else "slurm" if stem.startswith("test_slurm") else stem

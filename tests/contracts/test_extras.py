@@ -28,6 +28,7 @@ def test_no_message_installs_the_toolkit_from_an_index() -> None:
         assert not re.search(r"SLM_TOOLKIT: slm-toolkit", text), name
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("extra", PACKAGES)
 def test_the_packages_named_are_those_of_the_extra(extra: str) -> None:
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS[extra]}

@@ -164,6 +164,7 @@ def test_what_the_budget_has_no_time_for_is_named_and_imports_that_fail_end_the_
     assert lines_of(tmp_path / "broken")["imports"]["status"] == "failed"
 
 
+@pytest.mark.quick
 def test_the_last_words_are_the_error_not_the_launchers() -> None:
     of_rank = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    step()\n'
     torch_error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -185,6 +186,7 @@ def test_the_last_words_are_the_error_not_the_launchers() -> None:
     assert measure.last_words("", 3) == "exit code 3, nothing was written"
 
 
+@pytest.mark.quick
 def test_an_arm_out_of_memory_comes_again_at_half_its_batch() -> None:
     arm = measure.Arm("ladder", "slm-2b eager", ("--per_device_train_batch_size", "8", "--torch_compile"))
     half = measure._halved(arm)
@@ -193,6 +195,7 @@ def test_an_arm_out_of_memory_comes_again_at_half_its_batch() -> None:
     assert measure._halved(measure.Arm("ladder", "x", ("--per_device_train_batch_size", "1"))) is None
 
 
+@pytest.mark.quick
 def test_the_plan_is_three_calls_that_hold_each_part_once() -> None:
     assert sorted(name for names in measure.PARTS.values() for name in names) == sorted(measure.PLAN)
     for smoke in (True, False):

@@ -148,6 +148,7 @@ def read(digest: ModuleType, *paths: Path) -> Any:
     return archive
 
 
+@pytest.mark.quick
 def test_digest_recovers_the_true_constants(digest: ModuleType, whole: Path) -> None:
     terms, missing = digest.terms_of(read(digest, whole), H200)
     found = {term.name: term.value for term in terms}
@@ -162,6 +163,7 @@ def test_digest_recovers_the_true_constants(digest: ModuleType, whole: Path) -> 
         assert any(name in reason for reason in missing), name
 
 
+@pytest.mark.quick
 def test_noise_shows_in_the_residual_and_held_out_arms_get_better(digest: ModuleType, tmp_path: Path) -> None:
     micro = micro_lines()
     for number, line in enumerate(micro):
@@ -180,6 +182,7 @@ def test_noise_shows_in_the_residual_and_held_out_arms_get_better(digest: Module
     assert worst(with_terms) < 0.06 < worst(NOT_CALIBRATED)
 
 
+@pytest.mark.quick
 def test_a_share_beyond_the_data_sheet_is_no_term(digest: ModuleType, tmp_path: Path) -> None:
     micro = [{**line, "seconds": line["seconds"] / 3} for line in micro_lines()]
     terms, missing = digest.terms_of(read(digest, write(tmp_path / "a", micro, [])), H200)
@@ -188,6 +191,7 @@ def test_a_share_beyond_the_data_sheet_is_no_term(digest: ModuleType, tmp_path: 
     assert not any(term.name in ("matmul_share", "attention_forward_share_64") for term in terms)
 
 
+@pytest.mark.quick
 def test_calibrated_rates_are_those_that_were_measured() -> None:
     rates = rates_of(H200, calibrated(TODAY, TRUE))
     assert rates.matmul_flops == pytest.approx(0.70 * FLOPS)
@@ -219,6 +223,7 @@ def test_a_pretended_archive_is_refused_unless_it_goes_elsewhere(digest: ModuleT
     assert {path: path.read_bytes() for path in shipped} == shipped
 
 
+@pytest.mark.quick
 def test_broken_lines_and_missing_parts_are_named(digest: ModuleType, tmp_path: Path) -> None:
     micro = [*micro_lines()[:4], '{"kind": "mat', {"kind": "matmul", "rows": 4, "seconds": 1.0}]
     micro.append({"kind": "copy", "bytes": 2**28, "seconds": 0})
@@ -237,6 +242,7 @@ def test_broken_lines_and_missing_parts_are_named(digest: ModuleType, tmp_path: 
     assert "## Against Trainer and others\n\nNot measured." in text
 
 
+@pytest.mark.quick
 def test_several_calls_are_one_archive(digest: ModuleType, tmp_path: Path) -> None:
     lines = arm_lines(digest)
     again = {**lines[-1], "status": "ok", "reason": None}
@@ -256,6 +262,7 @@ def test_several_calls_are_one_archive(digest: ModuleType, tmp_path: Path) -> No
         both.add(other)
 
 
+@pytest.mark.quick
 def test_tables_are_well_formed(digest: ModuleType, whole: Path) -> None:
     archive = read(digest, whole)
     text = digest.page(archive, H200, *digest.terms_of(archive, H200)) + digest.readme_table(archive, H200)
@@ -317,6 +324,7 @@ def test_a_dry_run_writes_nothing_and_a_run_what_it_showed(
     assert slack == pytest.approx(slack_before / 4, rel=WITHIN)
 
 
+@pytest.mark.quick
 def test_a_gpu_without_a_calibration_keeps_the_very_constants() -> None:
     assert calibration_of("a100-80gb") is NOT_CALIBRATED
     assert calibration_of("h200", "2024") is NOT_CALIBRATED
@@ -329,12 +337,14 @@ def test_a_gpu_without_a_calibration_keeps_the_very_constants() -> None:
     assert rates.optimizer_bytes == rates.loss_bytes("hf") == rates.memory_bytes == 0.85 * MEMORY
 
 
+@pytest.mark.quick
 def test_no_shipped_calibration_was_pretended() -> None:
     for row in calibration.rows_of(calibration.FILE):
         about = json.loads((ROOT / row.source / "about.json").read_text())
         assert about["pretended"] is False, row
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

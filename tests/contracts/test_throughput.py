@@ -27,6 +27,7 @@ def test_arms_in_turn_train_on_the_same_work(tmp_path: Path) -> None:
         assert row["tokens_per_second"] == 2 * 64 / row["step_seconds"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("losses", "numerics", "apart"),
     [

@@ -39,6 +39,7 @@ def test_the_predicted_table_is_what_its_command_prints() -> None:
     assert printed in FAST_PATH
 
 
+@pytest.mark.quick
 def test_the_measured_table_is_what_was_kept() -> None:
     kept = ROOT / "results" / "throughput" / "features-cpu-glibc-bf16.json"
     (model,) = json.loads(kept.read_text())
@@ -54,6 +55,7 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in blocks.splitlines()]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("words", commands(MACHINES), ids=" ".join)
 def test_a_command_for_several_machines_is_one(words: list[str]) -> None:
     args = _parser().parse_args(with_underscores(words[1:]))

@@ -26,6 +26,7 @@ TRAIN = [words for words in COMMANDS if words[:2] == ["accelerate", "launch"]]
 SLM = [words for words in COMMANDS if words[0] == "slm"]
 
 
+@pytest.mark.quick
 def test_ci_runs_the_two_commands_as_the_readme_has_them() -> None:
     script = (ROOT / ".ci" / "run").read_text().replace(" --quiet -c constraints/cpu.txt", "")
     assert "pip install -e . && slm compare\n" in README
@@ -33,9 +34,10 @@ def test_ci_runs_the_two_commands_as_the_readme_has_them() -> None:
     assert "pip install -e . #" in script
     assert "slm compare)\n" in script
     assert 'pip install -e ".[test]"\n' in script
-    assert "\npytest -n 2\n" in script
+    assert "\npytest -n 2\npytest -n 2 -m full\n" in script
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
 def test_a_training_command_names_a_config_that_is_there_and_flags_that_exist(words: list[str]) -> None:
     launcher, arguments = words[2 : words.index("-m")], words[words.index("-m") + 2 :]
@@ -45,6 +47,7 @@ def test_a_training_command_names_a_config_that_is_there_and_flags_that_exist(wo
     parser.parse_args(with_underscores(arguments))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("words", SLM, ids=" ".join)
 def test_an_slm_command_parses(words: list[str]) -> None:
     _parser().parse_args(with_underscores(words[1:]))
@@ -62,16 +65,19 @@ def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
     assert (Path(record["model_dir"]) / "model.safetensors").is_file()
 
 
+@pytest.mark.quick
 def test_the_table_shown_is_the_report_of_the_records_shipped() -> None:
     shown = re.search(r"```text\n(.*?)```", README, re.S)[1]
     assert slm("report", "results/cpu").out == shown
 
 
+@pytest.mark.quick
 def test_the_error_table_shown_is_the_ledger_of_the_records_shipped() -> None:
     shown = re.findall(r"```text\n(.*?)```", README, re.S)[1]
     assert slm("report", "results/rehearsed", "--errors").out.endswith(shown)
 
 
+@pytest.mark.quick
 def test_the_accuracy_shown_is_that_of_the_traces_shipped() -> None:
     printed = subprocess.run(
         [sys.executable, "bench/memory_accuracy.py"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -81,6 +87,7 @@ def test_the_accuracy_shown_is_that_of_the_traces_shipped() -> None:
     assert shown[:6] == halves
 
 
+@pytest.mark.quick
 def test_the_throughput_shown_is_what_was_kept() -> None:
     section = README[README.index("## As fast as") : README.index("**On a CPU the allocator")]
     shown = " ".join(section.replace("*", "").split())
@@ -123,6 +130,7 @@ def test_the_findings_shown_are_what_the_doctor_prints(tmp_path: Path) -> None:
     assert "# from a guide of 2023" in (tmp_path / "fixed" / "mine.yaml").read_text()
 
 
+@pytest.mark.quick
 def test_the_errors_shown_are_those_of_the_bench_as_it_was_kept() -> None:
     printed = (ROOT / "results" / "speed" / "accuracy.txt").read_text()
     line = r"^  {}  +n +(\d+)  median \|error\| +([\d.]+%)  p90 +([\d.]+%)"
@@ -159,6 +167,7 @@ def test_what_stock_does_otherwise_is_what_the_probe_finds(
         assert word == words.get(str(value), value)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "printed"),
     re.findall(r"`(slm-[\w-]+)`", README)

@@ -53,6 +53,7 @@ print('[{{"peak_rss_bytes": 1}}]')
 "in the place of what would train, or wants a GPU: writes down what it was asked; the other verbs are real"
 
 
+@pytest.mark.quick
 def test_the_table_above_has_every_recipe() -> None:
     assert RUNS.keys() == RECIPES.keys()
 
@@ -75,11 +76,13 @@ def figures() -> ModuleType:
     return bench("recipe_figures")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_heads_figures_are_what_its_command_gives_now(name: str, figures: ModuleType) -> None:
     assert figures.stale(RECIPES[name], figures.figures_of(RECIPES[name])) == []
 
 
+@pytest.mark.quick
 def test_a_jobs_time_and_cost_are_those_of_its_steps(figures: ModuleType) -> None:
     row = {
         "fits": True,
@@ -107,6 +110,7 @@ def test_a_jobs_time_and_cost_are_those_of_its_steps(figures: ModuleType) -> Non
     assert found["hardware"] == "16 x a100-40gb in 2 nodes"
 
 
+@pytest.mark.quick
 def test_a_stale_head_is_found_and_written_anew(figures: ModuleType) -> None:
     recipe = RECIPES["cheapest_100m"]
     now = figures.figures_of(recipe)
@@ -254,6 +258,7 @@ def test_an_unknown_recipe_is_answered_with_the_names() -> None:
     assert "did you mean qlora?" in done.err
 
 
+@pytest.mark.quick
 def test_the_readmes_table_is_the_list() -> None:
     text = (ROOT / "README.md").read_text()
     shown = re.findall(r"^\| (.+\?) \| `slm recipes (\w+)` \|$", text, re.M)
@@ -262,6 +267,7 @@ def test_the_readmes_table_is_the_list() -> None:
     }
 
 
+@pytest.mark.quick
 def test_a_head_that_is_none_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(RECIPES["lora"].text.replace("# cost: ", "# price: "))
     with pytest.raises(TypeError, match="cost"):

@@ -19,6 +19,7 @@ from slm_toolkit.model.names import check_adapter_base, find_model
 from slm_toolkit.run.model.model import build_model
 
 
+@pytest.mark.quick
 def test_a_tied_head_gets_no_adapter() -> None:
     config = RunConfig(model="smollm2-135m", peft="lora", lora_target_modules="q_proj,lm_head", seq_len=8)
     pytest.importorskip("peft")

@@ -65,6 +65,7 @@ def is_one_line_with_a_hint(err: str) -> bool:
     return found == ["error", "hint:"] and "Traceback" not in err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -107,6 +107,7 @@ def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: 
     assert [path.name for path in full_disk.iterdir() if path.name.startswith((".record", "progress"))] == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_taken", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
     num_taken: int,
@@ -161,6 +162,7 @@ def test_runs_that_do_not_fit_are_rows_and_not_launched(
     assert table.count("skipped") >= 2
 
 
+@pytest.mark.quick
 def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
     same_handlers: None,
     tmp_path: Path,
@@ -187,6 +189,7 @@ def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:
     assert "hint: `slm estimate --gpu NAME`" in refused.err
 
 
+@pytest.mark.quick
 def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
     before, after = RamState(8 * GIB, 16 * GIB, 3), RamState(8 * GIB, 16 * GIB, 4)
     assert who_killed(before, after, least_available_bytes=GIB).startswith(
@@ -231,6 +234,7 @@ def test_a_run_that_the_kernel_kills_for_ram_says_so(verb: str, tmp_path: Path) 
         assert f" was ended by SIGKILL: {killed}1.1 GiB)" in done.err
 
 
+@pytest.mark.quick
 def test_a_killed_process_is_told_from_one_that_ended() -> None:
     summary = "Root Cause:\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 7)"
     assert killed_process(summary, 1) == "rank 3"
@@ -239,6 +243,7 @@ def test_a_killed_process_is_told_from_one_that_ended() -> None:
     assert killed_process("", 1) is None
 
 
+@pytest.mark.quick
 def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_others() -> None:
     other = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 6)\n"
     root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1\n  exitcode  : -6 (pid: 7)"
@@ -248,6 +253,7 @@ def test_the_crash_that_is_named_is_the_first_not_how_the_launcher_ended_the_oth
     assert crash("no summary") is None
 
 
+@pytest.mark.quick
 def test_a_log_is_quoted_up_to_the_reason_else_without_the_launchers_summary(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     summary = "E1120 18:00:00.123000 99 torch/distributed/elastic/multiprocessing/api.py:988] failed"

@@ -25,8 +25,10 @@ SHARDED = [
     for part in ("parameters", "gradients", "optimizer")
     if part in find_strategy(name).sharded_parts
 ]
+NUMERICS = pytest.mark.parametrize("numerics", [pytest.param("aligned", marks=pytest.mark.quick), "fp32"])
 
 
+@pytest.mark.quick
 def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> None:
     assert aligned.finished.code == 0, aligned.finished.err
     assert list(aligned.rows) == list(STUDIED_STRATEGIES)
@@ -35,6 +37,7 @@ def test_all_six_rows_are_there_and_ok_with_every_key(aligned: Comparison) -> No
         assert not [key for key in KEYS if key not in row]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", STUDIED_STRATEGIES)
 def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> None:
     row, strategy = aligned.rows[name], find_strategy(name)
@@ -44,7 +47,7 @@ def test_what_ran_is_what_the_yaml_asks_for(aligned: Comparison, name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "part"), SHARDED)
-@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+@NUMERICS
 def test_what_a_strategy_shards_is_half_of_ddps_on_two_ranks(
     numerics: str, name: str, part: str, request: pytest.FixtureRequest
 ) -> None:
@@ -61,12 +64,14 @@ def test_ddp_holds_sixteen_bytes_per_parameter(aligned: Comparison, fp32: Compar
         assert parts == pytest.approx([951_424 * bytes_each for bytes_each in wanted], rel=1e-3)
 
 
+@pytest.mark.quick
 def test_on_cpu_gpu_figures_are_unknown_and_process_memory_is_not(aligned: Comparison) -> None:
     for row in aligned.rows.values():
         assert row["mfu"] is row["peak_allocated_bytes"] is row["usd_per_million_tokens"] is None
         assert 2e8 < row["peak_rss_bytes"] < 4e9
 
 
+@pytest.mark.quick
 def test_rates_count_both_ranks(aligned: Comparison) -> None:
     for row in aligned.rows.values():
         assert row["tokens_per_second"] == pytest.approx(2 * row["tokens_per_second_per_gpu"])
@@ -78,13 +83,14 @@ def test_rates_count_both_ranks(aligned: Comparison) -> None:
         assert row["tokens_per_second"] == pytest.approx(len(timed) * 2 * 4 * 128 / sum(timed))
 
 
+@pytest.mark.quick
 def test_deepspeeds_estimate_stands_beside_zero_2_and_3_only(aligned: Comparison) -> None:
     found = {name: row["deepspeed_bytes"] for name, row in aligned.rows.items() if row["deepspeed_bytes"]}
     # stage 2: 2P + 18P/2; stage 3: 4 * largest layer (384 * 128 = 128 * 384 = 49,152) + 18P/2; P = 951,424
     assert found == {"ds_zero2": 11 * 951_424, "ds_zero3": 4 * 49_152 + 9 * 951_424}
 
 
-@pytest.mark.parametrize("numerics", ["aligned", "fp32"])
+@NUMERICS
 def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
     numerics: str, request: pytest.FixtureRequest
 ) -> None:
@@ -98,12 +104,14 @@ def test_losses_agree_with_ddps_at_each_of_the_first_20_steps(
         assert parity.loss_difference <= {"aligned": 0.006, "fp32": 1e-5}[numerics], f"{name}: {parity}"
 
 
+@pytest.mark.quick
 def test_a_second_comparison_keeps_the_records_and_prints_the_same(aligned: Comparison) -> None:
     again = slm("compare", "--json", "--model", "slm-1m", *ALIGNED, "--output_dir", str(aligned.folder))
     assert again.out == aligned.finished.out
     assert again.err.count("kept from ") == 8  # two references too
 
 
+@pytest.mark.quick
 def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
     as_json = json.loads(slm("report", str(aligned.folder), "--json").out)
     assert {row["strategy"]: row for row in as_json} == aligned.rows
@@ -118,6 +126,7 @@ def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
     assert "the farthest of 6" in table
 
 
+@pytest.mark.quick
 def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Comparison) -> None:
     for row in aligned.rows.values():
         folder = aligned.folder / row["record"].split("/")[-2]
@@ -126,6 +135,7 @@ def test_each_record_keeps_the_files_that_were_launched_and_the_log(aligned: Com
         assert not (folder / "progress.json").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", STUDIED_STRATEGIES)
 def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
     aligned: Comparison, name: str
@@ -144,6 +154,7 @@ def test_a_profile_says_where_a_step_went_and_leaves_a_trace_of_each_rank(
     assert len(aligned.rows[name]["losses"]) == 20  # the profiled steps are none of the run's
 
 
+@pytest.mark.quick
 def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> None:
     for name, row in aligned.rows.items():
         known = {"data"} if name.startswith("ds_") else {"data", "forward", "backward", "optimizer"}
@@ -207,6 +218,7 @@ def test_compare_with_a_baseline_is_a_table_a_verdict_and_an_exit_code(
     assert verdicts == {name: "slower" if name == "ds_zero3" else "tie" for name in aligned.rows}
 
 
+@pytest.mark.quick
 def test_a_baseline_without_any_of_the_runs_is_no_success(aligned: Comparison, tmp_path: Path) -> None:
     write_record(made_record(), tmp_path)
     done = slm("report", str(aligned.folder), "--baseline", str(tmp_path))

@@ -83,6 +83,7 @@ def fsdp(folder: Path) -> str:
     return own_strategy(folder, text, name="my_fsdp")
 
 
+@pytest.mark.quick
 def test_a_json_is_a_strategy_in_the_yaml_that_convert_writes(tmp_path: Path) -> None:
     path = written(tmp_path, ZERO3)
     strategy = find_strategy(path)
@@ -101,10 +102,12 @@ def test_a_json_is_a_strategy_in_the_yaml_that_convert_writes(tmp_path: Path) ->
     assert read_strategy(launched).zero_stage == 3
 
 
+@pytest.mark.quick
 def test_a_json_named_as_a_shipped_strategy_is_told_from_it(tmp_path: Path) -> None:
     assert find_strategy(written(tmp_path, ZERO3, "ds_zero3.json")).name == "own-ds_zero3"
 
 
+@pytest.mark.quick
 def test_accelerates_own_json_is_read_as_its_yaml(tmp_path: Path) -> None:
     shipped = yaml.safe_load((config_dir("accel_configs") / "fsdp_full_shard.yaml").read_text())
     strategy = find_strategy(written(tmp_path, shipped, "accelerate.json"))
@@ -112,6 +115,7 @@ def test_accelerates_own_json_is_read_as_its_yaml(tmp_path: Path) -> None:
     assert read_strategy(write_resolved(strategy, tmp_path / "launch", 2)).engine == "fsdp2"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("content", "says", "hint"),
     [
@@ -145,6 +149,7 @@ def test_estimate_takes_a_json_and_says_so(tmp_path: Path) -> None:
     assert done.err.count("is a DeepSpeed JSON") == 1
 
 
+@pytest.mark.quick
 def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path: Path) -> None:
     strategy = find_strategy(written(tmp_path, {**ZERO3, **WITH_NUMBERS}))
     config = RunConfig().with_defaults(has_gpu=False)
@@ -162,6 +167,7 @@ def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path:
     assert as_flags_say(launched, config) == (launched, None)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [
@@ -182,6 +188,7 @@ def test_an_optimizer_that_no_flag_stands_for_is_refused(optimizer: object, says
     )
 
 
+@pytest.mark.quick
 def test_in_stock_an_optimizer_is_refused_as_accelerate_would() -> None:
     (problem,) = optimizer_problems(ZERO3, RunConfig(numerics="stock"))
     assert "accelerate refuses it" in problem

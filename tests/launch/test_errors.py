@@ -29,6 +29,7 @@ def printed(rehearsed: Path) -> Finished:
     return slm("report", str(rehearsed), "results/cpu", "--errors")
 
 
+@pytest.mark.quick
 def test_a_rehearsal_by_the_real_trainer_is_within_5_percent_of_the_estimate(rehearsed: Path) -> None:
     entries, left_out = ledger_of(find_records([rehearsed])[0])
     assert left_out == []
@@ -44,6 +45,7 @@ def test_a_rehearsal_by_the_real_trainer_is_within_5_percent_of_the_estimate(reh
         assert sum(part.predicted_bytes for part in parts) == entry.predicted_bytes
 
 
+@pytest.mark.quick
 def test_the_table_names_the_evidence_and_sums_up(printed: Finished) -> None:
     assert (printed.code, printed.err) == (0, "")
     assert "backward: the loss" in printed.out

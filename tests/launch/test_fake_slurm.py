@@ -30,6 +30,8 @@ from slm_toolkit.record.files import write_record
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import find_strategy
 
+pytestmark = pytest.mark.quick
+
 
 def planned(folder: Path) -> PlannedRun:
     given = {"model": "slm-1m", "max_steps": 4, "output_dir": str(folder)}

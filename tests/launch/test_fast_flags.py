@@ -43,6 +43,7 @@ def test_fp8_is_seen_by_the_probe_and_is_the_same_under_ddp_and_zero_3(tmp_path:
     assert found["ds_zero3"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-3)
 
 
+@pytest.mark.quick
 def test_fp8_takes_the_layers_products_whose_widths_it_can() -> None:
     float8 = pytest.importorskip("torchao.float8.float8_linear")
     model = LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=40))  # 40 is no multiple of 16
@@ -104,6 +105,7 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
         assert "records CUDA graphs" in problem
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -141,6 +143,7 @@ def test_what_makes_no_sense_is_a_sentence(flags: dict, says: str) -> None:
     assert RunConfig(**flags).problems() == [says]
 
 
+@pytest.mark.quick
 def test_prefetching_is_for_fsdp2() -> None:
     (problem,) = contradictions(find_strategy("ds_zero3"), RunConfig(fsdp_prefetch=1))
     assert problem.endswith("--fsdp_prefetch 1 is for FSDP2: leave it out")

@@ -17,12 +17,14 @@ from slm_toolkit.run.evaluate import mean_loss
 from slm_toolkit.run.model.model import build_model
 
 
+@pytest.mark.quick
 def test_masked_tokens_are_left_out() -> None:
     rows = {"input_ids": [[5, 6, 0, 0]], "attention_mask": [[1, 1, 0, 0]]}
     (found,) = documents_of(rows, "tokens", None, text_column="text", loss_on="answers")
     assert (found.tokens, found.labels) == ([5, 6], [5, 6])
 
 
+@pytest.mark.quick
 def test_every_held_out_sequence_counts_once() -> None:
     config = RunConfig(per_device_train_batch_size=4)
     sequences = [{"input_ids": torch.full((8,), number)} for number in range(5)]
@@ -32,6 +34,7 @@ def test_every_held_out_sequence_counts_once() -> None:
     assert mean_loss({"a": (1.0, 10), "b": (float("nan"), 0)}) == 1.0
 
 
+@pytest.mark.quick
 def test_datasets_are_named_by_file_and_weighed() -> None:
     assert sources_of("data/a.jsonl=3,b/c4=0.5") == (
         Source("a", "data/a.jsonl", 3.0),
@@ -45,6 +48,7 @@ def test_datasets_are_named_by_file_and_weighed() -> None:
         assert any(said in problem for problem in RunConfig(dataset=bad).problems()), bad
 
 
+@pytest.mark.quick
 def test_weights_say_how_often_a_dataset_is_drawn(tmp_path: Path) -> None:
     for name, letter in (("often", "a"), ("seldom", "b")):
         write_rows(tmp_path / f"{name}.jsonl", [{"text": letter * 63}] * 400)
@@ -89,6 +93,7 @@ def test_the_losses_of_mixed_datasets_make_up_the_whole(tmp_path: Path) -> None:
     assert "perplexity" in shown
 
 
+@pytest.mark.quick
 def test_held_out_sets_of_their_own_are_evaluated_apart(tmp_path: Path) -> None:
     texts = {name: write_rows(tmp_path / f"{name}.jsonl", [{"text": "xyz" * 90}] * 9) for name in "abc"}
     config = config_of(texts["a"], eval_dataset=f"{texts['b']},{texts['c']}", eval_steps=1)
@@ -98,6 +103,7 @@ def test_held_out_sets_of_their_own_are_evaluated_apart(tmp_path: Path) -> None:
     assert num_labels({"input_ids": torch.zeros(2, 128)}) == 2 * 127
 
 
+@pytest.mark.quick
 def test_the_learning_rate_follows_the_batch() -> None:
     # 64 sequences a step for 4 of a micro-step: 16 times
     config = RunConfig(learning_rate=1e-3, per_device_train_batch_size=4)

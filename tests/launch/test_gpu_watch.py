@@ -82,6 +82,7 @@ def test_a_driver_before_535_is_asked_by_the_old_name(tmp_path: Path) -> None:
     assert answers[A] == FULL
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has NVML")
 def test_without_nvml_all_is_unknown() -> None:
     assert open_gpu(A) is open_gpu(None) is None

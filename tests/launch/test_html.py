@@ -16,6 +16,8 @@ from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.report.charts.files import html_page
 from slm_toolkit.report.rows import row_of
 
+pytestmark = pytest.mark.quick
+
 NUM_RECORDS = 200
 SIZE_LIMIT_BYTES = 6e6
 PANELS = ("speed", "memory", "cost", "front", "scaling", "losses", "timeline", "anatomy", "errors")

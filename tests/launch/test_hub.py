@@ -193,6 +193,7 @@ def test_a_hub_that_answers_is_asked(tmp_path: Path) -> None:
     assert cached.err == f"note: can't reach {NOWHERE}: using cached copies\n"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("hub_id", "preset"),
     [

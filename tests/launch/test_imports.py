@@ -38,6 +38,7 @@ def test_the_arithmetic_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.quick
 def test_the_command_starts_without_the_heavy_libraries() -> None:
     program = (
         "import sys, contextlib; from slm_toolkit.cli.main import main\n"
@@ -50,6 +51,7 @@ def test_the_command_starts_without_the_heavy_libraries() -> None:
     assert json.loads(done.stdout)
 
 
+@pytest.mark.quick
 def test_help_loads_no_verb_and_a_verb_no_other() -> None:
     program = (
         "import sys, contextlib; from slm_toolkit.cli.main import main\n"
@@ -71,6 +73,7 @@ def test_help_loads_no_verb_and_a_verb_no_other() -> None:
     )
 
 
+@pytest.mark.quick
 def test_the_command_line_is_there_without_the_heavy_libraries() -> None:
     """All that does not train, imported together: nothing pulls torch in by way of another package."""
     program = f"import sys, {', '.join(LIGHT)}; print([n for n in {sorted(HEAVY)} if n in sys.modules])"

@@ -41,6 +41,7 @@ def test_any_limit_is_found_in_few_trials(start: int) -> None:
         assert len(memory.tried) <= 2 * log2(far) + 6
 
 
+@pytest.mark.quick
 def test_a_good_start_is_worth_its_trials() -> None:
     # 1000 within a sixteenth, 62, of the limit: 1000, 1062, and six halves of 62
     memory = Memory(1037)
@@ -57,6 +58,7 @@ def test_nothing_above_the_most_is_tried(start: int) -> None:
         assert max(memory.tried) <= most
 
 
+@pytest.mark.quick
 def test_another_failure_ends_the_search() -> None:
     answers = {1: "ok", 2: "ok", 4: "failed"}
     assert search(answers.__getitem__, start=1, most=64) == BatchSearch(None, None)
@@ -101,6 +103,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_largest_is_shown() -> None:
     assert all(trial.asked["config"]["max_steps"] == 3 for trial in trials)
 
 
+@pytest.mark.quick
 def test_where_not_even_1_runs_that_run_is_shown() -> None:
     (run_of_one,) = planned("ddp")
     found, shown, record = find_largest_batch(run_of_one, lambda trial: made_record(status="oom"), most=4)

@@ -55,6 +55,7 @@ def test_fewer_gpus_than_processes_gives_the_command_to_paste(tmp_path: Path) ->
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("typed", "pasted"),
     [
@@ -78,6 +79,7 @@ def test_the_pasted_command_has_one_number_of_processes(typed: str, pasted: str)
     assert "8" not in command
 
 
+@pytest.mark.quick
 def test_on_several_machines_the_command_counts_the_ranks_of_all() -> None:
     ddp = on_nodes(find_strategy("ddp"), 2)
     command = ("accelerate", "launch", "--num_processes", "16", "--num_machines", "2", "-m", "x")
@@ -86,6 +88,7 @@ def test_on_several_machines_the_command_counts_the_ranks_of_all() -> None:
         check_devices(launched, num_gpus=4, local_processes=8)
 
 
+@pytest.mark.quick
 def test_machines_that_count_ranks_differently_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # the first said 4 and started 2 ranks, the second said 2 and started 1
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -96,6 +99,7 @@ def test_machines_that_count_ranks_differently_are_told_so(monkeypatch: pytest.M
         check_environment(launched)
 
 
+@pytest.mark.quick
 def test_enough_gpus_or_none_at_all_are_no_error() -> None:
     check_devices(Launch(find_strategy("ddp"), 2, ()), num_gpus=0, local_processes=2)
     check_devices(Launch(find_strategy("ddp"), 2, ()), num_gpus=2, local_processes=2)
@@ -181,6 +185,7 @@ def test_a_comparison_refuses_a_precision_that_would_not_run(
     assert says in told
 
 
+@pytest.mark.quick
 def test_precisions_that_can_run_are_not_refused(tmp_path: Path) -> None:
     own = read_strategy(Path(own_strategy(tmp_path, "distributed_type: MULTI_GPU\nmixed_precision: fp16\n")))
     assert contradictions(own, RunConfig(numerics="stock")) == []
@@ -213,6 +218,7 @@ def test_a_yaml_without_mixed_precision_computes_in_bf16_and_a_note_says_so(tmp_
     assert done.err.count("note: mixed_precision no has no effect: --numerics aligned computes in bf16") == 1
 
 
+@pytest.mark.quick
 def test_compare_plans_the_rest() -> None:
     done = slm_here("compare", "--fsdp_prefetch", "2", "--dry_run")
     assert done.code == 0, done.err

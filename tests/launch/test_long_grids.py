@@ -136,6 +136,7 @@ def test_runs_side_by_side_overlap_and_tell_time_and_cost(tmp_path: Path) -> Non
     assert 4 < float(last.partition("($")[2].partition(" ")[0]) < 600
 
 
+@pytest.mark.quick
 def test_slots_are_disjoint_and_no_job_starts_without_one() -> None:
     slots = [Slot(2, ("0", "1")), Slot(2, ("2", "3"))]
     at_work: set[tuple[str, ...]] = set()
@@ -156,6 +157,7 @@ def test_slots_are_disjoint_and_no_job_starts_without_one() -> None:
     assert most == [2]
 
 
+@pytest.mark.quick
 def test_a_bug_in_one_job_stops_the_others_and_starts_no_more() -> None:
     stop, begun = threading.Event(), []
 
@@ -170,6 +172,7 @@ def test_a_bug_in_one_job_stops_the_others_and_starts_no_more() -> None:
     assert set(begun) <= {0, 1, 2}  # 2 may have begun in the moment before
 
 
+@pytest.mark.quick
 def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(5, H100)
     asked = {"runs_at_once": None, "num_processes": None}
@@ -182,6 +185,7 @@ def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(monkeypatch: pyt
     assert slots_of(machine, gpus_per_run=None, **asked) == [Slot(1, None)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("num_gpus", "asked", "problem"),
     [
@@ -204,6 +208,7 @@ def planned(*strategies: str, **given: object) -> list[PlannedRun]:
     )
 
 
+@pytest.mark.quick
 def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
     single, ddp = planned("single", "ddp")
     assert seconds_left([], [single], [], num_slots=1) is None
@@ -218,6 +223,7 @@ def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
     assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
 
 
+@pytest.mark.quick
 def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     first, second, third = runs = planned("single", seed=[0, 1, 2])
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
@@ -233,6 +239,7 @@ def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     assert (running.completed, running.fields["says"]) == (2, "loss 5.500  1,234 tokens/s")
 
 
+@pytest.mark.quick
 def test_time_is_told_in_words() -> None:
     told = [as_words(seconds) for seconds in (45, 720, 2 * 3600 + 600, 53 * 3600)]
     assert told == ["45 s", "12 min", "2 h 10 min", "2 d 5 h"]

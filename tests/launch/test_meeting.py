@@ -64,6 +64,7 @@ def said_within(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
     return found
 
 
+@pytest.mark.quick
 def test_all_who_come_are_known_in_order_of_their_rank() -> None:
     meeting = Meeting(3)
     second, first = meeting.come(2), meeting.come(1)
@@ -78,6 +79,7 @@ def test_all_who_come_are_known_in_order_of_their_rank() -> None:
         assert connection.getpeername() == (HERE, meeting.port)
 
 
+@pytest.mark.quick
 def test_who_is_missing_is_told_to_all_who_came() -> None:
     meeting = Meeting(4, Patience(1.0, 0.0, "come"))
     here = meeting.come(2)
@@ -87,6 +89,7 @@ def test_who_is_missing_is_told_to_all_who_came() -> None:
             place.result()
 
 
+@pytest.mark.quick
 def test_what_differs_is_told_to_all() -> None:
     meeting = Meeting(2)
     other = meeting.come(1, num_processes=8, script={"seed": "1"})
@@ -99,6 +102,7 @@ def test_what_differs_is_told_to_all() -> None:
         ]
 
 
+@pytest.mark.quick
 def test_why_one_machine_can_not_start_is_told_to_all() -> None:
     meeting = Meeting(4)
     waiting, broken = meeting.come(1), meeting.come(2, "no such file: text.txt\nhint: is it there?")
@@ -112,6 +116,7 @@ def test_why_one_machine_can_not_start_is_told_to_all() -> None:
             place.result()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rank", [-1, 0, 3])
 def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: int) -> None:
     meeting = Meeting(3)
@@ -124,6 +129,7 @@ def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: i
     assert second.result()
 
 
+@pytest.mark.quick
 def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on() -> None:
     meeting = Meeting(3)
     earlier = meeting.come(1)
@@ -136,6 +142,7 @@ def test_of_two_machines_with_one_rank_the_earlier_ends_and_the_others_go_on() -
     assert later.result()
 
 
+@pytest.mark.quick
 def test_strangers_do_not_disturb_the_machines() -> None:
     meeting = Meeting(2)
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\x3c\x85\xf7\xce\n", b"3\n", b"\x00" * 5000, b""):
@@ -147,6 +154,7 @@ def test_strangers_do_not_disturb_the_machines() -> None:
         assert other.result()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_another_program_at_the_port_is_recognised(
     answer: bytes | None, capsys: pytest.CaptureFixture[str]
@@ -188,6 +196,7 @@ def test_a_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixture[str]
     assert other.result()
 
 
+@pytest.mark.quick
 def test_the_first_machine_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as port_of_nobody:
         port_of_nobody.bind((HERE, 0))
@@ -223,6 +232,7 @@ def test_the_first_machine_may_go_away_and_come_again(capsys: pytest.CaptureFixt
         assert third.result()
 
 
+@pytest.mark.quick
 def test_the_port_of_the_meeting_is_free_after_it() -> None:
     meeting = Meeting(2)
     other = meeting.come(1)
@@ -232,6 +242,7 @@ def test_the_port_of_the_meeting_is_free_after_it() -> None:
     other.result().close()
 
 
+@pytest.mark.quick
 def test_nothing_is_said_while_nobody_is_late(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = Meeting(2, Patience(10.0, 5.0, "come"))
     attend(meeting.machine(1), HERE, meeting.port, patience=Patience(10.0, 5.0, "come"))
@@ -239,6 +250,7 @@ def test_nothing_is_said_while_nobody_is_late(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.quick
 def test_a_port_that_is_taken_is_said() -> None:
     with listen(HERE, 0) as taken, pytest.raises(ValueError, match="hint: another launch") as raised:
         listen(HERE, taken.getsockname()[1])
@@ -259,6 +271,7 @@ def test_slm_launch_names_a_port_that_is_taken_and_not_answered_on(said_in: str,
     assert f"error: can't listen on port {port} of this machine: Address already in use\nhint: " in done.err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "inf", "nan"])
 def test_a_patience_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLM_PATIENCE_SECONDS", text)
@@ -271,6 +284,7 @@ def words_of(config: str | Path, *more: str) -> list[str]:
     return ["--config_file", str(config), *asked, *more, "-m", "slm_toolkit.train", "--seed", "1"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("strategy", "more", "added"),
     [
@@ -295,6 +309,7 @@ def test_what_several_machines_need_is_added_where_it_is_not_said(
     assert (planned.address, planned.port) == (HERE, 29500)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -315,6 +330,7 @@ def test_what_would_wait_in_vain_is_refused(words: tuple[str, ...], says: str) -
         plan_launch([*words, *words_of(ROOT / "accel_configs" / "ds_zero2.yaml")])
 
 
+@pytest.mark.quick
 def test_a_machine_that_can_not_start_tells_the_first_which_ends_at_once() -> None:
     words = [*words_of(ROOT / "accel_configs" / "ddp.yaml"), "--dataset", "no/such.txt"]
     says = "no such file: no/such.txt\nhint: "
@@ -334,6 +350,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "--num_processes is 3" in done.err
 
 
+@pytest.mark.quick
 def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> None:
     shipped = ROOT / "accel_configs" / "ds_zero2.yaml"
     own = own_strategy(tmp_path, shipped.read_text().replace("ds_configs", str(ROOT / "ds_configs")))
@@ -354,6 +371,7 @@ def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> No
     assert said_alike((), None, num_machines=2, num_processes=4)["versions"]["torch"]
 
 
+@pytest.mark.quick
 def test_an_option_of_the_script_is_not_the_launchers() -> None:
     command = ("accelerate", "launch", "--num-machines", "2", "-m", "x", "--num_processes", "3")
     assert option(command, "num_machines") == "2"

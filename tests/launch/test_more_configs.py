@@ -42,6 +42,7 @@ def test_the_launchers_sizes_of_a_hybrid_shard_are_those_recorded(tmp_path: Path
     assert list(asked.values()) == [3, 2]
 
 
+@pytest.mark.quick
 def test_no_shipped_yaml_is_left_out() -> None:
     compared = {*STUDIED_STRATEGIES, "single"}  # the fixtures of conftest; single is parity's reference
     here = {*NEW[2], *NEW[4], "ds_zero3_nvme"}

@@ -1,5 +1,7 @@
 """A checkpoint of any strategy and number of processes goes on under any other, as if it had stayed."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ PLACES = {  # strategy and processes: sequences per process and micro-step, micr
 }
 CIRCLE = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
 "each place is left once and reached once"
+Stayed = Callable[[tuple[str, int]], tuple[dict, Path]]
 
 
 def train(place: tuple[str, int], folder: Path, text: Path, *more: str) -> dict:
@@ -38,31 +41,39 @@ def text(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stayed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[tuple[str, int], tuple[dict, Path]]:
-    """Of each place a run to the end, and the checkpoint it wrote on the way."""
-    found = {}
-    for place in PLACES:
+def stayed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Stayed:
+    """Of a place a run to the end, and the checkpoint it wrote on the way; each place runs once."""
+
+    @functools.cache
+    def stay(place: tuple[str, int]) -> tuple[dict, Path]:
         folder = tmp_path_factory.mktemp(place[0])
         record = train(place, folder, text, "--save_steps", str(STOP))
-        found[place] = (record, folder / "run" / "checkpoints" / f"step_{STOP}")
-    return found
+        return record, folder / "run" / "checkpoints" / f"step_{STOP}"
+
+    return stay
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
 def test_a_resume_has_bit_by_bit_the_losses_of_the_run_that_never_stopped(
-    place: tuple[str, int], stayed: dict, tmp_path: Path, text: Path
+    place: tuple[str, int], stayed: Stayed, tmp_path: Path, text: Path
 ) -> None:
-    whole, checkpoint = stayed[place]
+    whole, checkpoint = stayed(place)
     resumed = train(place, tmp_path, text, "--resume_from_checkpoint", str(checkpoint))
     assert (len(whole["losses"]), resumed["first_step"]) == (STEPS, STOP)
     assert resumed["losses"] == whole["losses"][STOP:]
     assert resumed["resumed_from"]["conversion"] is None
 
 
+def how_often(*move: tuple[str, int]) -> list[pytest.MarkDecorator]:
+    if move not in CIRCLE:
+        return [pytest.mark.slow]
+    return [pytest.mark.quick] if move == CIRCLE[0] else []
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        pytest.param(source, target, marks=[] if (source, target) in CIRCLE else [pytest.mark.slow])
+        pytest.param(source, target, marks=how_often(source, target))
         for source in PLACES
         for target in PLACES
         if source != target
@@ -70,9 +81,9 @@ def test_a_resume_has_bit_by_bit_the_losses_of_the_run_that_never_stopped(
     ids=lambda place: f"{place[0]}_x{place[1]}",
 )
 def test_losses_after_a_move_are_those_of_staying(
-    source: tuple[str, int], target: tuple[str, int], stayed: dict, tmp_path: Path, text: Path
+    source: tuple[str, int], target: tuple[str, int], stayed: Stayed, tmp_path: Path, text: Path
 ) -> None:
-    of_source, checkpoint = stayed[source]
+    of_source, checkpoint = stayed(source)
     moved = train(target, tmp_path, text, "--resume_from_checkpoint", str(checkpoint))
     assert moved["first_step"] == STOP
     assert len(moved["losses"]) == STEPS - STOP

@@ -50,6 +50,7 @@ ALIGNED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", STUDIED_STRATEGIES)
 def test_aligned_is_the_same_in_every_field_under_every_strategy(aligned: Comparison, name: str) -> None:
     row = aligned.rows[name]
@@ -60,6 +61,7 @@ def test_aligned_is_the_same_in_every_field_under_every_strategy(aligned: Compar
     assert probed == ALIGNED
 
 
+@pytest.mark.quick
 def test_the_ranks_batches_differ_and_their_hashes_show_it(aligned: Comparison) -> None:
     hashes = aligned.rows["ddp"]["numerics_probed"]["batch_hashes"]
     assert len(set(hashes)) == 2
@@ -207,6 +209,7 @@ def test_a_compiled_step_is_seen_and_its_compilation_is_no_timed_step(tmp_path: 
 NUMERICS = Numerics(parameter_dtype="bfloat16", autocast=False, accumulation=1, batch_hashes=["a", "b"])
 
 
+@pytest.mark.quick
 def test_a_difference_that_a_flag_explains_is_none() -> None:
     other = dataclasses.replace(NUMERICS, accumulation=2, batch_hashes=["c", "d"], autocast=True)
     assert [str(found) for found in differences(other, NUMERICS)] == [
@@ -219,6 +222,7 @@ def test_a_difference_that_a_flag_explains_is_none() -> None:
     assert [found.field for found in explained] == ["autocast"]
 
 
+@pytest.mark.quick
 def test_ranks_add_their_tokens_and_are_both_shown_where_they_differ() -> None:
     rank = dataclasses.asdict(Numerics(tokens_per_step=512, batch_hashes=["a"], residual_dtype="bfloat16"))
     other = {**rank, "batch_hashes": ["b"]}

@@ -76,7 +76,9 @@ def broken_comparison(fault: str, folder: Path, *arguments: str) -> tuple[int, d
     return finished.code, row, finished.err
 
 
-@pytest.mark.parametrize(("numerics", "allowed"), [("aligned", 1e-2), ("fp32", 1e-5)])
+@pytest.mark.parametrize(
+    ("numerics", "allowed"), [pytest.param("aligned", 1e-2, marks=pytest.mark.quick), ("fp32", 1e-5)]
+)
 def test_all_six_strategies_compute_what_one_fp32_process_does(
     numerics: str, allowed: float, request: pytest.FixtureRequest
 ) -> None:
@@ -92,7 +94,13 @@ def test_all_six_strategies_compute_what_one_fp32_process_does(
         assert row["parity_grad_norm_ratio"] == pytest.approx(1, abs=norms)
 
 
-@pytest.mark.parametrize("numerics", ["aligned", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "numerics",
+    [
+        pytest.param("aligned", marks=pytest.mark.quick),
+        pytest.param("fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_exchange_no_gradients_are_caught(numerics: str, tmp_path: Path) -> None:
     code, row, _ = broken_comparison("no reduction", tmp_path, "--strategy", "ddp", "--numerics", numerics)
     assert (code, row["status"], row["parity_holds"]) == (1, "ok", False)
@@ -128,6 +136,7 @@ def test_an_accumulation_of_the_json_that_is_not_the_scripts_is_caught_and_named
     assert "unequal" in table.out
 
 
+@pytest.mark.quick
 def test_a_difference_is_found_at_the_step_where_it_is() -> None:
     reference = made_record()
     losses = [10.0] * 33
@@ -144,6 +153,7 @@ def alike(reference: RunRecord, record: RunRecord, **options: float) -> Parity:
     return compare_with(reference, record, limits=ALIKE["aligned"], **options)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("norm", "holds"), [(1.024, True), (1.026, False), (0.977, True), (0.974, False)])
 def test_a_gradient_norm_may_differ_by_a_fortieth_in_bf16(norm: float, holds: bool) -> None:
     # 1 / 1.025 = 0.9756: 0.977 is within, 0.974 is not
@@ -151,6 +161,7 @@ def test_a_gradient_norm_may_differ_by_a_fortieth_in_bf16(norm: float, holds: bo
     assert (parity.grad_norm_ratio, parity.holds) == (norm, holds)
 
 
+@pytest.mark.quick
 def test_a_parameters_gradient_is_compared_in_step_1() -> None:
     reference = made_record(parameter_grad_norms={"q": 1.0, "k": 2.0})
     for norms, ratio, holds in (
@@ -179,16 +190,19 @@ def test_a_loss_that_is_not_a_number_never_agrees_and_json_stays_valid(tmp_path:
     assert (row["parity_holds"], row["parity_max_loss_difference"]) == (False, None)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("norms", [[None, 1.0], [0.0] * 33, [1.0, None, 1.0]])
 def test_a_gradient_norm_that_is_none_or_nothing_never_agrees(norms: list) -> None:
     assert not alike(made_record(), made_record(grad_norms=norms)).holds
 
 
+@pytest.mark.quick
 def test_an_engine_that_tells_no_gradient_norms_is_judged_by_its_losses() -> None:
     parity = alike(made_record(), made_record(grad_norms=[None] * 33))
     assert (parity.grad_norm_ratio, parity.holds) == (None, True)
 
 
+@pytest.mark.quick
 def test_what_training_does_with_rounding_later_is_not_counted() -> None:
     drifted = [10.0] * 20 + [10.5] * 13
     assert alike(made_record(), made_record(losses=drifted)).holds
@@ -236,12 +250,14 @@ def test_a_row_is_held_against_fp32_and_against_one_process_of_its_numerics() ->
     assert judge([fp32, control]) == [None, None]  # they are no rows
 
 
+@pytest.mark.quick
 def test_a_fault_of_the_numerics_themselves_is_red_however_alike_all_rows_are() -> None:
     parity = judge([*references(control_loss=10.02), in_task(losses=[10.0] * 33)])[2]
     assert not parity.holds
     assert str(parity).startswith("one process in aligned itself differs, against single-process fp32")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("steps", "holds"),
     [({}, True), ({"losses": [10.0, 10.00002]}, False), ({"grad_norms": [1.0, 1.001]}, False)],
@@ -255,6 +271,7 @@ def test_the_fp32_steps_are_held_against_fp32(steps: dict, holds: bool) -> None:
         assert "over 2 steps in fp32: |Δloss|" in str(parity)
 
 
+@pytest.mark.quick
 def test_ranks_with_different_weights_are_red_alone_and_among_others() -> None:
     drifted = {"step": 33, "num_compared": 39, "num_different": 1, "different": ["model.layers.1.up"]}
     for records in (
@@ -269,6 +286,7 @@ def test_ranks_with_different_weights_are_red_alone_and_among_others() -> None:
         )
 
 
+@pytest.mark.quick
 def test_another_tolerance_may_be_given() -> None:
     zero = made_record(identity="1", strategy="ds_zero2", engine="deepspeed", losses=[10.02] * 33)
     assert [parity.holds for parity in judge([made_record(), zero])] == [False, False]
@@ -307,6 +325,7 @@ def test_a_reference_that_failed_is_said_and_is_no_success(tmp_path: Path) -> No
     assert "no parity check" in as_json.err
 
 
+@pytest.mark.quick
 def test_without_an_fp32_reference_rows_are_held_against_ddps() -> None:
     ddp = made_record()
     zero = made_record(identity="1", strategy="ds_zero2", engine="deepspeed", losses=[10.0008] * 33)
@@ -316,6 +335,7 @@ def test_without_an_fp32_reference_rows_are_held_against_ddps() -> None:
     assert of_zero.loss_difference == pytest.approx(0.0008)
 
 
+@pytest.mark.quick
 def test_of_three_rows_a_faulty_ddp_is_the_red_one_and_of_two_both_are() -> None:
     ddp = made_record(losses=[10.1] * 33)
     zero, fsdp = own_strategies(10.0, 10.0008, numerics=None)
@@ -347,24 +367,28 @@ def test_two_own_strategies_that_differ_are_both_red_without_ddp(tmp_path: Path)
     ]
 
 
+@pytest.mark.quick
 def test_the_first_step_beyond_the_tolerance_is_named_not_the_worst() -> None:
     first, second = own_strategies(10.0, 10.0)
     second = dataclasses.replace(second, losses=[10.0, 10.02] + [10.5] * 31)
     assert "step-2 loss 10.0000 and 10.0200" in str(judge([first, second])[1])
 
 
+@pytest.mark.quick
 def test_own_strategies_that_agree_are_held_against_the_first() -> None:
     of_a, of_b = judge(own_strategies(10.0, 10.0008))  # aligned allows 0.001
     assert of_a is None
     assert (of_b.reference, of_b.holds) == ("a", True)
 
 
+@pytest.mark.quick
 def test_of_three_own_strategies_the_one_that_differs_is_red() -> None:
     of_a, of_b, of_c = judge(own_strategies(9.0, 10.0, 10.0))
     assert (of_a.holds, of_a.reference, of_b, of_c.holds) == (False, "b", None, True)
     assert [parity.holds for parity in judge(own_strategies(9.0, 9.0, 10.0, 10.0))] == [False] * 4
 
 
+@pytest.mark.quick
 def test_runs_that_were_asked_otherwise_are_not_compared_with_each_other() -> None:
     first, second = own_strategies(9.0, 10.0)
     for flags in ({"numerics": "fp32"}, {"seed": 1}, {"per_device_train_batch_size": 8}, {"model": "x"}):
@@ -376,11 +400,13 @@ def test_runs_that_were_asked_otherwise_are_not_compared_with_each_other() -> No
     assert judge(repeats) == [None, None]
 
 
+@pytest.mark.quick
 def test_an_engine_without_gradient_norms_may_be_the_first_of_two() -> None:
     first, second = own_strategies(10.0, 10.0)
     assert judge([dataclasses.replace(first, grad_norms=[None] * 33), second])[1].holds
 
 
+@pytest.mark.quick
 def test_a_run_with_other_batches_is_no_reference() -> None:
     config = {**made_record().asked["config"], "numerics": "fp32", "gradient_accumulation_steps": 2}
     single = {"engine": "single", "strategy": "single", "identity": "1", "world_size": 1}
@@ -439,6 +465,7 @@ def test_the_cause_of_other_losses_is_named(of_ddp: dict, of_zero: dict, cause: 
     assert f"Cause: {cause}" in slm("report", str(tmp_path), "--json").out
 
 
+@pytest.mark.quick
 def test_an_older_record_under_zero3_init_flag_drew_other_weights() -> None:
     """Without a fingerprint; accelerate takes no flag for true."""
     for section, is_cause in (
@@ -451,6 +478,7 @@ def test_an_older_record_under_zero3_init_flag_drew_other_weights() -> None:
         assert ("zero3_init_flag" in (parity.cause or "")) is is_cause
 
 
+@pytest.mark.quick
 def test_losses_that_agree_have_no_cause() -> None:
     agrees = {**_ZERO_3, "losses": [10.0] * 33, "weights_fingerprint": "b"}
     (_, parity) = judge([made_record(weights_fingerprint="a"), made_record(identity="1", **agrees)])

@@ -143,6 +143,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
     assert len(plan(rehearse=[64], machine=Machine(1, "NVIDIA L4"))) == 2  # one GPU does for any number
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -173,6 +174,7 @@ def test_compare_refuses_before_it_launches(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.quick
 def test_several_processes_are_no_rehearsal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_rehearsal_on_real_tensors_steps_or_fails(tmp_path: Path, gradients: s
         assert "took no optimizer step" in record["reason"]
 
 
+@pytest.mark.quick
 def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
     from slm_toolkit.run.peers.launch_info import Launch
     from slm_toolkit.run.rehearse import pretend_ranks
@@ -269,6 +272,7 @@ def drawn(what: object, *, width: int) -> str:
     return capture.get()
 
 
+@pytest.mark.quick
 def test_measured_and_rehearsed_rows_share_no_column_of_peaks() -> None:
     text = shown(rows(made_record(gpu=None), made_rehearsal()))
     assert text.startswith("measured and rehearsed: ")
@@ -280,6 +284,7 @@ def test_measured_and_rehearsed_rows_share_no_column_of_peaks() -> None:
     assert cells[0].index("2.00") != cells[1].index("4.00")
 
 
+@pytest.mark.quick
 def test_a_table_of_rehearsals_says_so_once() -> None:
     text = shown(rows(made_rehearsal(), made_rehearsal(strategy="ds_zero2", identity="2")))
     assert text.startswith("rehearsed: slm-100m, rank 0 of 8, traced without a GPU")
@@ -288,6 +293,7 @@ def test_a_table_of_rehearsals_says_so_once() -> None:
     assert "backward loss" in text
 
 
+@pytest.mark.quick
 def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() -> None:
     asked = made_rehearsal().asked
     counted = {"drawn": 33 * 4 * 1024, "in_loss": 33 * 4 * 1024}  # rank 0's alone
@@ -306,6 +312,7 @@ def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() ->
     assert [parity is None for parity in judge([on_gpu, *others])] == [True, True, False]
 
 
+@pytest.mark.quick
 def test_parts_and_segments_survive_the_file(tmp_path: Path) -> None:
     segments = (Segment("forward", "layers.0", 3, dict.fromkeys(PARTS, 0) | {"activations": 3}),)
     path = write_timeline(MemoryTimeline(segments, {}), tmp_path / "timeline.csv")
@@ -340,6 +347,7 @@ def made_timeline() -> tuple[dict, list[Segment]]:
     return {**dataclasses.asdict(peak), "modules": modules}, segments
 
 
+@pytest.mark.quick
 def test_the_memory_chart_at_a_fixed_width() -> None:
     text = drawn(
         memory_chart("memory of x", memory_picture(*made_timeline(), most_rows=9), width=80), width=80
@@ -370,6 +378,7 @@ def test_the_memory_chart_at_a_fixed_width() -> None:
     assert "P  parameters" in lines[-2]
 
 
+@pytest.mark.quick
 def test_a_record_without_its_timeline_still_shows_the_peak() -> None:
     at_peak, _ = made_timeline()
     text = drawn(memory_chart("x", memory_picture(at_peak, []), width=80), width=80)

@@ -139,6 +139,7 @@ def test_wandb_writes_its_offline_runs(runs: Path) -> None:
     assert len(list((runs / "comparisons" / "wandb").glob("offline-run-*/*.wandb"))) == 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tracker", list(TRACKERS))
 def test_a_tracker_that_is_not_installed_is_named(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slm_toolkit.report.tables.export.find_spec", lambda name: None)

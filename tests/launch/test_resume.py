@@ -81,6 +81,7 @@ def test_a_stream_resumes_where_it_stopped(tmp_path: Path, texts: Path) -> None:
     assert of_resumed["eval_losses"] == of_whole["eval_losses"]
 
 
+@pytest.mark.quick
 def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: Path) -> None:
     whole = train(tmp_path, "--max_steps", "8", "--save_steps", "2", "--save_total_limit", "3")
     folder = tmp_path / "run" / "checkpoints"
@@ -105,6 +106,7 @@ def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: P
     assert f"every checkpoint under {folder} is damaged" in done.err
 
 
+@pytest.mark.quick
 def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
     train(tmp_path, "--max_steps", "4", "--save_steps", "4")
     run = tmp_path / "run"

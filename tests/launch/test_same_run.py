@@ -65,6 +65,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
+@pytest.mark.quick
 def test_a_repeated_command_is_refused_and_names_both_ways_on(tmp_path: Path) -> None:
     words = ("--max_steps", "2", "--save_steps", "1")
     run_dir = tmp_path / "run"
@@ -236,6 +237,7 @@ def test_data_that_changed_is_refused(tmp_path: Path) -> None:
     assert train(tmp_path / "runs", *resume).code == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_stream_is_told_apart_by_its_first_sequence(streaming: bool, tmp_path: Path) -> None:
     contents = []
@@ -268,6 +270,7 @@ def test_a_place_that_takes_no_run_is_a_line(taken: str, tmp_path: Path) -> None
     assert "Traceback" not in done.err.partition("hint: ")[0]
 
 
+@pytest.mark.quick
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: Path) -> None:
     words = ("--max_steps", "2", "--save_steps", "2")
     assert train(tmp_path, *words).code == 0
@@ -283,11 +286,13 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: P
     assert train(tmp_path, "--max_steps", "4", *there).code == 0
 
 
+@pytest.mark.quick
 def test_a_checkpoint_from_nowhere_is_no_checkpoint() -> None:
     with pytest.raises(ValueError, match="--resume_from_checkpoint is empty"):
         RunConfig(resume_from_checkpoint="").check()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes",
     [
@@ -328,6 +333,7 @@ def small_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 
 
+@pytest.mark.quick
 def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, accelerator, folder = small_model(), Accelerator(cpu=True), tmp_path / "model"
     save_model(accelerator, model, None, folder)
@@ -349,6 +355,7 @@ def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.quick
 def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
     """A link, a folder of somebody else's, one with a file more: nothing of theirs is opened or deleted."""
     model, accelerator = small_model(), Accelerator(cpu=True)
@@ -397,6 +404,7 @@ def test_a_run_leaves_a_model_folder_of_somebody_else_alone(
     assert (done.code, f"error: {tmp_path}/run/{said}" in done.err) == (2, True)
 
 
+@pytest.mark.quick
 def test_model_and_record_are_on_the_disk_before_they_have_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +451,7 @@ def test_auto_saves_a_model_again_of_which_nothing_is_left(tmp_path: Path) -> No
     assert model_damage(model) == f"{model}/model.safetensors is missing"
 
 
+@pytest.mark.quick
 def test_no_smaller_batch_is_tried_for_what_comes_after_the_steps() -> None:
     search = BatchSizeFinder(RunConfig(find_batch_size=True, per_device_train_batch_size=4))
     search.end()

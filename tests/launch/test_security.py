@@ -52,6 +52,7 @@ def calls() -> list[tuple[str, str, ast.Call]]:
     return found
 
 
+@pytest.mark.quick
 def test_yaml_is_read_by_safe_loaders_alone() -> None:
     allowed = {"YAML_LOADER", "yaml.SafeLoader", "yaml.CSafeLoader"}
     assert YAML_LOADER in (yaml.SafeLoader, getattr(yaml, "CSafeLoader", None))
@@ -66,6 +67,7 @@ def test_yaml_is_read_by_safe_loaders_alone() -> None:
         )
 
 
+@pytest.mark.quick
 def test_no_pickle_is_read_and_no_shell_is_given_a_string() -> None:
     never = ("pickle.load", "pickle.loads", "np.load", "numpy.load", "eval", "exec", "os.system", "os.popen")
     for where, name, node in calls():
@@ -83,6 +85,7 @@ def test_no_pickle_is_read_and_no_shell_is_given_a_string() -> None:
             assert said.get("trust_remote_code") == "False", where
 
 
+@pytest.mark.quick
 def test_a_model_folder_with_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
     from slm_toolkit.run.model.model import build_model
 
@@ -99,6 +102,7 @@ def test_a_model_folder_with_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None
     assert not marker.exists()
 
 
+@pytest.mark.quick
 def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     from slm_toolkit.predict.memory.peak import peak
     from slm_toolkit.predict.setup.setup import Setup
@@ -130,6 +134,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.quick
 def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
     from slm_toolkit.config.dataset_files import Source
     from slm_toolkit.run.data.sources import read_rows
@@ -146,11 +151,13 @@ def test_a_dataset_script_is_not_run(tmp_path: Path) -> None:
 # paths
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "..", ".", "", "a/b", "a\nb", "x" * 300, "a\0b"])
 def test_a_run_name_leads_nowhere_else(name: str) -> None:
     assert any("--run_name" in problem for problem in RunConfig(run_name=name).problems())
 
 
+@pytest.mark.quick
 def test_the_folder_of_a_run_is_one_name_whatever_the_model_and_the_yaml_are_called(tmp_path: Path) -> None:
     import dataclasses
 
@@ -163,6 +170,7 @@ def test_the_folder_of_a_run_is_one_name_whatever_the_model_and_the_yaml_are_cal
         assert (tmp_path / made).parent == tmp_path
 
 
+@pytest.mark.quick
 def test_a_converted_file_stays_in_its_folder_whatever_the_module_is_called() -> None:
     # the name of a module's file is what stands behind the last dot: here an absolute path
     for module in ("a./tmp/evil", "a.../../evil", "/tmp/evil"):
@@ -245,6 +253,7 @@ def test_an_sbatch_script_is_one_command_whatever_is_in_its_flags(tmp_path: Path
     assert [path.name for path in tmp_path.rglob("pwned")] == []
 
 
+@pytest.mark.quick
 def test_a_newline_ends_no_line_of_an_sbatch_script(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be shown"):
         slurm_nodes(num_nodes=1, gpus_per_node=1, options="--comment='a\ntouch x'", template=SLURM_TEMPLATE)
@@ -258,6 +267,7 @@ def test_a_newline_ends_no_line_of_an_sbatch_script(tmp_path: Path) -> None:
 # what is no file
 
 
+@pytest.mark.quick
 def test_a_pipe_a_socket_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> None:
     from slm_toolkit.base.user_files import read_text
 

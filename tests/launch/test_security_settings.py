@@ -239,6 +239,7 @@ use_cpu: false
 """
 
 
+@pytest.mark.quick
 def test_the_usual_examples_are_passed_on() -> None:
     assert refused_of_json(OF_TRANSFORMERS) == []
     assert refused_of_yaml(yaml.safe_load(OF_ACCELERATE_CONFIG)) == []
@@ -247,6 +248,7 @@ def test_the_usual_examples_are_passed_on() -> None:
 EVIL = ("/etc/passwd", "evilmod.X", "10.0.0.1", ["evilmod.X"], {"enabled": True, "output_path": "/x"})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("value", EVIL, ids=str)
 def test_keys_that_name_a_path_a_module_or_a_host_take_no_such_value(value: object) -> None:
     for key in ("tensorboard", "wandb", "csv_monitor", "comet", "autotuning", "data_efficiency"):

@@ -125,6 +125,7 @@ def test_exports_hold_no_formula_and_no_cell_of_their_own(evil_records: Path, tm
 # secrets
 
 
+@pytest.mark.quick
 def test_names_of_secrets() -> None:
     for name in (
         "HF_TOKEN",
@@ -145,6 +146,7 @@ def test_names_of_secrets() -> None:
         assert not is_secret(name), name
 
 
+@pytest.mark.quick
 def test_a_commands_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -166,6 +168,7 @@ def test_a_commands_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hf_typed" not in str(written)
 
 
+@pytest.mark.quick
 def test_settings_that_hold_a_secret_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"comet": {"enabled": True, "api_key": "abc"}}))
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"

@@ -224,6 +224,7 @@ def test_jobs_outlive_a_killed_comparison_and_are_found_again_but_end_with_ctrl_
     wait_for(lambda: slurm("squeue", "-h", "-o", "%i", env=cluster) == "")
 
 
+@pytest.mark.quick
 def test_an_option_that_slurm_refuses_is_said_in_its_words(cluster: dict[str, str], tmp_path: Path) -> None:
     done = slm(*comparison(tmp_path, "--strategy", "ddp", "--slurm_options=--partition=nope"), env=cluster)
     assert done.code == 2
@@ -250,6 +251,7 @@ def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:
     )
 
 
+@pytest.mark.quick
 def test_the_recipe_submits_its_comparison_and_its_training(cluster: dict[str, str], tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**cluster, "PATH": path, "TRY": "1"}

@@ -59,6 +59,7 @@ def test_no_tensor_is_kept_of_a_step(tmp_path: Path) -> None:
     assert all(norm > 0 for norm in record["grad_norms"])
 
 
+@pytest.mark.quick
 def test_losses_of_data_sets_come_back_in_order_from_host_and_device() -> None:
     losses = DatasetLosses(("a", "b"), torch.device("cpu"))
     accelerator = Accelerator(cpu=True)
@@ -74,6 +75,7 @@ def test_losses_of_data_sets_come_back_in_order_from_host_and_device() -> None:
     assert [loss is None for loss in found["b"]] == [loss is not None for loss in found["a"]]
 
 
+@pytest.mark.quick
 def test_a_step_has_the_seconds_of_its_phases() -> None:
     clock = StepClock(torch.device("cpu"))
     for phases in (("data", "forward"), ("data",), ("data", "data", "backward")):
@@ -93,6 +95,7 @@ def test_a_step_has_the_seconds_of_its_phases() -> None:
     assert clock.last_seconds == clock.seconds[-1]
 
 
+@pytest.mark.quick
 def test_peaks_are_those_after_the_probed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling and probing take more than training: a GPU's peaks were counted from step 1."""
     config = RunConfig(model="slm-1m", seq_len=32, numerics="fp32")
@@ -116,6 +119,7 @@ def test_peaks_are_those_after_the_probed_steps(monkeypatch: pytest.MonkeyPatch)
     assert resets == [0, 1]
 
 
+@pytest.mark.quick
 def test_a_step_begins_where_the_one_before_ended_but_after_a_pause() -> None:
     clock = StepClock(torch.device("cpu"))
     for between in ("", "losses are read", "a checkpoint"):
@@ -130,6 +134,7 @@ def test_a_step_begins_where_the_one_before_ended_but_after_a_pause() -> None:
     assert 0.01 <= after_checkpoint < 0.04
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_events_of_steps_that_a_gpu_has_done_are_let_go() -> None:
     clock = StepClock(torch.device("cuda"))

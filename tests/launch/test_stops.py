@@ -23,7 +23,7 @@ def words(folder: Path, *more: str) -> tuple[str, ...]:
     return ("--model", "slm-1m", "--seq_len", "32", "--run_name", "run", "--output_dir", str(folder), *more)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ds_zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.quick), "ds_zero3"])
 def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     strategy: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -184,6 +184,7 @@ def test_ctrl_c_ends_a_verb_without_a_traceback(verb: str) -> None:
     assert (process.returncode, said) == (128 + 2, "")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])
 def test_a_step_without_numbers_is_left_out_if_so_asked(strategy: str, tmp_path: Path) -> None:
     flags = ("--on_bad_step", "skip", "--max_steps", "5", "--save_steps", "2")
@@ -236,6 +237,7 @@ def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_pa
     assert all(first[name].equal(last[name]) for name in weights)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ds_zero1"])
 def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
     """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""
@@ -284,7 +286,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_names_rank_and_place(tmp_path
 @pytest.mark.parametrize(
     ("launcher", "strategy", "moments"),
     [
-        ("accelerate", "single", (0.0, 2.0)),
+        pytest.param("accelerate", "single", (0.0, 2.0), marks=pytest.mark.quick),
         ("slm", "ddp", (0.7, 3.5)),
         pytest.param("accelerate", "ddp", (0.0, 0.7, 2.0, 3.5), marks=pytest.mark.slow),
         pytest.param("slm", "single", (0.0, 0.7, 2.0, 3.5), marks=pytest.mark.slow),
@@ -315,6 +317,7 @@ def test_a_launcher_that_is_killed_while_its_ranks_start_leaves_none(
         assert left == [], f"killed {seconds} s after the ranks began"
 
 
+@pytest.mark.quick
 def test_a_rank_that_starts_when_its_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
     train = (sys.executable, "-m", "slm_toolkit.train", *words(tmp_path, "--max_steps", "100000"))
     late = ("sh", "-c", 'export ACCELERATE_DYNAMO_MODE=default; (sleep 0.5; exec "$@") & exit', "sh", *train)

@@ -16,6 +16,7 @@ from slm_toolkit.run.data.data import load_data
 BATCHES = 6
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("strategy", "numerics"), [("ddp", "aligned"), ("fsdp_full_shard", "fp32"), ("ds_zero3", "aligned")]
 )

@@ -61,6 +61,7 @@ def compiler(lock: Path, *, seconds: float, launcher: tuple[str, ...] = ()) -> I
         process.kill()
 
 
+@pytest.mark.quick
 @needs_locks_by_existence
 def test_a_lock_that_nobody_holds_is_removed_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
@@ -145,6 +146,7 @@ def test_the_lock_of_a_compiler_that_is_killed_while_a_run_waits_is_removed(fold
     assert not (folder / "a" / "lock").exists()
 
 
+@pytest.mark.quick
 def test_each_environment_has_a_folder_of_its_own_below_the_users(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ def traced(configuration: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "asked"),
     [
-        ("adapters", {"strategy": "ddp", "peft": "ia3"}),
+        pytest.param("adapters", {"strategy": "ddp", "peft": "ia3"}, marks=pytest.mark.quick),
         ("adapters", {"strategy": "fsdp_shard_grad_op", "peft": "lora"}),
         (
             "small_zero",

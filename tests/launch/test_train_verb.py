@@ -63,6 +63,7 @@ def test_the_exit_code_is_that_of_the_rank_that_ended_first(tmp_path: Path) -> N
     assert "error: blank.txt holds no text" in done.err
 
 
+@pytest.mark.quick
 def test_without_a_gpu_each_strategy_gets_the_ranks_that_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_without_a_gpu_each_strategy_gets_the_ranks_that_it_needs(
     assert words_of()[:2] == ["--config_file", DDP]
 
 
+@pytest.mark.quick
 def test_with_gpus_there_is_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slm_toolkit.cli.train.gpus_here", lambda: ("NVIDIA H200",) * 8)
     assert words_of("--strategy", "ddp")[2:4] == ["--num_processes", "8"]
@@ -87,6 +89,7 @@ def test_with_gpus_there_is_a_rank_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     assert (planned.machine.rank, planned.machine.num_machines, planned.address) == (1, 2, "10.0.0.1")
 
 
+@pytest.mark.quick
 def test_a_deepspeed_json_is_launched_by_a_yaml_that_names_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}))
@@ -159,12 +162,14 @@ def test_an_unknown_strategy_is_told_before_torch_is_imported(
     assert "--reduce_dtype fp32 would make ZeRO-1 another optimizer" in done.err
 
 
+@pytest.mark.quick
 def test_what_only_the_hub_can_know_passes() -> None:
     hub = RunConfig(dataset="HuggingFaceFW/fineweb-edu", model="org/nowhere", tokenizer_name="gpt2")
     check_training([hub])
     check_training([RunConfig(dataset="imdb")])
 
 
+@pytest.mark.quick
 def test_a_rehearsal_may_name_the_clusters_files() -> None:
     check_training([RunConfig(rehearse=8, dataset="/cluster/data/*.jsonl")])
     with pytest.raises(ValueError, match="no such file"):

@@ -84,6 +84,7 @@ def test_a_cut_off_parquet_and_binary_garbage_in_text_are_named(tmp_path: Path) 
             load_and_read(tmp_path / name, streaming=False)
 
 
+@pytest.mark.quick
 def test_a_bad_conversation_is_named_by_its_row(tmp_path: Path) -> None:
     turn = {"role": "user", "content": "hi"}
     good = {"messages": [turn, {"role": "assistant", "content": "yes"}]}
@@ -95,6 +96,7 @@ def test_a_bad_conversation_is_named_by_its_row(tmp_path: Path) -> None:
             load_and_read(path, streaming=streaming)
 
 
+@pytest.mark.quick
 def test_a_file_that_is_gone_when_the_run_begins_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     os.symlink(tmp_path / "nowhere", tmp_path / "b.txt")
@@ -102,6 +104,7 @@ def test_a_file_that_is_gone_when_the_run_begins_is_named(tmp_path: Path) -> Non
         load_and_read(tmp_path / "*.txt", streaming=False)
 
 
+@pytest.mark.quick
 def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tmp_path: Path) -> None:
     config = RunConfig(model="slm-1m", dataset=str(tmp_path), seq_len=64, streaming=True, max_steps=4)
     for name in ("a", "b"):
@@ -118,6 +121,7 @@ def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tm
         list(train)
 
 
+@pytest.mark.quick
 def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -137,6 +141,7 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     tmp_path: Path, record_property: Callable[[str, object], None]
@@ -182,6 +187,7 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
     load_data(config, PRESETS["slm-1m"], num_sequences=0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -212,6 +218,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("vocab", "parts", "said"),
     [
@@ -267,6 +274,7 @@ def wide_parquet(folder: Path) -> Path:
     return folder / "a.parquet"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     ("make", "said"),
@@ -286,6 +294,7 @@ def test_what_would_crash_or_stall_the_reader_is_refused_first(
         load_and_read(make(tmp_path), streaming=streaming)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_packed_files_are_refused_by_their_bytes_whatever_their_name(streaming: bool, tmp_path: Path) -> None:
     import bz2
@@ -300,6 +309,7 @@ def test_packed_files_are_refused_by_their_bytes_whatever_their_name(streaming: 
                 load_and_read(path, streaming=streaming)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_a_name_with_globs_characters_is_a_file(streaming: bool, tmp_path: Path) -> None:
     (tmp_path / "[d]").mkdir()
@@ -310,6 +320,7 @@ def test_a_name_with_globs_characters_is_a_file(streaming: bool, tmp_path: Path)
         load_and_read(lines(tmp_path / "a::b.jsonl", "", at_line=0, num_lines=10), streaming=streaming)
 
 
+@pytest.mark.quick
 def test_a_json_file_is_read_the_same_whole_and_streamed(tmp_path: Path) -> None:
     """Lines, an array, objects over several lines, a byte order mark; a column that begins late is kept."""
     rows = [{"instruction": "do", "output": "yes"}, {"instruction": "do", "input": "it", "output": "no"}] * 4

@@ -50,6 +50,7 @@ def check_goes_on(faulty: Faulty, *, step: int) -> None:
     assert (again.record["status"], again.record["first_step"]) == ("ok", step)
 
 
+@pytest.mark.quick
 def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its_checkpoint(
     tmp_path: Path, record_property: Report
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its
     check_goes_on(faulty, step=4)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fault", "rank"), [("ds_zero3", "crash in C", 1), ("fsdp_full_shard", "kill", 0)]
@@ -74,6 +76,7 @@ def test_any_rank_is_named_under_any_engine(
     assert "was killed or crashed at step 5 of 8" in faulty.messages[0]
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     tmp_path: Path, record_property: Report
@@ -88,6 +91,7 @@ def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     note(faulty, "an exception on rank 1 of DDP (its traceback stands before)", record_property)
 
 
+@pytest.mark.quick
 def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     tmp_path: Path, record_property: Report
 ) -> None:
@@ -100,6 +104,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     assert "--resume_from_checkpoint latest goes on from" in faulty.hint
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "says"),
@@ -119,6 +124,7 @@ def test_a_rank_that_can_say_nothing_is_named_and_ended(
     assert faulty.end_seconds < 8 + 90
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     def suspend() -> None:
@@ -134,6 +140,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert (faulty.code, faulty.messages) == (0, []), faulty.err
 
 
+@pytest.mark.quick
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, record_property: Report) -> None:
     def kill_launcher() -> None:
         (launcher,) = (pid for pid in ranks_of(tmp_path) if "launch" in psutil.Process(pid).cmdline())
@@ -285,6 +292,7 @@ def test_a_clock_that_is_set_while_a_run_trains_changes_nothing(
     assert checkpoints == ["step_12", "step_8"]
 
 
+@pytest.mark.quick
 def test_the_commands_of_the_docs_are_ones_and_the_timeout_is_a_time() -> None:
     text = (ROOT / "docs" / "faults.md").read_text()
     found = [shlex.split(line) for line in re.findall(r"^slm train .*", text, re.MULTILINE)]

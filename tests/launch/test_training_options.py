@@ -120,6 +120,7 @@ def test_tied_embeddings_train_and_reload_under_sharding(tmp_path: Path, texts: 
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
+@pytest.mark.quick
 def test_bf16_weights_leave_ropes_frequencies_in_fp32() -> None:
     model = build_model(PRESETS["slm-1m"], RunConfig(numerics="aligned", seq_len=64))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -20,6 +20,7 @@ def add(log: Path, text: str) -> None:
         file.write(text)
 
 
+@pytest.mark.quick
 def test_a_wait_is_shown_until_the_next_step(tmp_path: Path) -> None:
     log = tmp_path / LOG_FILE
     waits = Waits(log)
@@ -35,6 +36,7 @@ def test_a_wait_is_shown_until_the_next_step(tmp_path: Path) -> None:
     assert waits.at_the_end(283.0).endswith(" s of it before step 1: cpu_adam is compiled")
 
 
+@pytest.mark.quick
 def test_other_notes_of_a_run_are_no_waits(tmp_path: Path) -> None:
     waits = Waits(tmp_path / LOG_FILE)
     add(
@@ -44,12 +46,14 @@ def test_other_notes_of_a_run_are_no_waits(tmp_path: Path) -> None:
     assert waits.at_the_end(12.0) == ""
 
 
+@pytest.mark.quick
 def test_a_wait_and_a_step_seen_in_one_look_leave_nothing(tmp_path: Path) -> None:
     waits = Waits(tmp_path / LOG_FILE)
     add(tmp_path / LOG_FILE, f"waiting: {COMPILES}\n")
     assert waits.look(STEP_1) is None
 
 
+@pytest.mark.quick
 def test_of_a_large_log_the_end_is_read_and_another_try_has_a_new_one(tmp_path: Path) -> None:
     log = tmp_path / LOG_FILE
     waits = Waits(log)
