@@ -162,7 +162,7 @@ def test_ctrl_c_does_not_wait_for_a_record(cluster: Cluster, tmp_path: Path) -> 
     began = time.monotonic()
     with pytest.raises(CancelledError):
         jobs.execute(run, Slot(), timeout_seconds=60, retries=0, stop=stop, on_progress=lambda state: None)
-    assert 4 < time.monotonic() - began < 20  # a record could have come for a minute
+    assert 4 < time.monotonic() - began < 50  # a record could have come for a minute
 
 
 def test_without_slurm_its_absence_is_an_error_with_a_hint(tmp_path: Path) -> None:

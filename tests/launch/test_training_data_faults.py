@@ -154,7 +154,7 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     (message,) = faulty.messages
     assert f"{path} is gone" in message
     assert "--resume_from_checkpoint latest goes on from" in faulty.hint
-    assert faulty.message_seconds < 60
+    assert faulty.message_seconds < 300
     note(faulty, "a streamed file is removed while it is read", record_property)
 
 

@@ -212,7 +212,7 @@ def test_a_full_disk_is_named_with_rank_path_and_free_bytes(
     assert f"no room to write under {small_disk}/run (" in message or f"{small_disk}/run/" in message
     assert " bytes free now): " in message
     assert "[rank" not in faulty.err
-    assert faulty.message_seconds < 60
+    assert faulty.message_seconds < 300
     note(faulty, f"disk full: {request.node.callspec.id}", record_property)
 
 
