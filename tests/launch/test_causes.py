@@ -107,7 +107,6 @@ def test_a_full_disk_is_a_row_that_says_so_and_the_next_run_finishes(full_disk: 
     assert [path.name for path in full_disk.iterdir() if path.name.startswith((".record", "progress"))] == []
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("num_taken", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_taken_port_is_tried_again_and_named_where_all_are_taken(
     num_taken: int,

@@ -18,7 +18,6 @@ FLAGS = [word for name, value in ALL.items() for word in (f"--{name}", value)]
 NUM_TOKENS, VOCAB, HIDDEN = 512, 256, 64
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
     labels = torch.randint(0, VOCAB, (1, 50))
@@ -39,7 +38,6 @@ def test_a_compiled_loss_is_the_loss(dtype: torch.dtype) -> None:
             assert error(one.float(), wanted.float()) < (1e-6 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("checkpointing", ["none", "selective_op"])
 def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing: str) -> None:
     """The MLP's were all zero under torch 2.11; transformers 5.17 broke off with selective_op."""
@@ -53,7 +51,6 @@ def test_compiled_layer_kernels_have_the_gradients_of_plain_layers(checkpointing
     assert error(found, wanted) < 1e-6
 
 
-@pytest.mark.quick
 def test_a_compiled_layer_is_one_graph_under_ddp_too(tmp_path: Path) -> None:
     """Its 55 MB of fp32 weights are more than one of DDP's buckets of 25 MB, where Dynamo cut it."""
     wide = {**TIED, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 1}

@@ -181,7 +181,6 @@ def test_ctrl_c_ends_a_verb_without_a_traceback(verb: str) -> None:
     assert (process.returncode, said) == (128 + 2, "")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "ds_zero1"])
 def test_a_step_without_numbers_is_left_out_if_so_asked(strategy: str, tmp_path: Path) -> None:
     flags = ("--on_bad_step", "skip", "--max_steps", "5", "--save_steps", "2")
@@ -234,7 +233,6 @@ def test_a_loss_that_explodes_ends_the_run_and_changes_nothing_if_skipped(tmp_pa
     assert all(first[name].equal(last[name]) for name in weights)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ds_zero1"])
 def test_a_batch_that_does_not_fit_becomes_smaller_and_the_step_stays(strategy: str, tmp_path: Path) -> None:
     """With 8 and 4 sequences rank 1 runs out of memory in its second step, by what it sees of its batch."""

@@ -121,7 +121,6 @@ def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tm
         list(train)
 
 
-@pytest.mark.quick
 def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
