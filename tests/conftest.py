@@ -56,6 +56,8 @@ TIED = {
     "vocab_size": 384,
     "tie_word_embeddings": True,
 }
+_COMPILED = tempfile.TemporaryDirectory(prefix="slm-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED.name  # a killed launch leaves half a file, which stays
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 COMPILING_SECONDS = 1200
