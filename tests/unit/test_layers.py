@@ -1,6 +1,7 @@
 """Each room of the package imports only rooms below it, and only what trains imports torch."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,8 +33,13 @@ def layer(path: Path) -> str:
     return inside.parent.as_posix() if len(inside.parts) > 1 else inside.name
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Dotted names that a file imports, those in functions too, and whether they stand at its top."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text())
     at_top = set(tree.body)
     for node in ast.walk(tree):

@@ -141,7 +141,11 @@ def test_more_work_takes_longer_unless_the_gpu_waits_for_launches(
 
 def test_an_h200_is_never_slower_than_an_h100() -> None:
     grid = {"num_gpus": (1, 8, 16), "attn_implementation": ["sdpa", "eager"], "torch_compile": [False, True]}
-    grid |= {"model": list(PRESETS), "per_device_train_batch_size": [1, 8], "gradient_checkpointing": "full"}
+    grid |= {
+        "model": random.Random(0).sample(list(PRESETS), 4),
+        "per_device_train_batch_size": [1, 8],
+        "gradient_checkpointing": "full",
+    }
     h100, h200 = (rows_of(*STUDIED_STRATEGIES, on=(name,), **grid) for name in ("h100-80gb", "h200"))
     assert all(b.step_seconds <= a.step_seconds * (1 + 1e-9) for a, b in zip(h100, h200, strict=True))
 

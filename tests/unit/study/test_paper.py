@@ -297,6 +297,7 @@ def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> No
     assert "hint:" in finished.err
 
 
+@pytest.mark.full
 def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
     shown = slm_here("report", "--paper", "--gpu", "a40").out
     assert "no price known of a40: --usd_per_gpu_hour gives one" in shown
