@@ -6,6 +6,7 @@ import pytest
 
 from slm_toolkit.launch.rendezvous import Peer, listen
 from slm_toolkit.run.peers import machines
+from slm_toolkit.run.peers.machines import _accept
 
 HERE = "127.0.0.1"
 
@@ -36,4 +37,4 @@ def test_a_connection_from_another_address_than_the_machine_has_is_named(
         socket.create_connection(listener.getsockname()),
         pytest.raises(ValueError, match=r"no connection from 10\.0\.0\.2:1234, .*\nhint: .*NAT"),
     ):
-        machines._accept(listener, [Peer(1, "10.0.0.2", 1234, HERE)])
+        _accept(listener, [Peer(1, "10.0.0.2", 1234, HERE)])
