@@ -85,10 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not (_is_unit(item) or item.get_closest_marker("quick") or item.get_closest_marker("slow")):
             item.add_marker(pytest.mark.full)
-        if item.get_closest_marker("nvme"):
-            item.add_marker(_NEEDS_LIBAIO)
         stem = item.path.stem
         group = "launches" if stem in sharing else "slurm" if stem.startswith("test_slurm") else stem
+        if item.get_closest_marker("nvme"):
+            item.add_marker(_NEEDS_LIBAIO)
+            group = "nvme"  # one after another: two runs that swap to one folder spoil each other's tensors
         item.add_marker(pytest.mark.xdist_group(group))
 
 
