@@ -20,7 +20,7 @@ def test_of_all_connections_those_of_machines_that_came_are_kept() -> None:
             socket.create_connection(place) as first,
         ):
             peers = [Peer(1, *first.getsockname(), HERE), Peer(2, *second.getsockname(), HERE)]
-            links = {link.rank: link for link in machines._accept(listener, peers)}
+            links = {link.rank: link for link in _accept(listener, peers)}
             assert stranger.recv(1) == b""
             for rank, there in ((1, first), (2, second)):
                 there.sendall(b"hello")
