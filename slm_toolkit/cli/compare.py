@@ -273,8 +273,9 @@ def _plan(
 ) -> tuple[list["PlannedRun"], list["Slot"]]:
     """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
     from slm_toolkit.compare.grid import plan_runs
+    from slm_toolkit.compare.largest_batch import flags_of_trials
     from slm_toolkit.compare.local import Slot, slots_of
-    from slm_toolkit.compare.predicted import check_skippable, flags_of_trials
+    from slm_toolkit.compare.predicted import check_skippable
     from slm_toolkit.compare.slurm import strategy_on_nodes
 
     given = given_flags(args)
@@ -337,8 +338,9 @@ def _run(
     """Do what is not done yet, then print the table of all."""
     from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
+    from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
     from slm_toolkit.compare.local import run_in_slots
-    from slm_toolkit.compare.predicted import BatchSearch, find_largest_batch, skipped_record
+    from slm_toolkit.compare.predicted import skipped_record
     from slm_toolkit.report.rows import with_values
 
     if jobs is None and not args.force and not args.largest_batch:

@@ -193,7 +193,6 @@ def print_records(
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
     from slm_toolkit.report.tables.comparison import (
-        anatomy_table,
         comparison_table,
         dataset_table,
         has_several,
@@ -201,6 +200,7 @@ def print_records(
         phase_table,
     )
     from slm_toolkit.report.tables.export import json_rows
+    from slm_toolkit.report.tables.step_breakdown import anatomy_table
 
     named = labelled(rows)
     found, missing = changes(rows, asked_rows(baseline, args)) if baseline else ([], [])

@@ -11,7 +11,8 @@ from typing import Any
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.estimate import Estimate, Offer, budget, estimate, price_sensitivity
+from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
+from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records

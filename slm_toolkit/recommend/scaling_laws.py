@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.estimate import tokens_per_usd
+from slm_toolkit.predict.cost import tokens_per_usd
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
-from slm_toolkit.predict.estimate import usd_per_million_tokens
+from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge

@@ -23,7 +23,8 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import find_gpu, gpu_of_name
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
-from slm_toolkit.predict.estimate import PAPER_PRICES, estimate, paper_token_per_dollar
+from slm_toolkit.predict.cost import PAPER_PRICES, paper_token_per_dollar
+from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.predict.speed.software import PAPER, Software
 from slm_toolkit.predict.speed.step import step_time

@@ -8,7 +8,7 @@ import pytest
 from conftest import H100, ROOT, Finished, made_record, run, slm
 
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
-from slm_toolkit.compare.predicted import BatchSearch, estimated_batch, find_largest_batch, search
+from slm_toolkit.compare.largest_batch import BatchSearch, estimated_batch, find_largest_batch, search
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.record.run_record import RunRecord

@@ -8,7 +8,7 @@ from typing import Any
 
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.rows import Row
-from slm_toolkit.report.tables.comparison import PARTS
+from slm_toolkit.report.tables.step_breakdown import PARTS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 # Figure: what plotly draws, as plain data, so that making one needs no plotly and takes no time.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slm_toolkit.predict.estimate import (
+from slm_toolkit.predict.cost import (
     Offer,
     budget,
     paper_token_per_dollar,

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
-from slm_toolkit.report.tables.comparison import PARTS, anatomy_table
+from slm_toolkit.report.tables.step_breakdown import PARTS, anatomy_table
 from slm_toolkit.run.observe.measure import PROFILED_STEPS, TRACE_FILE, profile_steps
 
 MAIN, AUTOGRAD, GLOO = 1, 2, 3  # threads

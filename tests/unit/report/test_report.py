@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.hardware.gpus import find_gpu, gpus
-from slm_toolkit.predict.estimate import usd_per_million_tokens
+from slm_toolkit.predict.cost import usd_per_million_tokens
 from slm_toolkit.record.files import find_records, read_record, write_record
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, ranked, row_of
