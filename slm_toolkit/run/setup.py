@@ -44,7 +44,13 @@ from slm_toolkit.run.checkpoint.checkpoint import (
     run_description,
 )
 from slm_toolkit.run.checkpoint.files import DATA
-from slm_toolkit.run.checkpoint.output_dir import check_apart, check_writable, has_ended, hold_run
+from slm_toolkit.run.checkpoint.output_dir import (
+    check_apart,
+    check_writable,
+    has_ended,
+    hold_run,
+    hold_swap_folder,
+)
 from slm_toolkit.run.checkpoint.resume import (
     Checkpoint,
     check_data,
@@ -277,6 +283,9 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     if _is_rank_0() and exists(run_dir):
         check_writable(run_dir)
         hold_run(run_dir)
+    if _is_rank_0() and config.rehearse is None:
+        for folder in launch.strategy.swap_folders:
+            hold_swap_folder(Path(folder))
     ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and ended:
         lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None

@@ -27,6 +27,7 @@ class OptimizerOffload(msgspec.Struct, frozen=True):
 
     device: Literal["none", "cpu", "nvme"] | None = "none"
     "none: the GPU"
+    nvme_path: str | None = None
     ratio: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
     "the share of the optimizer that is offloaded"
     buffer_count: NonNegative | None = 4
@@ -37,6 +38,7 @@ class ParameterOffload(msgspec.Struct, frozen=True):
     """The section offload_param."""
 
     device: Literal["none", "cpu", "nvme"] | None = "none"
+    nvme_path: str | None = None
     buffer_count: NonNegative | None = 5
     buffer_size: NonNegative | None = 100_000_000
 

@@ -95,6 +95,15 @@ class Strategy:
         return self.is_deepspeed and self.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0
 
     @property
+    def swap_folders(self) -> set[str]:
+        """The folders to which DeepSpeed swaps tensors, under names that are the same in every training."""
+        if self.deepspeed is None:
+            return set()
+        zero = self.deepspeed.zero_optimization
+        parts = (zero.offload_optimizer, zero.offload_param)
+        return {part.nvme_path for part in parts if part.device == "nvme" and part.nvme_path is not None}
+
+    @property
     def checkpoints_activations(self) -> bool:
         """Whether the YAML has accelerate checkpoint every layer, without --gradient_checkpointing."""
         return self.fsdp is not None and self.fsdp.activation_checkpointing

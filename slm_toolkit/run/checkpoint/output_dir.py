@@ -61,18 +61,26 @@ def hold_run(run_dir: Path) -> None:
 
     Raises ValueError if another training holds the folder.
     """
-    if run_dir in _held:
+    _hold(run_dir, "is training in", "--run_name trains in another folder")
+
+
+def hold_swap_folder(folder: Path) -> None:
+    """Keep other trainings from swapping to `folder` as `hold_run` does: they'd write to the same files."""
+    _hold(folder, "swaps its tensors to", "name another nvme_path in the DeepSpeed JSON")
+
+
+def _hold(folder: Path, does: str, way_out: str) -> None:
+    if folder in _held:
         return
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _held[run_dir] = hold(run_dir / _LOCK_FILE)
+        folder.mkdir(parents=True, exist_ok=True)
+        _held[folder] = hold(folder / _LOCK_FILE)
     except BlockingIOError as error:
         raise ValueError(
-            f"{error.strerror} is training in {run_dir}\n"
-            "hint: wait until it has ended, or end it; --run_name trains in another folder"
+            f"{error.strerror} {does} {folder}\nhint: wait until it has ended, or end it; {way_out}"
         ) from None
     except OSError as error:
-        where = run_dir / _LOCK_FILE
+        where = folder / _LOCK_FILE
         raise ValueError(f"can't write {where}: {error.strerror}\nhint: is it a link?") from None
 
 
