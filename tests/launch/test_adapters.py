@@ -27,6 +27,14 @@ def test_a_tied_head_gets_no_adapter() -> None:
         build_model(dataclasses.replace(SPEC, tied=True), config)
 
 
+@pytest.mark.quick
+def test_a_peft_too_old_for_transformers_is_said_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr("slm_toolkit.run.model.adapters.MIN_PEFT_VERSION", "1000.0")
+    with pytest.raises(ValueError, match=r"needs peft 1000\.0, this is .*\n.*pip install -U peft"):
+        build_model(SPEC, RunConfig(model="slm-1m", peft="lora", seq_len=8))
+
+
 def test_a_quantized_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     words = ["python", "-m", "slm_toolkit.train", "--model", "slm-1m", "--seq_len", "32", "--peft", "qlora"]

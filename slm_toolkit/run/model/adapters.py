@@ -1,12 +1,15 @@
 """Adds peft's adapters, small trained weights, to a frozen model, which --peft qlora holds in 4 bits."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 from slm_toolkit.config.run_config import RunConfig
 
@@ -15,12 +18,22 @@ MERGED = "merged"
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Raises ValueError if a package that `--peft` needs is not installed."""
+    """Raises ValueError if a package that `--peft` needs is not installed, or too old for transformers."""
     needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
     if missing := [package for package in needed if find_spec(package) is None]:
         raise ValueError(
             f"--peft {config.peft} needs {' and '.join(missing)}\nhint: pip install {' '.join(missing)}"
         )
+    if not needed:
+        return
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        raise ValueError(
+            f"--peft {config.peft}: transformers {version('transformers')} needs peft {MIN_PEFT_VERSION}, "
+            f"this is {version('peft')}\nhint: pip install -U peft; while PyPI has none so new, "
+            f'pip install "transformers<{version("transformers")}"'
+        ) from None
 
 
 def quantize(model: PreTrainedModel) -> None:
@@ -73,8 +86,9 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
     """Freeze `model` and put trained adapters into it, in place; its class and its modules' names stay.
 
     `base`: the place of the frozen weights, which is saved with the adapter.
-    Raises ValueError if peft finds none of the modules in --lora_target_modules.
+    Raises ValueError if peft does not fit, or finds none of the modules in --lora_target_modules.
     """
+    check_adapters(config)
     from peft import IA3Config, LoraConfig
 
     names = config.lora_target_modules
