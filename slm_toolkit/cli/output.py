@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 STDOUT = Path("-")
-EXPORTS = ("csv", "markdown", "latex", "parquet")
+EXPORTS = ("csv", "markdown", "latex", "svg", "parquet")
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--latex", type=Path, metavar="FILE|-", help="without empty columns, with booktabs' rules"
     )
+    group.add_argument("--svg", type=Path, metavar="FILE|-", help="the table as a picture")
 
 
 def exports_asked(args: argparse.Namespace) -> list[str]:
@@ -67,12 +68,20 @@ def check_exports(args: argparse.Namespace) -> None:
 
 def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
     """All that was asked for; returns whether it took stdout. `content`: the objects of `--json`."""
-    from slm_toolkit.report.tables.export import csv_text, json_text, latex_text, markdown_text, write_parquet
+    from slm_toolkit.report.tables.export import (
+        csv_text,
+        json_text,
+        latex_text,
+        markdown_text,
+        svg_text,
+        write_parquet,
+    )
 
     texts = {
         "csv": lambda: csv_text(content),
         "markdown": lambda: markdown_text(rows),
         "latex": lambda: latex_text(rows),
+        "svg": lambda: svg_text(rows),
     }
     for name in exports_asked(args):
         path = getattr(args, name)

@@ -1,4 +1,4 @@
-"""Rows for other programs: CSV, Parquet, JSON, Markdown, LaTeX, and runs in experiment trackers."""
+"""Rows for other programs: CSV, Parquet, JSON, Markdown, LaTeX, SVG, and runs in experiment trackers."""
 
 import contextlib
 import csv
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
+from rich.console import Console
 
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import Column, columns_of
-from slm_toolkit.report.tables.comparison import heading, notes
+from slm_toolkit.report.tables.comparison import comparison_table, heading, notes
+from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -108,6 +110,14 @@ def latex_text(rows: list[Row]) -> str:
 }}
 \\end{{table}}
 """
+
+
+def svg_text(rows: list[Row]) -> str:
+    """The printed table, its heading and its notes as an SVG picture."""
+    columns, _ = columns_that_fit(columns_of(rows), width=PIPE_WIDTH)
+    console = Console(record=True, file=io.StringIO(), width=table_width(columns), markup=False, emoji=False)
+    console.print(comparison_table(rows, width=PIPE_WIDTH))
+    return console.export_svg(title="slm report")
 
 
 def _latex_title(column: Column) -> str:

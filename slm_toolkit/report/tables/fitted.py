@@ -57,14 +57,14 @@ def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Col
     Columns without a value are dropped first, then by `drop_order`.
     """
     kept, dropped = list(columns), []
-    while _table_width(kept) > width and (droppable := [column for column in kept if column.drop_order]):
+    while table_width(kept) > width and (droppable := [column for column in kept if column.drop_order]):
         victim = min(droppable, key=lambda column: (column.has_values, column.drop_order))
         kept.remove(victim)
         dropped.append(victim.name)
     return kept, dropped
 
 
-def _table_width(columns: Sequence[Column]) -> int:
+def table_width(columns: Sequence[Column]) -> int:
     """Each column has a blank on either side and a line after it; one more line opens the table."""
     return 1 + sum(column.width + 3 for column in columns)
 

@@ -1,6 +1,7 @@
 """--csv, --parquet, --markdown and --latex: read back, they are the rows of --json and the table's cells."""
 
 import csv
+import html
 import io
 import json
 import shutil
@@ -14,7 +15,7 @@ from slm_toolkit.cli.main import main
 from slm_toolkit.record.files import write_record
 from slm_toolkit.report.rows import Row, ranked, row_of
 from slm_toolkit.report.tables import fitted
-from slm_toolkit.report.tables.export import latex_text, markdown_text
+from slm_toolkit.report.tables.export import latex_text, markdown_text, svg_text
 
 NASTY = 'a|b_c & 100% of $x,\n"quoted" [1] *# {~^\\}'
 "what CSV, Markdown and LaTeX each give a meaning to"
@@ -86,6 +87,12 @@ def test_markdown_escapes_and_aligns() -> None:
     assert second.startswith("| ddp | ok | 1= | 16,384 |")
     assert r"\$ per 1M tokens" in title  # GitHub takes what stands between two dollars as a formula
     assert lines[7].startswith("- rank: ")
+
+
+def test_svg_has_heading_cells_and_notes() -> None:
+    text = html.unescape(svg_text(rows_with("a<b"))).replace("\xa0", " ")
+    for shown in ("tokens/s", "a<b", "16,384", "±5.0%", "rank: by tokens/s per process"):
+        assert shown in text
 
 
 def test_latex_has_booktabs_rules_and_escapes() -> None:
