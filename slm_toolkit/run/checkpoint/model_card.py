@@ -1,0 +1,71 @@
+"""Writes the model card of a saved model: its data, strategy, tokens, losses, versions and command."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.record.run_record import RunRecord
+
+CARD_FILE = "README.md"
+"the name under which the Hugging Face Hub shows a model card"
+
+
+def model_card(record: RunRecord, config: RunConfig) -> str:
+    """Return the card as Markdown. `record` has the losses and datasets of the training."""
+    return f"---\n{_metadata(record, config).to_yaml()}\n---\n\n{_text(record, config)}"
+
+
+def _metadata(record: RunRecord, config: RunConfig) -> ModelCardData:
+    """The header that the Hub reads. Local folders and files are left out: they mean nothing elsewhere."""
+    return ModelCardData(
+        library_name="transformers" if config.peft == "none" else "peft",
+        pipeline_tag="text-generation",
+        base_model=_hub_id(record.weights),
+        datasets=[name for facts in record.datasets if (name := _hub_id(facts["name"]))] or None,
+        tags=["slm_toolkit", record.strategy, *([config.peft] if config.peft != "none" else [])],
+    )
+
+
+def _hub_id(place: str | None) -> str | None:
+    """`place` if it is an id of the Hub, such as HuggingFaceTB/SmolLM2-135M."""
+    parts = (place or "").split("/")
+    return place if len(parts) == 2 and all(parts) and not Path(place).exists() else None
+
+
+def _text(record: RunRecord, config: RunConfig) -> str:
+    num_tokens = (record.tokens_counted or {}).get("drawn")
+    losses = [loss for loss in record.losses if loss is not None]
+    rows = {
+        "parameters": f"{record.model['num_params']:,}",
+        "first weights": record.weights,
+        "tokenizer": record.tokenizer,
+        "data": ", ".join(facts["name"] for facts in record.datasets) or "generated tokens",
+        "tokens in this run": f"{num_tokens:,}" if num_tokens else None,
+        "steps": f"{record.first_step + len(record.losses)}, sequences of {config.seq_len} tokens",
+        "strategy": f"{record.strategy}, {record.world_size} processes",
+        "numerics": config.numerics,
+        "adapter": config.peft if config.peft != "none" else None,
+        "training loss": f"{losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last" if losses else None,
+        "evaluation loss": ", ".join(
+            f"{point['loss']:.4f} at step {point['step']}" for point in record.eval_losses[-1:] if point["loss"]
+        ),
+        "hardware": record.gpu or record.cpu,
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    command = f"\n```bash\n{record.command}\n```\n" if record.command else ""
+    return "\n".join(
+        [
+            f"# {record.run_name}",
+            "",
+            f"A {record.model['name']} language model, trained on {record.started_at[:10]} with slm_toolkit.",
+            "",
+            "| | |",
+            "|---|---|",
+            *lines,
+            command,
+            "The numbers are those that the training run observed; nothing else was evaluated.",
+            "",
+        ]
+    )
