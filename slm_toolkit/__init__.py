@@ -4,4 +4,4 @@ import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: else its profiler writes to stderr
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
