@@ -136,7 +136,7 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert f"{path}, row 80: column 'text' holds ['a'], which is no text" in message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
     note(faulty, "a row of a stream, at step 41, is no text", record_property)
-    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     )
     (message,) = faulty.messages
     assert f"{path} is gone" in message
-    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert faulty.message_seconds < 300
     note(faulty, "a streamed file is removed while it is read", record_property)
 
