@@ -67,7 +67,7 @@ class _Followed:
 
 
 class Watchdog:
-    """Watch a whole rank: `with Watchdog() as watchdog`. Call `follow` after setup and `beat` at every step."""
+    """Watch a whole rank: `with Watchdog() as watchdog`. Call `follow` after setup, `beat` at every step."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -299,7 +299,7 @@ _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/|"
     r"slm_toolkit/run/peers/step_exchange\.py"
 )
-"if a thread's innermost frame is in these files, it waits for other ranks: in a collective, backward, the GPU"
+"a thread whose innermost frames are in these files waits for other ranks: in a collective or for the GPU"
 
 
 class LocalRanks:

@@ -237,9 +237,8 @@ def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
             connection, (address, port, *_) = listener.accept()
         except TimeoutError:
             raise ValueError(
-                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}: "
-                "another machine connected instead\n"
-                "hint: is there address translation (NAT) between the machines?"
+                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, although "
+                "a machine announced it\nhint: is there address translation (NAT) between the machines?"
             ) from None
         if (rank := expected.pop((address, port), None)) is None:
             connection.close()
@@ -250,7 +249,7 @@ def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
 
 
 def _lost(link: _Link) -> str | None:
-    """Return a message that the machine is lost; None if it said goodbye. The link must be readable."""
+    """Return a message about the lost machine; None if it said goodbye. The link must be readable."""
     machine = f"machine {link.rank} ({link.address})"
     try:
         if link.socket.recv(len(_GOODBYE)):
