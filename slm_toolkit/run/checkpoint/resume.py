@@ -177,9 +177,8 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         if not problems:
             return checkpoint
         if accelerator.is_main_process:
-            print(
-                f"warning: skipped the damaged checkpoint {checkpoint.path}: {problems[0]}", file=sys.stderr
-            )
+            line = f"warning: skipped the damaged checkpoint {checkpoint.path}: {problems[0]}"
+            print(line, file=sys.stderr)
     if candidates:
         raise ValueError(
             f"every checkpoint under {candidates[0].path.parent} is damaged\n"

@@ -237,8 +237,9 @@ def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
             connection, (address, port, *_) = listener.accept()
         except TimeoutError:
             raise ValueError(
-                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, although "
-                "a machine announced it\nhint: is there address translation (NAT) between the machines?"
+                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, "
+                "although a machine announced it\n"
+                "hint: is there address translation (NAT) between the machines?"
             ) from None
         if (rank := expected.pop((address, port), None)) is None:
             connection.close()
