@@ -117,7 +117,7 @@ def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch
 
 
 def unfinished(folder: Path, step: int, token: str) -> Path:
-    """Return the folder of a checkpoint that is not complete yet; `token` keeps launches apart."""
+    """Return the folder of a checkpoint that is not complete yet; `token` differs between launches."""
     return folder / f".{step_name(step)}.{token}.unfinished"
 
 

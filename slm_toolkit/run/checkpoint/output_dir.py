@@ -90,8 +90,8 @@ def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
     """Delete the earlier run's record, checkpoints and model, for --overwrite_output_dir.
 
     Every rank must call it, after the new run is set up and before it writes anything. Raises ValueError on
-    rank 0. The record is deleted first: if it stayed, a run killed here would count as ended. The newest
-    checkpoint is deleted last, so that it survives a kill.
+    rank 0. The record is deleted first: otherwise, after a kill, the earlier run would count as ended. The
+    newest checkpoint is deleted last, so that after a kill the earlier run can still resume from it.
     """
     accelerator.wait_for_everyone()  # until no rank reads the folder any more
     if accelerator.is_main_process:

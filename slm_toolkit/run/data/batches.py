@@ -17,7 +17,7 @@ from slm_toolkit.run.model.loss_recorder import RecordedLoss
 def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int = 1) -> DataLoader:
     """Make batches of (per_device_train_batch_size, seq_len) tokens; training text is shuffled.
 
-    To the held-out sequences, sequences without labels are added, so that every rank has whole batches and no
+    Held-out data is filled up with sequences without labels, so that every rank has whole batches and no
     sequence counts twice.
     """
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)

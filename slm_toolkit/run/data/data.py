@@ -96,9 +96,9 @@ def load_data(
             print(_describe(fact), file=sys.stderr)
     names = tuple(source.name for source in sources)
     train = _mixed([part.train for part in parts], sources, config)
-    apart = any(part.facts["packing"] in APART for part in (*parts, *eval_parts))
+    is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
     contents = [part.content for part in parts]
-    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=apart)
+    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def _describe(facts: dict[str, Any]) -> str:
 # Pack documents into sequences of equal length, all at once or as a stream, and count their padding.
 
 Columns = dict[str, list]
-APART = ("block_diagonal", "multipack")
+SEPARATED_PACKINGS = ("block_diagonal", "multipack")
 "packings whose sequences contain several documents that don't see each other"
 
 
@@ -301,15 +301,15 @@ def columns_of(
     """Return each sequence's input_ids and, where needed, labels, position_ids and padding.
 
     labels: with `has_labels` (some tokens have no loss), and for every packing except concat. If documents
-    are kept apart, the first token of each has no label, because no token predicts it.
+    are kept separate, the first token of each has no label, because no token predicts it.
     position_ids: counted from 0 in each document, so that attention sees where a document begins; padding
     counts as another document. padding: the number of padding tokens.
     """
-    apart = packing in APART
+    is_separated = packing in SEPARATED_PACKINGS
     columns: Columns = {"input_ids": []}
     if has_labels or packing != "concat":
         columns |= {"labels": []}
-    if apart:
+    if is_separated:
         columns |= {"position_ids": []}
     if packing in ("multipack", "none"):
         columns |= {"padding": []}
@@ -320,9 +320,9 @@ def columns_of(
         if "labels" in columns:
             labels: list[int] = []
             for document in documents:
-                labels += [IGNORE_INDEX, *document.labels[1:]] if apart else document.labels
+                labels += [IGNORE_INDEX, *document.labels[1:]] if is_separated else document.labels
             columns["labels"].append(labels + [IGNORE_INDEX] * padding)
-        if apart:
+        if is_separated:
             lengths = [len(document.tokens) for document in documents] + [padding]
             columns["position_ids"].append([place for length in lengths for place in range(length)])
         if "padding" in columns:

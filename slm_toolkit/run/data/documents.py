@@ -45,7 +45,7 @@ class Document:
 
 
 def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
-    """Return the format of a dataset, found in its first row. Raises ValueError if the row lacks its columns.
+    """Return the format of a dataset, found in its first row. Raises ValueError if the row does not fit it.
 
     `asked`: the value of --dataset_format.
     """

@@ -133,7 +133,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Return this rank's peak memory: allocated and reserved since the reset (None on CPU), RSS since start."""
+    """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
     on_gpu = device.type == "cuda"
     return {
         "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,

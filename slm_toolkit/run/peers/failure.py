@@ -1,4 +1,4 @@
-"""Write a rank's failure into the run's record: only the first cause, with out of memory told apart."""
+"""Write a rank's failure into the run's record: only the first cause, and whether it is out of memory."""
 
 import dataclasses
 import re

@@ -104,7 +104,7 @@ def check_environment(launch: Launch) -> None:
     raise ValueError(
         f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
         f"on {launch.num_processes} processes, "
-        f"but the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
+        f"but the launcher started {started.engine} on {started.num_processes}: nothing would be sharded\n"
         f"hint: {hint}"
     )
 

@@ -104,8 +104,8 @@ class Machines:
         self._has_parted = False
         self._reading = threading.Lock()
 
-    def meet(self, said: dict[str, Any]) -> None:
-        """Wait for the first rank of every machine; `said` must be equal on all machines.
+    def meet(self, must_match: dict[str, Any]) -> None:
+        """Wait for the first rank of every machine; `must_match` must be equal on all machines.
 
         Raises ValueError if a machine is missing (its launcher came, so it failed afterwards) or differs.
         """
@@ -119,7 +119,7 @@ class Machines:
             self._store = dist.PrefixStore(f"slm_toolkit/{attempt}", store)
             if self._is_first:
                 self._links = self._meet_first_ranks(
-                    Machine(self.rank, num_machines(), said), address, seconds
+                    Machine(self.rank, num_machines(), must_match), address, seconds
                 )
         except dist.DistError as error:
             raise ValueError(

@@ -16,7 +16,7 @@ class PeerStore:
     """Values by name. If the launcher is gone, the store reads as empty.
 
     Torch writes pages of C++ frames to stderr for each call that finds no launcher. If no process reads
-    stderr, such a write blocks. So after the first failed call there are no more.
+    stderr, such a write blocks. So this class makes no more calls after the first one that found no launcher.
     """
 
     def __init__(self, store: dist.Store) -> None:
