@@ -112,7 +112,7 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
     manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
     for path, manifest in manifests.items():
         if not is_of(manifest, run):
-            differences = _differences(manifest, run) or "the number of sequences in a step"
+            differences = _differences(manifest, run) or "the number of sequences in a step differs"
             raise ValueError(
                 f"{path} belongs to another run, and this run's checkpoints would replace it: {differences}\n"
                 "hint: use another --run_name or --output_dir, or the flags that it was written with"

@@ -561,7 +561,7 @@ class MarkovTokens(Dataset):
 
 
 class CopiedPhrases(Dataset):
-    """Documents of random tokens with repeated phrases; a model can predict them only by attention.
+    """Documents of random tokens with repeated phrases, predictable only by attending to their first copy.
 
     Item i depends only on seed, i, vocabulary and length. input_ids, labels and position_ids are (seq_len,)
     int64. A sequence contains several documents of different lengths. In each document position_ids count

@@ -134,7 +134,7 @@ def _pieces(
 
 
 def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
-    """Return a row's turns, with role and content, and the number of first turns that have no loss.
+    """Return a row's turns, with role and content, and the number of given turns, whose answers have no loss.
 
     Raises ValueError if the row is not a conversation, or contains more than text.
     """

@@ -34,7 +34,7 @@ _MOST_GROUPS = 1000
 "more process groups than one attempt makes"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SETTLE_SECONDS = 5.0
-"after a collective failed, another rank's report that it is out of memory may take so long to arrive"
+"time that another rank's report of out of memory may take to arrive after a collective failed"
 
 
 def smaller_batch(config: RunConfig) -> RunConfig:

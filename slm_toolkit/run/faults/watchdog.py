@@ -43,11 +43,11 @@ from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
-"look for the cause of a failed collective so long, because the failed rank's process takes a while to end"
+"time to look for the cause of a failed collective: the process of the failed rank takes a while to end"
 _ANSWER_SECONDS = 10.0
 "a rank whose threads can run writes the place of its main thread in the peer store within this time"
 _PRINT_SECONDS = 5.0
-"wait so long for another rank of this machine to print the message"
+"time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
 "if two looks are further apart, the process or the whole machine was stopped meanwhile"
 _COMPILING_SECONDS = 3600.0
@@ -153,7 +153,7 @@ class Watchdog:
             self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
 
     def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """Handle an error in another thread, such as a tracker's, without a traceback amid the message."""
+        """Handle an error in another thread, such as a tracker's. Its traceback would cut into the message."""
         if failed.exc_value is not None:
             self._end_if_explained(failed.exc_value)
         threading.__excepthook__(failed)

@@ -37,7 +37,7 @@ _COLLECTIVE_TIMEOUT = timedelta(seconds=MOST_DDP_TIMEOUT)
 _SILENT_SECONDS = 10.0
 "no waiting message before this, because the ranks of other machines are still importing torch"
 _GRACE_SECONDS = 10.0
-"after a machine is lost, this rank may take so long to end by itself"
+"time that this rank may take to end by itself after a machine is lost"
 _RANK_0_SECONDS = 2.0
 "head start of rank 0, which is connected to all machines, to write its record"
 _ACCEPT_SECONDS = 10.0

@@ -1,7 +1,7 @@
 """Exchange values between ranks: Python objects, and after each step the losses, norms and stop signals.
 
-Each rank sends its values after every step and reads those of the others one step later. On a GPU it is two,
-because losses arrive late. So no rank waits, and all ranks read the same step at the same place.
+Each rank sends its values after every step and reads those of the others one step later; on a GPU two steps
+later, because losses arrive late. So no rank waits, and all ranks read the same step at the same place.
 """
 
 import math
