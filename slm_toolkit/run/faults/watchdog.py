@@ -153,7 +153,7 @@ class Watchdog:
             self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
 
     def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """Handle an error in another thread, such as a tracker's. Its traceback would cut into the message."""
+        """Handle an error in another thread, such as a tracker's; a traceback would interrupt the message."""
         if failed.exc_value is not None:
             self._end_if_explained(failed.exc_value)
         threading.__excepthook__(failed)
