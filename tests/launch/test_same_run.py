@@ -280,7 +280,7 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: P
     done = train(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "auto")
     assert done.code == 2
     assert f"has format {FORMAT + 1}, but this version reads {FORMAT}" in done.err
-    assert "of 1 checkpoints under " in done.err
+    assert "none of the 1 checkpoints under " in done.err
     manifest.write_text(json.dumps(content))
     there = ("--resume_from_checkpoint", str(manifest.parent.parent))  # the folder of all is the run's
     assert train(tmp_path, "--max_steps", "4", *there).code == 0
