@@ -94,7 +94,7 @@ def test_machines_that_count_ranks_differently_are_told_so(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "3")
     launched = Launch(on_nodes(find_strategy("ddp"), 2), 4, ())
     with pytest.raises(
-        ValueError, match="asks for ddp on 4 processes, .* ddp on 3: .*\nhint: the same --num_pro"
+        ValueError, match="asks for ddp on 4 processes, .* ddp on 3: .*\nhint: give every machine the same"
     ):
         check_environment(launched)
 
