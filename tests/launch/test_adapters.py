@@ -120,7 +120,7 @@ def test_what_cannot_be_tuned_is_refused(base: Path, tmp_path: Path) -> None:
         "true",
     ]
     done = run(*words[:3], "--max_steps", "1", "--model", str(base), "--peft", "lora", *again)
-    assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
+    assert (done.code, "this run saves its final model there" in done.err) == (2, True)
     assert (base / "model.safetensors").is_file()
     done = run(*words, "--lora_r", "8")
     assert "error: --lora_r 8 without --peft" in done.err

@@ -33,7 +33,7 @@ FILES = {
         (["--per_device_train_batch_size", "4", "0"], "--per_device_train_batch_size is 0"),
         (["--per_device_train_batch_size", "four"], "invalid int value: 'four'"),
         (["--dataset", "nowhere.txt"], "no such file: nowhere.txt"),
-        (["--dataset", "blank.txt"], "blank.txt holds no text"),
+        (["--dataset", "blank.txt"], "blank.txt contains no text"),
         (["--num_processes", "0"], "--num_processes is 0"),
         (
             ["--usd_per_gpu_hour", "-1"],
@@ -99,7 +99,7 @@ def test_train_says_what_is_wrong(
     ("arguments", "says"),
     [
         (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
-        (["--dataset", "blank.txt"], "blank.txt holds no text"),
+        (["--dataset", "blank.txt"], "blank.txt contains no text"),
     ],
 )
 def test_train_says_what_is_wrong_once_accelerate_has_started(

@@ -217,7 +217,7 @@ def test_two_workers_would_read_a_stream_in_another_order(tmp_path: Path) -> Non
     stream = ("--dataset", str(text), "--streaming", "true", "--dataloader_num_workers", "2")
     done = slm("compare", "--strategy", "ddp", *FEW, *stream, "--output_dir", str(tmp_path / "runs"))
     assert done.code == 2
-    assert "--dataloader_num_workers 2 with a stream, which one process reads in order" in done.err
+    assert "--dataloader_num_workers 2 does not fit a stream: only one process can read it" in done.err
 
 
 def test_skip_oom_refuses_what_no_estimate_knows() -> None:

@@ -94,7 +94,7 @@ def test_machines_that_count_ranks_differently_are_told_so(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "3")
     launched = Launch(on_nodes(find_strategy("ddp"), 2), 4, ())
     with pytest.raises(
-        ValueError, match="asks for ddp on 4 processes, .* ddp on 3: .*\nhint: the same --num_pro"
+        ValueError, match="asks for ddp on 4 processes, .* ddp on 3: .*\nhint: give every machine the same"
     ):
         check_environment(launched)
 
@@ -119,7 +119,7 @@ def test_a_launch_with_cpu_would_not_shard_and_says_so(strategy: str, tmp_path: 
     config = f"accel_configs/{strategy}.yaml"
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config, launcher=("--cpu",))
     assert done.code != 0
-    assert "the launcher started single on 1: it would not shard" in done.err
+    assert "but the launcher started single on 1: nothing would be sharded" in done.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -93,5 +93,5 @@ def test_losses_after_a_move_are_those_of_staying(
     resumed = moved["resumed_from"]
     assert (resumed["strategy"], resumed["num_processes"], resumed["step"]) == (*source, STOP)
     assert (
-        f"written under {source[0]} x {source[1]}, goes on under {target[0]} x {target[1]}" in moved["said"]
+        f"written under {source[0]} x {source[1]}, resumed under {target[0]} x {target[1]}" in moved["said"]
     )

@@ -97,8 +97,9 @@ def test_latest_is_the_newest_that_is_whole_and_the_others_are_named(tmp_path: P
     assert resumed["losses"] == whole["losses"][4:]
     said = [line for line in resumed["said"].splitlines() if line.startswith("warning: ")]
     assert len(said) == 2
-    assert f"{folder}/step_6 is damaged and skipped" in said[0]
-    assert f"{folder}/step_8 is damaged and skipped: {weights} has changed since it was written" in said[1]
+    skipped = "skipped the damaged checkpoint"
+    assert f"{skipped} {folder}/step_6: " in said[0]
+    assert f"{skipped} {folder}/step_8: {weights} has changed since it was written" in said[1]
 
     (folder / "step_4" / "rank_0.safetensors").write_bytes(b"")
     done = launch(*SHORT, "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest", config=SINGLE)
@@ -120,15 +121,15 @@ def test_a_run_only_goes_on_from_what_it_can_continue(tmp_path: Path) -> None:
 
     assert "step_4 has all 4 steps done" in refused("--resume_from_checkpoint", str(run), "--max_steps", "4")
     other = refused("--resume_from_checkpoint", str(run), "--seed", "1", "--numerics", "fp32")
-    assert "step_4 is of another run: numerics 'aligned' in the checkpoint, 'fp32' now; seed 0 in" in other
+    assert "step_4 belongs to another run: numerics 'aligned' in the checkpoint, 'fp32' now; seed 0" in other
     more = refused("--resume_from_checkpoint", str(run), strategy="ddp")
-    assert "a step had 4 sequences, and has 8 now" in more
+    assert "a step had 4 sequences, but now has 8" in more
     assert "no checkpoint under" in refused("--resume_from_checkpoint", "latest")
 
     # auto starts where there is no checkpoint, not where there is one of another run
     there = ("--output_dir", str(tmp_path), "--max_steps", "3", "--save_steps", "1", "--seed", "7")
     refused_too = launch(*SHORT, *there, "--resume_from_checkpoint", "auto", config=SINGLE)
-    assert "step_4 is of another run: seed 0 in the checkpoint, 7 now" in refused_too.err
+    assert "step_4 belongs to another run: seed 0 in the checkpoint, 7 now" in refused_too.err
 
 
 def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_checkpoint_is_there_at_every_moment_of_its_replacement(tmp_path: Path
         (tmp_path / "run" / name).write_text("half")
     again = train(tmp_path, *words, "auto")
     assert (again["status"], again["first_step"], again["losses"]) == ("ok", 4, [])
-    assert f"warning: {folder}/step_3 is damaged and skipped" in again["said"]
+    assert f"warning: skipped the damaged checkpoint {folder}/step_3" in again["said"]
     assert sorted(os.listdir(tmp_path / "run")) == [".train.lock", "checkpoints", "record.json"]
     assert sorted(os.listdir(folder)) == ["step_3", "step_4"]
     (tmp_path / "run" / "record.json").unlink()

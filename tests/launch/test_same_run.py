@@ -54,7 +54,7 @@ def test_another_runs_checkpoints_are_not_replaced(tmp_path: Path) -> None:
     for other in (("--seed", "7"), ("--gradient_accumulation_steps", "2")):
         done = train(tmp_path, *words, *other)
         assert done.code == 2
-        assert "step_2 is of another run, and this one's checkpoints would take its place: " in done.err
+        assert "step_2 belongs to another run, and this run's checkpoints would replace it: " in done.err
         assert "hint: another --run_name" in done.err
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step_2") == before
 
@@ -73,9 +73,9 @@ def test_a_repeated_command_is_refused_and_names_both_ways_on(tmp_path: Path) ->
     before = contents(tmp_path)
     done = train(tmp_path, "--max_steps", "2")  # without --save_steps a model could still take its place
     assert (done.code, done.err.count("\nhint: ")) == (2, 1)
-    said = f"error: {run_dir} holds the checkpoints of this run, and a new start would replace them"
+    said = f"error: {run_dir} contains checkpoints of this run, and a new start would replace them"
     assert said in done.err
-    assert "--resume_from_checkpoint latest goes on from step_2; --overwrite_output_dir deletes" in done.err
+    assert "--resume_from_checkpoint latest resumes from step_2; --overwrite_output_dir deletes" in done.err
     done = train(tmp_path, *words)
     assert (done.code, said.replace(" run,", " run, which has ended,") in done.err) == (2, True)
     assert contents(tmp_path) == before
@@ -93,7 +93,7 @@ def test_a_saved_model_is_deleted_only_by_a_run_that_may_and_can_start(tmp_path:
     done = train(tmp_path, *words, "--seed", "7")
     assert done.code == 2
     assert f"error: {tmp_path}/run/model is the model of an earlier run, and a new start" in done.err
-    assert "hint: another --run_name keeps it; --overwrite_output_dir deletes it" in done.err
+    assert "hint: use another --run_name to keep it; --overwrite_output_dir deletes it" in done.err
     # found out when the engine has been built
     (tmp_path / "short.txt").write_text("too short")
     before = contents(tmp_path)
@@ -101,7 +101,7 @@ def test_a_saved_model_is_deleted_only_by_a_run_that_may_and_can_start(tmp_path:
     assert (done.code, "Traceback" in done.err) == (2, False)
     own = str(tmp_path / "run" / "model")
     done = train(tmp_path, "--max_steps", "1", "--overwrite_output_dir", "--model", own)
-    assert (done.code, "lies where this run saves its model" in done.err) == (2, True)
+    assert (done.code, "this run saves its final model there" in done.err) == (2, True)
     assert contents(tmp_path) == before
     assert train(tmp_path, "--max_steps", "1", "--overwrite_output_dir").code == 0
     assert not (tmp_path / "run" / "model").exists()
@@ -279,8 +279,8 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_anew(tmp_path: P
     manifest.write_text(json.dumps({**content, "format": FORMAT + 1}))
     done = train(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "auto")
     assert done.code == 2
-    assert f"has format {FORMAT + 1}, {FORMAT} is read here" in done.err
-    assert "of 1 checkpoints under " in done.err
+    assert f"has format {FORMAT + 1}, but this version reads {FORMAT}" in done.err
+    assert "none of the 1 checkpoints under " in done.err
     manifest.write_text(json.dumps(content))
     there = ("--resume_from_checkpoint", str(manifest.parent.parent))  # the folder of all is the run's
     assert train(tmp_path, "--max_steps", "4", *there).code == 0

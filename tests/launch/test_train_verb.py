@@ -60,7 +60,7 @@ def test_the_exit_code_is_that_of_the_rank_that_ended_first(tmp_path: Path) -> N
     (tmp_path / "blank.txt").write_text("\n \n")  # which only a rank finds out: accelerate's own code is 1
     done = slm("train", "--strategy", "single", "--model", "slm-1m", "--dataset", "blank.txt", cwd=tmp_path)
     assert done.code == 2
-    assert "error: blank.txt holds no text" in done.err
+    assert "error: blank.txt contains no text" in done.err
 
 
 @pytest.mark.quick

@@ -55,7 +55,7 @@ def load_and_read(path: Path, *, streaming: bool) -> None:
         ),
         (
             lambda folder: lines(folder / "a.jsonl", '{"text": ["a"]}', at_line=70, num_lines=100),
-            "a.jsonl, row 70: column 'text' holds ['a'], which is no text",
+            "a.jsonl, row 70: column 'text' contains ['a'], which is not text",
         ),
         (
             lambda folder: lines(folder / "a.jsonl", "17", at_line=70, num_lines=100),
@@ -77,8 +77,8 @@ def test_a_cut_off_parquet_and_binary_garbage_in_text_are_named(tmp_path: Path) 
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "garbage.txt").write_bytes(b"fine\nfine\n" + bytes([0xFF, 0xFE, 0x00, 0x80]) * 1000)
     for name, said in (
-        ("cut.parquet", r"cut\.parquet, cut off or no Parquet file"),
-        ("garbage.txt", r"garbage\.txt, line 3: byte 0xff is no UTF-8 text"),
+        ("cut.parquet", r"cut\.parquet, truncated, or not a Parquet file"),
+        ("garbage.txt", r"garbage\.txt, line 3: byte 0xff is not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=said):
             load_and_read(tmp_path / name, streaming=False)
@@ -114,7 +114,7 @@ def test_a_streamed_file_that_shrinks_or_vanishes_is_named_when_its_end_comes(tm
     sequences = iter(train)
     next(sequences)
     lines(tmp_path / "b.jsonl", GOOD, at_line=1, num_lines=20)
-    with pytest.raises(BadData, match=rf"b\.jsonl had {size:,} bytes when the run began and has "):
+    with pytest.raises(BadData, match=rf"b\.jsonl had {size:,} bytes when the run began and now has "):
         list(sequences)
     (tmp_path / "b.jsonl").unlink()
     with pytest.raises(BadData, match=r"b\.jsonl is gone"):
@@ -133,10 +133,10 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert faulty.code == 1
     (message,) = faulty.messages
     assert message.startswith("error: rank ")
-    assert f"{path}, row 80: column 'text' holds ['a'], which is no text" in message
+    assert f"{path}, row 80: column 'text' contains ['a'], which is not text" in message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
     note(faulty, "a row of a stream, at step 41, is no text", record_property)
-    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_vanishes_while_it_streams_ends_all_ranks_with_one_message(
     )
     (message,) = faulty.messages
     assert f"{path} is gone" in message
-    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert faulty.message_seconds < 300
     note(faulty, "a streamed file is removed while it is read", record_property)
 
@@ -195,7 +195,7 @@ def load_with_tokenizer(data: Path, folder: Path) -> None:
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "it calls itself without end"),
         ("{{ 'x' * 10**10 }}", "it needs more than 256 MiB"),
         ("{{ '%10000000000d' % 1 }}", "it needs more than 256 MiB"),
-        ("{{ 'x' * 10**7 }}", "it makes 10,000,000 characters of 24"),
+        ("{{ 'x' * 10**7 }}", "it turns 24 characters into 10,000,000"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
             "it takes too long",
@@ -211,7 +211,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
 
     before = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA)
     folder = tokenizer(tmp_path / "mine", vocab=WORDS, template=template)
-    with pytest.raises(BadData, match=rf"chats\.jsonl, row 1: the chat template refuses .*{said}.*\nhint: "):
+    with pytest.raises(BadData, match=rf"chats\.jsonl, row 1: the chat template fails .*{said}.*\nhint: "):
         load_with_tokenizer(chats(tmp_path / "chats.jsonl"), folder)
     assert before == (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_DATA))
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
@@ -222,7 +222,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
     ("vocab", "parts", "said"),
     [
         ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', model slm-1m only ids below 384"),
-        ({}, {}, "has no tokens of text"),
+        ({}, {}, "has no tokens for text"),
         ({"</s>": 0, "zzz": 1}, {}, "the tokenizer fails: WordLevel error: Missing"),
         (
             WORDS,
@@ -232,7 +232,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
                     "normalizers": [{"type": "Replace", "pattern": {"String": "q"}, "content": "qqqq"}] * 30,
                 }
             },
-            "its normalizer makes over 10,000 characters of one",
+            "its normalizer turns one character into more than 10,000",
         ),
     ],
     ids=["an id too large", "no vocabulary", "no unknown token", "a normalizer that multiplies"],
@@ -278,7 +278,7 @@ def wide_parquet(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (deep, r"a\.jsonl, line 70 has too many objects inside one another"),
+        (deep, r"a\.jsonl, line 70 has too many levels of objects or lists"),
         (wide, r"a\.jsonl, line 3: more than 10,000 columns"),
         (wider_by_each_row, r"a\.jsonl, line 10,000: more than 10,000 columns"),
         (wide_inside, r"a\.json, row 1: more than 10,000 columns"),

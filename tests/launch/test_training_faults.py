@@ -43,7 +43,7 @@ def check(faulty: Faulty, cause: str, *, within_seconds: float) -> None:
 def check_goes_on(faulty: Faulty, *, step: int) -> None:
     """The message names the last checkpoint, and `latest` is it."""
     path = faulty.folder / "runs" / "run" / "checkpoints" / f"step_{step}"
-    assert f"--resume_from_checkpoint latest goes on from {path}" in faulty.hint
+    assert f"--resume_from_checkpoint latest resumes from {path}" in faulty.hint
     again = launch_with_fault(faulty.folder, *SAVING, "--resume_from_checkpoint", "latest")
     assert again.code == 0, again.err
     assert f"resumed from {path}" in again.err
@@ -101,7 +101,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     line = SITE.splitlines().index("            time.sleep(1e6)") + 1
     assert f") hung in site/sitecustomize.py:{line} in strike, called from " in faulty.messages[0]
     assert faulty.end_seconds < 8 + 60
-    assert "--resume_from_checkpoint latest goes on from" in faulty.hint
+    assert "--resume_from_checkpoint latest resumes from" in faulty.hint
 
 
 @pytest.mark.quick
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_after_the_timeout(
     ("fault", "says"),
     [
         ("stop", "is stopped (SIGSTOP, a debugger?), while rank 0 waited"),
-        ("hold", "does not answer: it is in a call of C that does not let Python run, while rank 0 waited"),
+        ("hold", "does not answer: it is stuck in native code that holds the GIL, while rank 0 waited"),
     ],
 )
 def test_a_rank_that_can_say_nothing_is_named_and_ended(
@@ -226,13 +226,13 @@ def test_a_disk_that_becomes_read_only_is_named_when_the_record_is_written(
 
     faulty = launch_with_fault(tmp_path, "--max_steps", "200", at_line=("a step is", protect))
     assert faulty.code == 1, faulty.err
-    warned = f"warning: can't write {small_disk}/run/progress.json: Read-only file system; training goes on"
+    warned = f"warning: can't write {small_disk}/run/progress.json: Read-only file system; training continues"
     assert faulty.err.count(warned) == 1
     (message,) = faulty.messages
     assert message.startswith(
         f"error: rank 0 after the last step: can't write {small_disk}/run/.record.json."
     )
-    assert faulty.hint == f"is {small_disk}/run still there, and its disk writable?"
+    assert faulty.hint == f"check that {small_disk}/run still exists and its disk is writable"
     note(faulty, "disk read-only: the record", record_property)
 
 

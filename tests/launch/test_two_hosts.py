@@ -191,7 +191,7 @@ def test_when_the_second_host_dies_the_first_ends_and_says_so(hosts: Hosts, tmp_
     hosts.kill(hosts.names[1])
     first, _ = ended(hosts, processes, tmp_path)
     assert first.code == 1
-    lost = f"machine 1 ({hosts.addresses[1]}) ended before the run did: its own output says why"
+    lost = f"machine 1 ({hosts.addresses[1]}) ended before the run did: read its output for the cause"
     assert first.err.count(f"error: {lost}\n") == 1
     record = record_under(tmp_path)
     assert (record["status"], record["reason"], record["num_machines"]) == ("failed", lost, 2)
@@ -217,10 +217,10 @@ def test_ranks_that_do_not_reach_each_other_name_the_interface(hosts: Hosts, tmp
     env = {"GLOO_SOCKET_IFNAME": "lo", "SLM_PATIENCE_SECONDS": "5"}
     both = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "2", envs=(env, env))
     assert sorted(done.code for done in both) == [1, 2]
-    said = "error: the machines met, but their ranks don't reach each other: "
+    said = "error: the machines met, but their ranks can't reach each other: "
     (done,) = [done for done in both if said in done.err]  # the other is told that its partner ended
     assert done.code == 2
-    assert "hint: GLOO_SOCKET_IFNAME (lo) names the interface between the machines" in done.err
+    assert "hint: set GLOO_SOCKET_IFNAME (now lo) to the network interface between the machines" in done.err
 
 
 @pytest.mark.slow
@@ -233,7 +233,8 @@ def test_checkpoints_in_a_folder_that_is_not_shared_are_refused(hosts: Hosts, tm
     )
     assert [done.code for done in both] == [2, 2]
     for done in both:
-        assert f"error: --save_steps 2, but machine 1 does not see machine 0's {own}\nhint: " in done.err
+        unseen = f"--save_steps 2 needs a shared folder, but machine 1 does not see machine 0's {own}"
+        assert f"error: {unseen}\nhint: " in done.err
 
 
 @pytest.mark.slow
@@ -262,7 +263,7 @@ def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts
     assert (first.code, second.code) == (2, 2)
     assert "error: planted\n" in second.err
     assert "error: 1 of 2 machines came within 12 s: nobody came to " in first.err
-    assert "as machine 1\nhint: its launcher came: what says its own output?" in first.err
+    assert "as machine 1\nhint: its launcher connected, so read its output" in first.err
 
 
 def hidden_on_the_second(folder: Path) -> tuple[str, ...]:

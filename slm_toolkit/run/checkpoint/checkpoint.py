@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints, while it trains or waits: every rank writes its share of the training state."""
+"""Write a run's checkpoints in the background: every rank writes its share of the training state."""
 
 import dataclasses
 import hashlib
@@ -35,28 +35,28 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 from slm_toolkit.strategy.strategy import Strategy
 
 RANDOM_CPU, RANDOM_CUDA = "random/cpu", "random/cuda"
-"the states of random numbers that dropout draws from, on each rank"
+"names of each rank's random states, which dropout uses"
 _FINGERPRINT_ELEMENTS = 1024
 
 
 def run_description(config: RunConfig, sequences_per_step: int) -> dict[str, Any]:
-    """The settings that a run which goes on from a checkpoint must share with the run that wrote it.
+    """Return the settings that a resuming run must share with the run that wrote the checkpoint.
 
     Strategy, number of processes and the split of a step's sequences over them may change. A checkpoint also
     describes its data, see `Data.contents`.
     """
     flags = {name: getattr(config, name) for name, flag in FLAGS.items() if not flag.may_change_on_resume}
-    evaluates = config.eval_steps is not None  # then some is held out
+    evaluates = config.eval_steps is not None  # evaluation holds out some of the data
     return {**flags, "evaluates": evaluates, "sequences_per_step": sequences_per_step}
 
 
 def is_of(manifest: Manifest, run: dict[str, Any]) -> bool:
-    """Whether a run of this description wrote the checkpoint, whatever its data was."""
+    """Return True if a run with this description wrote the checkpoint. Ignores the data."""
     return {**manifest.run, DATA: None} == {**plain(run), DATA: None}
 
 
 def launch_description(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
-    """The settings that may change between the run that wrote a checkpoint and the one that goes on."""
+    """Return the settings that a resuming run may change."""
     return {
         "strategy": strategy.name,
         "num_processes": num_processes,
@@ -81,7 +81,11 @@ class CheckpointWriter:
         frozen: str | None,
         keep: int,
     ) -> None:
-        """`run`, `written_by`: the descriptions above; `frozen`: the fingerprint; the newest `keep` stay."""
+        """Set up the writer.
+
+        `run`, `written_by`: the descriptions above. `frozen`: the fingerprint of the frozen weights.
+        `keep`: how many of the newest checkpoints to keep.
+        """
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.folder, self.keep = run_dir / CHECKPOINTS_DIR, keep
         self.run, self.written_by, self.frozen = run, written_by, frozen
@@ -93,7 +97,7 @@ class CheckpointWriter:
     def begin(self, step: int) -> None:
         """Copy the state after `step` steps and start writing it. Every rank must call it.
 
-        Raises RunEnded on all ranks if one can't, or could not write the checkpoint before.
+        Raises RunEnded on all ranks if any rank fails to start, or failed to write the checkpoint before.
         """
         self.finish()
         accelerator = self.accelerator
@@ -108,18 +112,18 @@ class CheckpointWriter:
                 problem = _problem(error, self.folder)
         self._raise(problem)
         self._unfinished = unfinished(self.folder, step, gather_to_all(token)[0])
-        mine = {RANDOM_CPU: (0, torch.get_rng_state())}
+        share = {RANDOM_CPU: (0, torch.get_rng_state())}
         if torch.cuda.is_available():
-            mine[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
+            share[RANDOM_CUDA] = (0, torch.cuda.get_rng_state())
         for part in self._stretches():
             if part.is_mine and part.size:
-                # copying to pinned memory is much faster; torch keeps it for the next checkpoint
+                # copying to pinned memory is much faster; torch caches that memory for the next checkpoint
                 pinned = part.tensor.is_cuda
                 on_host = torch.empty(part.size, dtype=part.tensor.dtype, pin_memory=pinned)
                 on_host.copy_(part.tensor, non_blocking=pinned)
-                mine[f"{part.kind}/{part.name}"] = (part.start, on_host)
+                share[f"{part.kind}/{part.name}"] = (part.start, on_host)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # or the next step would change the state during the copies
+            torch.cuda.synchronize()  # otherwise the next step would change the state during the copies
         self._manifest = Manifest(
             step=step,
             optimizer_steps=optimizer_steps(self.model, self.optimizer),
@@ -132,22 +136,22 @@ class CheckpointWriter:
             files=(),
         )
         rank = accelerator.process_index
-        self._writing = self._thread.submit(write_rank_file, self._unfinished, rank, mine)
+        self._writing = self._thread.submit(write_rank_file, self._unfinished, rank, share)
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's share is not on disk yet."""
+        """True if this rank's share is not on disk yet."""
         return self._writing is not None and not self._writing.done()
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a checkpoint was begun and does not exist yet; the same on all ranks."""
+        """True if a checkpoint was begun and does not exist yet. It has the same value on all ranks."""
         return self._writing is not None
 
     def finish(self) -> Path | None:
-        """Wait until all ranks have written what `begin` started, and rename it into place.
+        """Wait until all ranks have written the checkpoint that `begin` started, and rename it into place.
 
-        None if nothing was started. Raises RunEnded on all ranks if one could not write.
+        Returns None if no checkpoint was started. Raises RunEnded on all ranks if any rank failed to write.
         """
         if self._writing is None:
             return None
@@ -156,13 +160,13 @@ class CheckpointWriter:
             file = self._writing.result()
         except OSError as error:
             problem = _problem(error, self._unfinished)
-        writing, self._writing = self._manifest, None
+        manifest, self._writing = self._manifest, None
         try:
             self._raise(problem)
             files = tuple(gather_to_all(file))
             if self.accelerator.is_main_process:
                 try:
-                    finish(self._unfinished, dataclasses.replace(writing, files=files))
+                    finish(self._unfinished, dataclasses.replace(manifest, files=files))
                     self._rotate()
                 except OSError as error:
                     problem = _problem(error, self._unfinished)
@@ -171,7 +175,7 @@ class CheckpointWriter:
             if self.accelerator.is_main_process:
                 delete(self._unfinished)
             raise
-        return self.folder / step_name(writing.step)
+        return self.folder / step_name(manifest.step)
 
     def _stretches(self) -> Any:
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
@@ -184,17 +188,18 @@ class CheckpointWriter:
             remove(old)
 
     def _raise(self, problem: tuple[int | None, str] | None) -> None:
-        """Raises RunEnded on all ranks if any has a problem: an error number and its description."""
-        problems = {rank: of_rank for rank, of_rank in enumerate(gather_to_all(problem)) if of_rank}
+        """Raise RunEnded on all ranks if any rank has a problem: an error number and its description."""
+        by_rank = enumerate(gather_to_all(problem))
+        problems = {rank: rank_problem for rank, rank_problem in by_rank if rank_problem}
         if problems:
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in problems.items())
-            helps = f"look at {self.folder}"
+            helps = f"check the folder {self.folder}"
             if any(number in DISK_FULL for number, _ in problems.values()):
                 free_bytes = shutil.disk_usage(next(p for p in self.folder.parents if p.exists())).free
                 reasons += f" ({free_bytes / 2**20:,.1f} MiB free)"
-                helps = f"make room in {self.folder}"
+                helps = f"free space on the disk of {self.folder}"
             if finished(self.folder):
-                helps += "; --resume_from_checkpoint latest goes on from the last one"
+                helps += "; --resume_from_checkpoint latest resumes from the last checkpoint"
             raise RunEnded(f"the checkpoint could not be written: {reasons}\nhint: {helps}")
 
 
@@ -203,20 +208,20 @@ def _problem(error: OSError, place: Path) -> tuple[int | None, str]:
 
 
 def fingerprint_of_frozen(model: torch.nn.Module) -> str | None:
-    """A fingerprint of the frozen weights; None if there are none. Every rank must call it."""
+    """Return a fingerprint of the frozen weights; None if there are none. Every rank must call it."""
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
     return fingerprint(frozen) if frozen else None
 
 
 def fingerprint(params: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of names and first elements, rounded to bf16, of each parameter: the same under every engine.
+    """Return a hash of each parameter's name and first elements, in bf16. It is the same under every engine.
 
-    Every rank must call it: if zero3_init_flag made the model in pieces, each tensor is gathered.
+    Every rank must call it, because a model that zero3_init_flag sharded is gathered tensor by tensor.
     """
     digest = hashlib.sha256()
     for name, param in params:
         with _whole(param):
-            # as bf16, since zero3_init_flag may make pieces in it
+            # in bf16, because zero3_init_flag may create the shards in bf16
             start = param.detach().view(-1)[:_FINGERPRINT_ELEMENTS].cpu().to(torch.bfloat16)
             digest.update(name.encode() + start.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -231,7 +236,7 @@ def _whole(param: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manifest]:
-    """The manifests in a folder that can be read, by checkpoint; `warn`: name the others on stderr."""
+    """Return the readable manifests of a folder, by checkpoint. `warn`: name unreadable ones on stderr."""
     manifests = {}
     for path in finished(folder):
         try:
@@ -239,16 +244,16 @@ def readable_manifests(folder: Path, *, warn: bool = False) -> dict[Path, Manife
         except ValueError as error:
             if warn and os.environ.get("RANK", "0") == "0":
                 reason = str(error).splitlines()[0]
-                print(f"warning: {path} is damaged and skipped: {reason}", file=sys.stderr)
+                print(f"warning: skipped the damaged checkpoint {path}: {reason}", file=sys.stderr)
     return manifests
 
 
 def by_order(folder: Path) -> list[Path]:
-    """The readable checkpoints of a folder, the newest last."""
+    """Return the readable checkpoints of a folder, the newest last."""
     manifests = readable_manifests(folder)
     return sorted(manifests, key=lambda path: manifests[path].order)
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:
-    """The description as it would come back from JSON."""
+    """Return the description as it is after a round trip through JSON."""
     return json.loads(json.dumps(description))

@@ -1,10 +1,10 @@
-"""A checkpoint on disk: stretches of tensors in safetensors files, and a manifest with their checksums.
+"""Files of a checkpoint: stretches of tensors in safetensors files, and a manifest with their checksums.
 
     checkpoints/step_6/checkpoint.json       the run, the elements in each file, the SHA-256 of each file
     checkpoints/step_6/rank_0.safetensors    rank 0's share: flat tensors, `weights/<parameter>`, ...
 
-There is no pickle, so reading a checkpoint runs no code. A folder called step_<k> is complete: it gets that
-name once all files are written.
+There is no pickle, so reading a checkpoint runs no code. A folder named step_<k> is complete, because it gets
+that name after all files are written.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from slm_toolkit.base.user_files import read_bytes
 from slm_toolkit.record.saved_files import delete, sync
 
 FORMAT = 3
-"1 was accelerate's own, a format for each engine; 2 did not describe its data"
+"format 1 was accelerate's, with one format per engine; format 2 did not describe its data"
 MANIFEST_FILE = "checkpoint.json"
 _HINT = "resume from another checkpoint"
 _MANIFEST_BYTES = 2**28
@@ -43,9 +43,9 @@ WRITTEN_BY = {
 }
 "keys of a manifest's written_by, which describes the launch that wrote the checkpoint"
 DATA, NUM_HELD_OUT = "data", "num_held_out"
-"keys of a run's description: its data, a list; and how many sequences of a stream were held out"
+"keys of a run's description: a list of its data; the number of sequences held out of a stream"
 _FLOATS, _BYTES = ("F64", "F32", "F16", "BF16"), ("U8",)
-"dtypes as safetensors calls them: of weights and moments, of random states"
+"safetensors' dtypes of weights and moments, and of random states"
 _OF_RANK = re.compile(r"rank_\d+\.safetensors")
 
 
@@ -57,30 +57,30 @@ class RankFile:
     num_bytes: Count
     sha256: str
     starts: dict[str, Count]
-    "for each tensor in the file: the place of its first element in the whole, flattened tensor"
+    "for each tensor in the file: the index of its first element in the whole, flattened tensor"
     sizes: dict[str, Count]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything in a checkpoint but its tensors."""
+    """Everything in a checkpoint except its tensors."""
 
     step: Count
-    "optimizer steps of the run that are done"
+    "finished steps of the run"
     optimizer_steps: Count
-    "how many of them changed the weights"
+    "finished steps that changed the weights"
     order: Count
-    "one more than the newest in its folder had; a date would not do, since clocks jump"
+    "one more than that of the newest checkpoint in the folder; dates are unreliable because clocks jump"
     run: dict[str, Any]
-    "see `run_description`: settings that a run which goes on from it must share"
+    "see `run_description`: settings that a resuming run must share"
     written_by: dict[str, Any]
     "see WRITTEN_BY"
     frozen: str | None
-    "fingerprint of the weights that the adapter is for"
+    "fingerprint of the frozen weights under an adapter"
     scaler: dict[str, Any] | None
     "state of fp16's gradient scaler"
     num_elements: dict[str, Count]
-    "of each whole tensor"
+    "elements of each whole tensor"
     files: tuple[RankFile, ...]
 
 
@@ -93,14 +93,14 @@ def file_of_rank(rank: int) -> str:
 
 
 def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch.Tensor]]) -> RankFile:
-    """Write {name: (start, 1-D tensor on the CPU with memory of its own)}; it is on disk on return.
+    """Write {name: (start, 1-D CPU tensor)} and sync it to disk; no two tensors may share memory.
 
     Raises OSError, for example on a full disk.
     """
     path = folder / file_of_rank(rank)
     try:
         save_file({name: tensor for name, (_, tensor) in tensors.items()}, path)
-    except SafetensorError as error:  # it keeps only the text of Rust's io::Error
+    except SafetensorError as error:  # it contains only the text of Rust's io::Error
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else 5, str(error), str(path)) from None
     path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
@@ -117,12 +117,12 @@ def write_rank_file(folder: Path, rank: int, tensors: dict[str, tuple[int, torch
 
 
 def unfinished(folder: Path, step: int, token: str) -> Path:
-    """The folder of a checkpoint that is not complete yet; `token` is this launch's own."""
+    """Return the folder of a checkpoint that is not complete yet; `token` differs between launches."""
     return folder / f".{step_name(step)}.{token}.unfinished"
 
 
 def finish(unfinished_folder: Path, manifest: Manifest) -> Path:
-    """Write the manifest next to the ranks' files and rename the folder: from then on the checkpoint exists.
+    """Write the manifest next to the ranks' files and rename the folder, which makes the checkpoint exist.
 
     An older checkpoint of the same step stays until then, even if the process is killed.
     """
@@ -145,7 +145,7 @@ def finish(unfinished_folder: Path, manifest: Manifest) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint: renamed first, so that a kill leaves no half of it under its name."""
+    """Delete a checkpoint. Rename it first, so that a kill never leaves half of it under its name."""
     doomed = checkpoint.parent / f".{checkpoint.name.lstrip('.')}.deleted"
     delete(doomed)
     checkpoint.rename(doomed)
@@ -153,7 +153,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises ValueError if the manifest can't be read or has changed since it was written."""
+    """Read a checkpoint's manifest. Raises ValueError if it is unreadable or changed after it was written."""
     path = checkpoint / MANIFEST_FILE
     data = read_bytes(path, what="", hint=_HINT, limit_bytes=_MANIFEST_BYTES)
     try:
@@ -161,9 +161,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         version = content.pop("format")
         is_as_written = content.pop("sha256") == digest_of(content)
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError):
-        raise ValueError(f"{path} is no checkpoint's of this version\nhint: {_HINT}") from None
+        raise ValueError(f"{path} is not a checkpoint manifest of this version\nhint: {_HINT}") from None
     if version != FORMAT:
-        raise ValueError(f"{path} has format {version!r}, {FORMAT} is read here\nhint: {_HINT}")
+        raise ValueError(f"{path} has format {version!r}, but this version reads {FORMAT}\nhint: {_HINT}")
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
@@ -175,8 +175,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _makes_sense(manifest: Manifest) -> bool:
-    """Whether the values fit each other, as in every checkpoint that we write: readers rely on it."""
-    of_data, names = manifest.run.get(DATA), [file.name for file in manifest.files]
+    """Return True if the values are consistent, as in every checkpoint that we write. Readers rely on it."""
+    datasets, names = manifest.run.get(DATA), [file.name for file in manifest.files]
     return (
         manifest.optimizer_steps <= manifest.step
         and manifest.written_by.keys() == WRITTEN_BY
@@ -190,16 +190,16 @@ def _makes_sense(manifest: Manifest) -> bool:
         and len(names) == len(set(names))
         and all(map(_OF_RANK.fullmatch, names))
         and all(file.starts.keys() == file.sizes.keys() for file in manifest.files)
-        and isinstance(of_data, list)
-        and all(isinstance(content, dict) for content in of_data)
-        and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in of_data)
+        and isinstance(datasets, list)
+        and all(isinstance(content, dict) for content in datasets)
+        and all(_is_count(content.get(NUM_HELD_OUT, 0)) for content in datasets)
     )
 
 
 def _is_scaler(state: dict[str, Any]) -> bool:
-    is_as_torch_has_it = state.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
+    has_torch_keys = state.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
     numbers = [value for value in state.values() if isinstance(value, float) or _is_count(value)]
-    return is_as_torch_has_it and len(numbers) == len(state) and all(map(math.isfinite, numbers))
+    return has_torch_keys and len(numbers) == len(state) and all(map(math.isfinite, numbers))
 
 
 def _is_count(value: object) -> bool:
@@ -207,15 +207,15 @@ def _is_count(value: object) -> bool:
 
 
 def damage(checkpoint: Path, files: tuple[RankFile, ...]) -> str | None:
-    """The first fault in some of a checkpoint's files; None if they are as they were written."""
+    """Describe the first fault in these files of a checkpoint; None if they are as they were written."""
     for file in files:
         path = checkpoint / file.name
         try:
             size = path.stat().st_size
             if not path.is_file():
-                return f"{path} is no file"
+                return f"{path} is not a file"
             if size != file.num_bytes:
-                return f"{path} has {size:,} bytes, {file.num_bytes:,} were written"
+                return f"{path} has {size:,} bytes, but {file.num_bytes:,} were written"
             with path.open("rb") as content:
                 if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
                     return f"{path} has changed since it was written"
@@ -230,19 +230,19 @@ class Reader:
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
-        "files that have been read from, with the names of their tensors"
+        "opened files, with the names of their tensors"
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, str]]]:
-        """For each tensor: (first element, one past the last, file)."""
+        """For each tensor, its parts: (first element, last element + 1, file)."""
         places: dict[str, list[tuple[int, int, str]]] = {}
         for file in self.manifest.files:
             for name, start in file.starts.items():
                 places.setdefault(name, []).append((start, start + file.sizes[name], file.name))
-        return {name: sorted(of_tensor) for name, of_tensor in places.items()}
+        return {name: sorted(parts) for name, parts in places.items()}
 
     def read(self, name: str, start: int, size: int) -> torch.Tensor:
-        """Elements `start` to `start + size` of the flattened tensor.
+        """Return elements `start` to `start + size` of the flattened tensor.
 
         Raises ValueError if elements are missing, or if a file does not match the manifest.
         """
@@ -254,19 +254,19 @@ class Reader:
                 read_to = min(end, last)
         if read_to < end:
             raise ValueError(
-                f"{self.checkpoint} lacks {end - read_to:,} elements of {name}, from {read_to:,} on\n"
+                f"{self.checkpoint} lacks {end - read_to:,} elements of {name}, starting at {read_to:,}\n"
                 f"hint: {_HINT}"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def of_rank(self, rank: int, name: str) -> torch.Tensor | None:
-        """A tensor that every rank has for itself; None if this rank has none in the checkpoint."""
+        """Return rank `rank`'s own tensor of this name; None if the checkpoint does not contain it."""
         file = file_of_rank(rank)
-        is_there = any(file == of_file for *_, of_file in self._places.get(name, []))
-        return self._tensor(file, name, _BYTES)[:] if is_there else None
+        is_saved = any(file == other for *_, other in self._places.get(name, []))
+        return self._tensor(file, name, _BYTES)[:] if is_saved else None
 
     def _tensor(self, file: str, name: str, dtypes: tuple[str, ...]) -> Any:
-        """A tensor of a file, to be sliced. Raises ValueError if it does not match the manifest."""
+        """Return a tensor of a file, for slicing. Raises ValueError if it does not match the manifest."""
         path = self.checkpoint / file
         if file not in self._open:
             try:
@@ -287,5 +287,5 @@ class Reader:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, without the format and the hash itself."""
+    """Return the SHA-256 of a manifest's content, without the format and the hash itself."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, whether the run in it has ended, how it is emptied, the model saved in it."""
+"""A run's folder: lock it, see whether its run has ended, empty it, save the final model in it."""
 
 import os
 import tempfile
@@ -31,23 +31,24 @@ from slm_toolkit.run.model.adapters import save_merged
 
 
 def has_ended(run_dir: Path, identity: str | None = None) -> bool:
-    """Whether the folder holds the record of a finished run; with `identity`, of that very run."""
+    """Return True if the folder contains the record of a finished run; with `identity`, of that very run."""
     try:
         record = read_record(run_dir / RECORD_FILE)
-    except ValueError:  # there is none, or it has another version
+    except ValueError:  # no record, or one of another version
         return False
     return record.status == "ok" and identity in (None, record.identity)
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raises ValueError if the run's folder, or a file in it, can't be made; leaves nothing behind."""
-    there = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
+    """Raise ValueError if the run's folder, or a file in it, can't be created. Leaves no file behind."""
+    existing = next(place for place in (run_dir, *run_dir.parents) if os.path.lexists(place))
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ValueError(
-            f"can't write into {run_dir}: {error.strerror}\nhint: --output_dir and --run_name say where"
+            f"can't write into {run_dir}: {error.strerror}\n"
+            "hint: choose another folder with --output_dir or --run_name"
         ) from None
 
 
@@ -57,15 +58,15 @@ _held: dict[Path, IO[str]] = {}
 
 
 def hold_run(run_dir: Path) -> None:
-    """Keep other trainings out of a run's folder until this process ends; call it on rank 0.
+    """Lock a run's folder against other trainings until this process ends. Call it on rank 0.
 
-    Raises ValueError if another training holds the folder.
+    Raises ValueError if another training has locked the folder.
     """
-    _hold(run_dir, "is training in", "--run_name trains in another folder")
+    _hold(run_dir, "is training in", "train in another folder with --run_name")
 
 
 def hold_swap_folder(folder: Path) -> None:
-    """Keep other trainings from swapping to `folder` as `hold_run` does: they'd write to the same files."""
+    """Lock the swap folder like `hold_run`, because two trainings would write to the same files."""
     _hold(folder, "swaps its tensors to", "name another nvme_path in the DeepSpeed JSON")
 
 
@@ -77,21 +78,22 @@ def _hold(folder: Path, does: str, way_out: str) -> None:
         _held[folder] = hold(folder / _LOCK_FILE)
     except BlockingIOError as error:
         raise ValueError(
-            f"{error.strerror} {does} {folder}\nhint: wait until it has ended, or end it; {way_out}"
+            f"{error.strerror} {does} {folder}\nhint: wait until it has ended, or stop it, or {way_out}"
         ) from None
     except OSError as error:
-        where = folder / _LOCK_FILE
-        raise ValueError(f"can't write {where}: {error.strerror}\nhint: is it a link?") from None
+        raise ValueError(
+            f"can't write {folder / _LOCK_FILE}: {error.strerror}\nhint: check whether it is a link"
+        ) from None
 
 
 def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
-    """For --overwrite_output_dir: delete record, checkpoints and model of the earlier run. Every rank must
-    call it, once the new run is set up and before it writes anything. Raises ValueError on rank 0.
+    """Delete the earlier run's record, checkpoints and model, for --overwrite_output_dir.
 
-    The record is deleted first, or a run that is killed after that would count as ended; the newest
-    checkpoint is deleted last, so that after a kill the old run's newest is still there.
+    Every rank must call it, after the new run is set up and before it writes anything. Raises ValueError on
+    rank 0. The record is deleted first: otherwise, after a kill, the earlier run would count as ended. The
+    newest checkpoint is deleted last, so that after a kill the earlier run can still resume from it.
     """
-    accelerator.wait_for_everyone()  # until no rank reads the folder
+    accelerator.wait_for_everyone()  # until no rank reads the folder any more
     if accelerator.is_main_process:
         try:
             (run_dir / RECORD_FILE).unlink(missing_ok=True)
@@ -103,20 +105,20 @@ def remove_earlier_run(run_dir: Path, accelerator: Accelerator) -> None:
         except OSError as error:
             raise ValueError(
                 f"--overwrite_output_dir can't delete {error.filename}: {error.strerror}\n"
-                "hint: another --run_name starts in a new folder"
+                "hint: use another --run_name to start in a new folder"
             ) from None
     accelerator.wait_for_everyone()
 
 
-# The final model of a run, as a folder that Hugging Face's libraries load.
+# Save the final model of a run as a folder that Hugging Face's libraries load.
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Raises ValueError if the run would save its model over the weights that it starts from."""
+    """Raise ValueError if the run would save its model over the weights that it starts from."""
     if source.resolve().is_relative_to(target):
         raise ValueError(
-            f"--model {source} lies where this run saves its model, which would be overwritten\n"
-            "hint: another --run_name or --output_dir, or --save_final_model false"
+            f"--model {source} would be overwritten: this run saves its final model there\n"
+            "hint: use another --run_name or --output_dir, or --save_final_model false"
         )
 
 
@@ -125,7 +127,7 @@ def save_model(
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype of the computation.
 
-    For a model with an adapter, it is peft's folder of the adapter; `merge`: with the merged model in it.
+    For a model with an adapter, write peft's adapter folder; with `merge`, add the merged model to it.
     """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
     if accelerator.is_main_process:
@@ -143,9 +145,9 @@ def save_model(
 
 @contextmanager
 def _in_place_of(model: Path) -> Iterator[Path]:
-    """A folder to write into; when all of it is on the disk it takes the place of an earlier run's model.
+    """Yield a folder to write into; once it is on disk, it replaces the `model` of an earlier run.
 
-    Raises RunEnded where what is there now was not written by a run.
+    Raises RunEnded if the existing folder was not written by a run.
     """
     unfinished, replaced = (beside_model(model, state) for state in ("unfinished", "replaced"))
     try:
@@ -153,7 +155,7 @@ def _in_place_of(model: Path) -> Iterator[Path]:
         check_replaceable(replaced)
     except ValueError as error:
         raise RunEnded(str(error)) from None
-    if replaced.exists() and not model.exists():  # a kill between the two renames below
+    if replaced.exists() and not model.exists():  # an earlier run was killed between the two renames below
         replaced.rename(model)
     delete(unfinished)
     unfinished.mkdir()

@@ -1,4 +1,4 @@
-"""Resumes a run: finds the checkpoint, checks it, and loads its state under any engine."""
+"""Resume a run: find the checkpoint, check it, and load its state under any engine."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that a run may go on from."""
+    """A checkpoint that a run may resume from."""
 
     path: Path
     manifest: Manifest
@@ -51,29 +51,32 @@ class Checkpoint:
 def find_checkpoints(
     resume: str, run_dir: Path, run: dict[str, Any], *, num_steps: int | None
 ) -> list[Checkpoint]:
-    """The checkpoints that `resume`, of --resume_from_checkpoint, may mean, the best first; `choose` takes
-    the first undamaged one.
+    """Return the checkpoints that `resume` (the value of --resume_from_checkpoint) may mean, best first.
 
-    `latest` and `auto` mean this run's newest, `auto` first those before `num_steps`, its last step; a run's
-    folder means that run's newest, any other folder means itself. Empty for `auto` if there is none.
-    Raises ValueError if there is none otherwise, or none that this run can go on from.
+    `choose` then takes the first undamaged checkpoint. `latest` and `auto` mean this run's newest; `auto`
+    prefers checkpoints before `num_steps`, the run's last step. The folder of a run means that run's newest
+    checkpoint, and any other folder means itself.
+
+    Returns [] for `auto` without checkpoints. Otherwise raises ValueError if there is no checkpoint that this
+    run can resume from.
     """
     folder = Path(os.path.realpath(typed_path(resume)))
     if resume == "latest":
         return _newest(run_dir, run, can_be_none=False)
     if resume == "auto":
         newest = _newest(run_dir, run, can_be_none=True)
-        # a run killed after its last checkpoint, before its record, does its last steps again
-        return sorted(newest, key=lambda one: num_steps is not None and one.manifest.step >= num_steps)
+        # a run killed between its last checkpoint and its record repeats its last steps
+        return sorted(newest, key=lambda c: num_steps is not None and c.manifest.step >= num_steps)
     of_run = folder.parent if folder.name == CHECKPOINTS_DIR else folder
     if (of_run / CHECKPOINTS_DIR).is_dir():
         return _newest(of_run, run, can_be_none=False)
     if not folder.is_dir():
         raise ValueError(
-            f"no such checkpoint: {resume}\nhint: they are runs/<run>/checkpoints/step_<k>, or say latest"
+            f"no such checkpoint: {resume}\n"
+            "hint: give a folder like runs/<run>/checkpoints/step_<k>, or latest"
         )
     manifest = read_manifest(folder)
-    _check_alike(folder, manifest, run)
+    _check_settings(folder, manifest, run)
     return [Checkpoint(folder, manifest)]
 
 
@@ -85,34 +88,34 @@ def _newest(run_dir: Path, run: dict[str, Any], *, can_be_none: bool) -> list[Ch
         return [Checkpoint(path, manifests[path]) for _, path in sorted(of_run, reverse=True)]
     if manifests:
         newest = max(manifests, key=lambda path: manifests[path].order)
-        _check_alike(newest, manifests[newest], run)
-    elif there := finished(folder):
+        _check_settings(newest, manifests[newest], run)
+    elif unreadable := finished(folder):
         raise ValueError(
-            f"of {len(there)} checkpoints under {folder} none can be read\nhint: see above; what wrote them "
-            "reads them, or start again with another --run_name"
+            f"none of the {len(unreadable)} checkpoints under {folder} can be read\n"
+            "hint: see the warnings above; use the version that wrote them, or start with another --run_name"
         )
     if can_be_none:
         return []
     raise ValueError(
-        f"no checkpoint under {folder}\nhint: --save_steps writes them, --run_name names the folder; auto "
-        "starts anew where there is none"
+        f"no checkpoint under {folder}\n"
+        "hint: check --run_name; --save_steps writes checkpoints; auto instead of latest starts without one"
     )
 
 
 def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: bool) -> None:
-    """Raises ValueError if the run would replace another run's checkpoints or, if it `starts` from the
-    beginning, its own checkpoints or the model in its folder.
+    """Raise ValueError if the run would replace another run's checkpoints.
 
-    has_ended: whether the folder holds the record of this very run, with all its steps done.
+    If it `starts` from the beginning, also raise it if the run would replace its own checkpoints or the model
+    in its folder. has_ended: True if the folder contains the record of this very run, with all steps done.
     """
     replaces = "; --overwrite_output_dir deletes {} and starts from the beginning" if starts else ""
     manifests = readable_manifests(run_dir / CHECKPOINTS_DIR)
     for path, manifest in manifests.items():
         if not is_of(manifest, run):
-            differences = _differences(manifest, run) or "a step has other numbers of sequences"
+            differences = _differences(manifest, run) or "the number of sequences in a step differs"
             raise ValueError(
-                f"{path} is of another run, and this one's checkpoints would take its place: {differences}\n"
-                "hint: another --run_name or --output_dir; or the flags that it was written with"
+                f"{path} belongs to another run, and this run's checkpoints would replace it: {differences}\n"
+                "hint: use another --run_name or --output_dir, or the flags that it was written with"
                 + replaces.format("it")
             )
     if not starts:
@@ -120,51 +123,53 @@ def check_place(run_dir: Path, run: dict[str, Any], *, starts: bool, has_ended: 
     if manifests:
         newest = max(manifests, key=lambda path: manifests[path].order)
         ended = ", which has ended" if has_ended else ""
-        more = " and a larger --max_steps go on" if has_ended else " goes on"
+        resumes = " and a larger --max_steps resume" if has_ended else " resumes"
         raise ValueError(
-            f"{run_dir} holds the checkpoints of this run{ended}, and a new start would replace them\n"
-            f"hint: --resume_from_checkpoint latest{more} from {newest.name}{replaces.format('them')}"
+            f"{run_dir} contains checkpoints of this run{ended}, and a new start would replace them\n"
+            f"hint: --resume_from_checkpoint latest{resumes} from {newest.name}{replaces.format('them')}"
         )
     if unreadable := finished(run_dir / CHECKPOINTS_DIR):
         raise ValueError(
             f"{unreadable[-1]} can't be read, and a new start would replace it\n"
-            f"hint: another --run_name keeps it{replaces.format('it')}"
+            f"hint: use another --run_name to keep it{replaces.format('it')}"
         )
     if (model := saved_model(run_dir)) is not None:
         raise ValueError(
             f"{model} is the model of an earlier run, and a new start would replace it\n"
-            f"hint: another --run_name keeps it{replaces.format('it')}"
+            f"hint: use another --run_name to keep it{replaces.format('it')}"
         )
 
 
 def num_held_out(checkpoint: Checkpoint | None) -> int | None:
-    """How many sequences the earlier run held out of each stream; None if it had no stream."""
-    of_data = checkpoint.manifest.run[DATA] if checkpoint else []
-    return max((content[NUM_HELD_OUT] for content in of_data if NUM_HELD_OUT in content), default=None)
+    """Return the number of sequences that the earlier run held out of each stream; None without streams."""
+    datasets = checkpoint.manifest.run[DATA] if checkpoint else []
+    return max((content[NUM_HELD_OUT] for content in datasets if NUM_HELD_OUT in content), default=None)
 
 
 def check_data(checkpoint: Checkpoint, contents: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the data has changed since the checkpoint was written."""
+    """Raise ValueError if the data has changed since the checkpoint was written."""
     before = checkpoint.manifest.run[DATA]
     if before != plain({DATA: contents})[DATA]:
-        sizes = [[content.get("num_sequences") for content in of_run] for of_run in (before, contents)]
+        sizes = [[content.get("num_sequences") for content in datasets] for datasets in (before, contents)]
         counts = f": {sizes[0]} sequences then, {sizes[1]} now" if sizes[0] != sizes[1] else ""
         raise ValueError(
             f"the data has changed since {checkpoint.path} was written{counts}\n"
-            "hint: a run goes on with the data that it began with; for other data start from its saved model"
+            "hint: resume with the data that the run began with; for other data, start from its saved model"
         )
 
 
 def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint | None:
-    """The first undamaged candidate, which all ranks check together; damaged ones are named on stderr.
+    """Return the first undamaged candidate; None without candidates. Damaged ones are named on stderr.
 
-    None without candidates. Raises ValueError if all are damaged, or if ranks see different ones.
+    All ranks check the files together, so each rank must call it. Raises ValueError if all candidates are
+    damaged, or if ranks see different candidates.
     """
-    seen = gather_to_all([str(candidate.path) for candidate in candidates])
-    if odd := [rank for rank, paths in enumerate(seen) if paths != seen[0]]:
+    paths_by_rank = gather_to_all([str(candidate.path) for candidate in candidates])
+    if differing := [rank for rank, paths in enumerate(paths_by_rank) if paths != paths_by_rank[0]]:
         raise ValueError(
-            f"rank {odd[0]} sees other checkpoints than rank 0: {seen[odd[0]]}, {seen[0]}\n"
-            "hint: --output_dir on a file system that all machines share; or again in a minute"
+            f"rank {differing[0]} sees other checkpoints than rank 0: "
+            f"{paths_by_rank[differing[0]]}, {paths_by_rank[0]}\n"
+            "hint: put --output_dir on a file system that all machines share, or try again in a minute"
         )
     for checkpoint in candidates:
         share = checkpoint.manifest.files[accelerator.process_index :: accelerator.num_processes]
@@ -172,31 +177,34 @@ def choose(candidates: list[Checkpoint], accelerator: Accelerator) -> Checkpoint
         if not problems:
             return checkpoint
         if accelerator.is_main_process:
-            print(f"warning: {checkpoint.path} is damaged and skipped: {problems[0]}", file=sys.stderr)
+            line = f"warning: skipped the damaged checkpoint {checkpoint.path}: {problems[0]}"
+            print(line, file=sys.stderr)
     if candidates:
         raise ValueError(
-            f"every checkpoint under {candidates[0].path.parent} is damaged\nhint: start again without "
-            "--resume_from_checkpoint"
+            f"every checkpoint under {candidates[0].path.parent} is damaged\n"
+            "hint: start from the beginning, without --resume_from_checkpoint"
         )
     return None
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Load the weights into a model that no engine has prepared yet, in the dtype it computes with.
+    """Load the weights, in the dtype of the computation, into a model that no engine has prepared yet.
 
-    Raises ValueError if the model has other parameters, or other frozen weights than before.
+    Raises ValueError if the model's parameters or frozen weights differ from those of the checkpoint.
     """
     reader, expected = Reader(checkpoint.path, checkpoint.manifest), checkpoint.manifest.num_elements
-    here = {name: num_elements(param) for name, param in trained(model)}
-    if here != expected:
-        unlike = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
+    sizes = {name: num_elements(param) for name, param in trained(model)}
+    if sizes != expected:
+        differing = sorted(name for name in {*sizes, *expected} if sizes.get(name) != expected.get(name))
         raise ValueError(
-            f"{checkpoint.path} is of another model: {', '.join(unlike[:3])}"
-            f"{f' and {len(unlike) - 3} more' if len(unlike) > 3 else ''}\nhint: give the --model it was of"
+            f"{checkpoint.path} belongs to another model; these parameters differ: {', '.join(differing[:3])}"
+            f"{f' and {len(differing) - 3} more' if len(differing) > 3 else ''}\n"
+            "hint: give the --model that wrote it"
         )
     if fingerprint_of_frozen(model) != checkpoint.manifest.frozen:
         raise ValueError(
-            f"{checkpoint.path} is of an adapter of other frozen weights\nhint: give the --model it was of"
+            f"{checkpoint.path} contains an adapter for other frozen weights\n"
+            "hint: give the --model that wrote it"
         )
     for part in initial_weights(model):
         if part.size:
@@ -218,8 +226,9 @@ def load_state(
 
 
 def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Let dropout continue its random numbers; on another number of processes they start from the seed again.
+    """Restore this rank's random states, so that dropout continues where it was.
 
+    On another number of processes nothing is restored: the random numbers start from the seed again.
     Raises ValueError if torch refuses this rank's state.
     """
     if checkpoint.manifest.written_by["num_processes"] != accelerator.num_processes:
@@ -237,13 +246,13 @@ def load_random_states(checkpoint: Checkpoint, accelerator: Accelerator) -> None
             set_state(state)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"{checkpoint.path / file_of_rank(rank)}: {name} is no state of torch's random numbers: "
+                f"{checkpoint.path / file_of_rank(rank)}: {name} is not a state of torch's random numbers: "
                 f"{str(error).splitlines()[0]}\nhint: resume from another checkpoint"
             ) from None
 
 
 def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
-    """The record's resumed_from: the checkpoint that the run goes on from."""
+    """Return the record's resumed_from: the checkpoint from which the run resumes."""
     manifest = checkpoint.manifest
     conversion = _conversion(manifest, here)
     return {
@@ -255,20 +264,20 @@ def described(checkpoint: Checkpoint, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conversion(manifest: Manifest, here: dict[str, Any]) -> str | None:
-    """A sentence on what changes if the run goes on under another strategy, batch or number of processes."""
+    """Return a sentence about a changed strategy, batch or number of processes; None if nothing changes."""
     before = manifest.written_by
     changes = []
     if any(before[key] != here[key] for key in ("strategy", "num_processes")):
-        then, now = (f"{side['strategy']} x {side['num_processes']}" for side in (before, here))
+        then, now = (f"{launch['strategy']} x {launch['num_processes']}" for launch in (before, here))
         changes.append(
-            f"written under {then}, goes on under {now}: weights and AdamW's moments of "
-            f"{len(manifest.num_elements)} tensors are dealt out anew"
+            f"written under {then}, resumed under {now}: weights and AdamW's moments of "
+            f"{len(manifest.num_elements)} tensors are sharded again"
         )
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if any(before[key] != here[key] for key in batch):
-        then, now = (" x ".join(str(side[key]) for key in batch) for side in (before, here))
+        then, now = (" x ".join(str(launch[key]) for key in batch) for launch in (before, here))
         changes.append(
-            f"a step's {manifest.run['sequences_per_step']} sequences are {now} on a process, not {then}"
+            f"of a step's {manifest.run['sequences_per_step']} sequences, each process has {now}, not {then}"
         )
     return "; ".join(changes) or None
 
@@ -277,24 +286,25 @@ def _read(reader: Reader, part: Stretch) -> torch.Tensor:
     return reader.read(f"{part.kind}/{part.name}", part.start, part.size)
 
 
-def _check_alike(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
-    """Raises ValueError if a run with these settings can't continue the run that wrote the checkpoint."""
+def _check_settings(checkpoint: Path, manifest: Manifest, run: dict[str, Any]) -> None:
+    """Raise ValueError if a run with these settings can't resume from the checkpoint."""
     if differences := _differences(manifest, run):
         raise ValueError(
-            f"{checkpoint} is of another run: {differences}\n"
-            "hint: give the flags it was written with; strategy, processes, length, learning rate may change"
+            f"{checkpoint} belongs to another run: {differences}\n"
+            "hint: give the flags that it was written with; "
+            "strategy, number of processes, length and learning rate may change"
         )
     before = manifest.run
     if before.get("sequences_per_step") != run["sequences_per_step"]:
         raise ValueError(
-            f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, and has "
-            f"{run['sequences_per_step']} now\nhint: --per_device_train_batch_size x "
-            "--gradient_accumulation_steps x processes is to stay as it was"
+            f"{checkpoint}: a step had {before.get('sequences_per_step')} sequences, but now has "
+            f"{run['sequences_per_step']}\nhint: keep the product --per_device_train_batch_size x "
+            "--gradient_accumulation_steps x processes"
         )
 
 
 def _differences(manifest: Manifest, run: dict[str, Any]) -> str:
-    """Settings in which the run that wrote a checkpoint differs from `run`, but for sequences_per_step."""
+    """List the settings, except sequences_per_step, that differ between the checkpoint's run and `run`."""
     return "; ".join(
         f"{name} {manifest.run.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in plain(run).items()

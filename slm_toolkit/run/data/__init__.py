@@ -1,1 +1,1 @@
-"""From files to batches."""
+"""Turn data files into batches."""

@@ -1,4 +1,4 @@
-"""Each rank's batches: as many as the run needs, in an order that depends only on the seed."""
+"""Make each rank's batches: as many as the run needs, in an order that depends only on the seed."""
 
 import math
 import signal
@@ -15,9 +15,9 @@ from slm_toolkit.run.model.loss_recorder import RecordedLoss
 
 
 def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int = 1) -> DataLoader:
-    """Batches of (per_device_train_batch_size, seq_len) tokens; text to train on is shuffled.
+    """Make batches of (per_device_train_batch_size, seq_len) tokens; training text is shuffled.
 
-    Held-out sequences are filled up with some without labels, so that every rank has whole batches and no
+    Held-out data is filled up with sequences without labels, so that every rank has whole batches and no
     sequence counts twice.
     """
     shuffle = train and config.dataset != SYNTHETIC and not isinstance(dataset, IterableDataset)
@@ -31,18 +31,21 @@ def make_loader(dataset: Any, config: RunConfig, *, train: bool, num_ranks: int 
         num_workers=config.dataloader_num_workers,
         persistent_workers=config.dataloader_num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
-        pin_memory=torch.cuda.is_available(),  # so that the copy to the GPU need not be waited for
+        pin_memory=torch.cuda.is_available(),  # lets the copy to the GPU run in the background
     )
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Schedulers and Ctrl-C signal every process, but a rank still needs batches for its last step."""
+    """Ignore stop signals in a worker, because the rank still needs batches for its last step.
+
+    Schedulers and Ctrl-C signal every process.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _FilledUp(Dataset):
-    """Sequences with labels, then some without, so that their number is a multiple of `multiple`."""
+    """Sequences with labels, then sequences without labels until the number is a multiple of `multiple`."""
 
     def __init__(self, sequences: Any, multiple: int) -> None:
         self.sequences = sequences
@@ -60,7 +63,10 @@ class _FilledUp(Dataset):
 
 
 def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> int:
-    """How many optimizer steps to do. Raises ValueError for data that is too small or of unknown length."""
+    """Return the number of optimizer steps to do.
+
+    Raises ValueError for data that is too small or has an unknown length.
+    """
     if isinstance(loader.dataset, IterableDataset):
         if config.steps_asked is None:
             raise ValueError("a stream has no epochs\nhint: give --max_steps, or --streaming false")
@@ -78,10 +84,9 @@ def count_steps(config: RunConfig, loader: DataLoader, num_micro_steps: int) -> 
 
 
 def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str, torch.Tensor]:
-    """The arguments of the model's forward; without labels in the batch, tokens are their own labels.
+    """Return the arguments of the model's forward. Without labels in the batch, the tokens are the labels.
 
-    Documents that are kept apart become one long row for flash-attn, which then finds their ends by
-    position_ids.
+    flash-attn gets separated documents as one long row, and finds their ends by position_ids.
     """
     tokens = batch["input_ids"]
     inputs = {"input_ids": tokens, "labels": batch.get("labels", tokens)}
@@ -90,13 +95,13 @@ def model_inputs(batch: dict[str, torch.Tensor], config: RunConfig) -> dict[str,
     inputs["position_ids"] = batch["position_ids"]
     if config.attn_implementation.startswith("flash_attention"):
         inputs["labels"] = inputs["labels"].clone()
-        inputs["labels"][:, 0] = IGNORE_INDEX  # or the sequence before it would predict it
+        inputs["labels"][:, 0] = IGNORE_INDEX  # otherwise the sequence before would predict it
         return {name: value.reshape(1, -1) for name, value in inputs.items()}
     return inputs
 
 
 def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """How many tokens of a batch have a loss: those with a label, without the first of each sequence."""
+    """Return the number of tokens with a loss: those with a label, except the first of each sequence."""
     labels = batch.get("labels", batch["input_ids"])
     return (labels[:, 1:] != IGNORE_INDEX).sum()
 
@@ -107,23 +112,23 @@ def steps_by_labels(
     loss_recorder: RecordedLoss,
     num_micro_steps: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The same batches, drawn a step at a time, with losses scaled so that every label counts alike.
+    """Yield the same batches, drawn a step at a time, and scale losses so that every label counts equally.
 
     The loss of each micro-step is divided by the mean number of labels of all micro-steps on all ranks. The
-    mean over micro-steps and ranks is then the mean over all labels, however uneven their numbers are.
+    mean over micro-steps and ranks is then the mean over all labels, even if their numbers are uneven.
     """
     while True:
-        of_step = [next(batches) for _ in range(num_micro_steps)]
-        count = torch.stack([num_labels(batch) for batch in of_step]).float().mean()
+        step_batches = [next(batches) for _ in range(num_micro_steps)]
+        count = torch.stack([num_labels(batch) for batch in step_batches]).float().mean()
         loss_recorder.divide_by(accelerator.reduce(count, reduction="mean").clamp(min=1.0))
-        yield from of_step
+        yield from step_batches
 
 
 def place_in_data(loader: DataLoader, step: int, num_micro_steps: int) -> tuple[int, int]:
-    """The epoch of a step, counted from 0, and the number of the epoch's batches before that step.
+    """Return a step's epoch, counted from 0, and the number of the epoch's batches before that step.
 
-    An epoch has whole steps: the rest at its end is dropped, so that its length does not depend on the split
-    of a step's sequences over processes and micro-steps. A stream is one epoch.
+    An epoch consists of whole steps. The rest at its end is dropped, so that its length does not depend on
+    the split of a step's sequences over processes and micro-steps. A stream is one epoch.
     """
     if isinstance(loader.dataset, IterableDataset):
         return 0, step * num_micro_steps
@@ -134,19 +139,22 @@ def place_in_data(loader: DataLoader, step: int, num_micro_steps: int) -> tuple[
 def endless(
     accelerator: Accelerator, loader: DataLoader, *, first_step: int, num_micro_steps: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches, epoch after epoch, from `first_step` on; a stream is read again up to there."""
+    """Yield this rank's batches, epoch after epoch, from `first_step` on.
+
+    A stream is read from its beginning, and its batches before `first_step` are skipped.
+    """
     is_stream = isinstance(loader.dataset, IterableDataset)
     epoch, skip = place_in_data(loader, first_step, num_micro_steps)
     while True:
         loader.set_epoch(epoch)
         if is_stream:
             num_batches = 0
-            for of_step in _whole_steps(loader, num_micro_steps):
+            for step_batches in _whole_steps(loader, num_micro_steps):
                 num_batches += num_micro_steps
                 if num_batches > skip:
-                    yield from of_step
+                    yield from step_batches
             if num_batches == 0:
-                raise ValueError("the stream holds less than one step for each process")
+                raise ValueError("the stream contains less than one step for each process")
             skip = max(0, skip - num_batches)
         else:
             last = len(loader) // num_micro_steps * num_micro_steps
@@ -159,10 +167,10 @@ def endless(
 
 
 def _whole_steps(loader: DataLoader, num_micro_steps: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """The batches of a stream, grouped by step; an incomplete step at the end is left out."""
-    of_step = []
+    """Yield the batches of a stream, grouped by step. An incomplete step at the end is left out."""
+    step_batches = []
     for batch in loader:
-        of_step.append(batch)
-        if len(of_step) == num_micro_steps:
-            yield of_step
-            of_step = []
+        step_batches.append(batch)
+        if len(step_batches) == num_micro_steps:
+            yield step_batches
+            step_batches = []

@@ -1,4 +1,4 @@
-"""Loads the data of a run: sequences of every dataset, mixed for training, and those held out."""
+"""Load the data of a run: the training sequences of all datasets, mixed, and the held-out sequences."""
 
 import hashlib
 import itertools
@@ -34,26 +34,29 @@ from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Data:
-    """Items are {"input_ids": (seq_len,) int64}, with the columns that `packing.columns_of` adds, and
-    "dataset", the number of the dataset in `names`, if there are several."""
+    """The sequences of a run.
+
+    Items are {"input_ids": (seq_len,) int64} plus the columns of `columns_of`. With several datasets, the
+    column "dataset" is the index of the item's dataset in `names`.
+    """
 
     train: Any
     held_out: dict[str, Any]
-    "by name of the set; empty without --eval_steps"
+    "by name of the dataset; empty without --eval_steps"
     tokenizer: Any
     "None for synthetic tokens"
     names: tuple[str, ...]
-    "names of the datasets that are mixed"
+    "names of the mixed datasets"
     facts: list[dict[str, Any]]
     "for each dataset: name, weight, packing, format, and numbers of rows, sequences, tokens and labels"
     contents: list[dict[str, Any]]
-    "for each dataset, a fingerprint of its sequences, and how many of a stream were held out"
+    "for each dataset: a fingerprint of its sequences, and for a stream the number of held-out sequences"
     documents_apart: bool
-    "whether some sequences hold documents that must not see each other"
+    "True if a sequence may contain several documents that must not see each other"
 
     @property
     def has_labels(self) -> bool:
-        """Whether some tokens have no loss."""
+        """True if some tokens have no loss."""
         return self.documents_apart or any(
             fact["packing"] != "concat" or fact["format"] == "tokens" for fact in self.facts
         )
@@ -62,11 +65,11 @@ class Data:
 def load_data(
     config: RunConfig, spec: ModelSpec, *, num_sequences: int, num_held_out: int | None = None
 ) -> Data:
-    """All data of a run. `num_sequences`: how many synthetic ones to make.
+    """Load all data of a run. `num_sequences`: the number of synthetic sequences to make.
 
-    `num_held_out`: how many sequences an earlier run has held out of each stream; this run holds out as many.
+    `num_held_out`: if the run resumes, the number of sequences that the earlier run held out of each stream.
 
-    Raises ValueError, with a hint, for data that does not exist, holds no text or is too short.
+    Raises ValueError, with a hint, for data that does not exist, contains no text or is too short.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
@@ -84,18 +87,18 @@ def load_data(
     parts = [load_part(source, num_held_out=num_held_out if split_here else None) for source in sources]
     held_out = {source.name: part.held_out for source, part in zip(sources, parts, strict=True) if split_here}
     facts = [part.facts for part in parts]
-    of_eval = [load_part(source, num_held_out=None) for source in config.eval_sources]
-    for source, part in zip(config.eval_sources, of_eval, strict=True):
+    eval_parts = [load_part(source, num_held_out=None) for source in config.eval_sources]
+    for source, part in zip(config.eval_sources, eval_parts, strict=True):
         is_stream = isinstance(part.train, IterableDataset)
         held_out[source.name] = list(islice(part.train, _most_held_out(config))) if is_stream else part.train
     for fact in facts:
         if fact["packing"] != "concat" and os.environ.get("RANK", "0") == "0":
-            print(_described(fact), file=sys.stderr)
+            print(_describe(fact), file=sys.stderr)
     names = tuple(source.name for source in sources)
     train = _mixed([part.train for part in parts], sources, config)
-    apart = any(part.facts["packing"] in APART for part in (*parts, *of_eval))
+    is_separated = any(part.facts["packing"] in SEPARATED_PACKINGS for part in (*parts, *eval_parts))
     contents = [part.content for part in parts]
-    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=apart)
+    return Data(train, held_out, tokenizer, names, facts, contents, documents_apart=is_separated)
 
 
 @dataclass(frozen=True)
@@ -109,16 +112,20 @@ class _LoadedSource:
 def _load_part(
     source: Source, tokenizer: Any, config: RunConfig, spec: ModelSpec, *, num_held_out: int | None
 ) -> _LoadedSource:
-    """One dataset's sequences, and the held-out ones: of a stream the first `num_held_out`, of other data a
-    share at the end; None holds out none."""
+    """Load one dataset: its training sequences and its held-out sequences.
+
+    Of a stream, the first `num_held_out` sequences are held out; of other data, a share at the end. With
+    num_held_out=None no sequence is held out.
+    """
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
     if kind in CHATS and tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, which has learnt answers in this form
+        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, which learns answers in this form
     if packing == "concat" and kind in CHATS:
         raise ValueError(
-            f"--packing concat with {source.path}, which holds chats: answers would see other chats\n"
-            "hint: --packing multipack"
+            f"--packing concat does not fit {source.path}, which contains chats: "
+            "answers would see other chats\n"
+            "hint: use --packing multipack"
         )
     pack = Pack(tokenizer, kind, packing, config.seq_len, config.text_column, config.loss_on, spec.vocab_size)
     facts = {"name": source.name, "weight": source.weight, "format": kind, "packing": packing}
@@ -139,14 +146,15 @@ def _load_part(
         raise ValueError(_too_short(source, kind, config))
     facts |= _facts_of(packed, len(rows), config.seq_len)
     packed = packed.with_format("torch")
-    some = [packed[number] for number in (0, len(packed) // 2, len(packed) - 1)]
-    content = {"num_sequences": len(packed), "digest": _digest(some)}
+    samples = [packed[index] for index in (0, len(packed) // 2, len(packed) - 1)]
+    content = {"num_sequences": len(packed), "digest": _digest(samples)}
     if num_held_out is None:
         return _LoadedSource(packed, None, facts, content)
     num_held_out = max(1, len(packed) * config.validation_split_percentage // 100)
     if num_held_out == len(packed):
         raise ValueError(
-            f"{source.path}: one sequence can't be split for evaluation\nhint: leave out --eval_steps"
+            f"{source.path}: a single sequence can't be split into training and evaluation\n"
+            "hint: leave out --eval_steps, or give more text"
         )
     num_train = len(packed) - num_held_out
     held_out = packed.select(range(num_train, len(packed)))
@@ -156,11 +164,12 @@ def _load_part(
 def _split_stream(
     source: Source, stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _LoadedSource:
-    """A stream whose first `num_held_out` sequences are held out, in memory."""
+    """Hold out the first `num_held_out` sequences of a stream; they are kept in memory."""
     if config.dataloader_num_workers > 1:  # each worker would read all of it, or the order would change
         raise ValueError(
-            f"--dataloader_num_workers {config.dataloader_num_workers} with a stream, which one process "
-            "reads in order\nhint: --dataloader_num_workers 1, or --streaming false"
+            f"--dataloader_num_workers {config.dataloader_num_workers} does not fit a stream: "
+            "only one process can read it in order\n"
+            "hint: use --dataloader_num_workers 1, or --streaming false"
         )
     num_skipped = num_held_out or 0
     held_out = list(islice(iter(stream), num_skipped))
@@ -173,7 +182,7 @@ def _split_stream(
 
 
 def _digest(sequences: Iterable[dict[str, Any]]) -> str:
-    """A hash of the sequences' tokens."""
+    """Return a hash of the sequences' tokens."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(sequence["input_ids"].numpy().tobytes())
@@ -181,7 +190,7 @@ def _digest(sequences: Iterable[dict[str, Any]]) -> str:
 
 
 def _most_held_out(config: RunConfig) -> int:
-    """The most sequences of a stream that are held in memory for evaluation."""
+    """Return the number of a stream's sequences to keep in memory for evaluation."""
     return config.eval_batches * config.per_device_train_batch_size
 
 
@@ -196,15 +205,15 @@ def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int =
 
 
 def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> Any:
-    """One dataset made of several: all of each, or by weight until every one has been read to its end."""
+    """Mix several datasets into one: concatenated, or by weight until each has been read to its end."""
     if len(parts) == 1:
         return parts[0]
     weights = [source.weight for source in sources]
     if any(isinstance(part, IterableDataset) for part in parts):
         if weights[0] is None or not all(isinstance(part, IterableDataset) for part in parts):
             raise ValueError(
-                f"--dataset {config.dataset}: streams are mixed with streams, by weights\n"
-                "hint: --streaming true or false for all, and A=3,B=1"
+                f"--dataset {config.dataset}: a stream mixes only with other streams, and only by weights\n"
+                "hint: set --streaming true or false for all datasets, and give weights like A=3,B=1"
             )
         return MixedStream(parts, weights, config.seed)
     from datasets import concatenate_datasets, interleave_datasets
@@ -213,24 +222,24 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
         part.with_format(None).add_column("dataset", [number] * len(part))
         for number, part in enumerate(parts)
     ]
-    alike = [_with_columns(part, numbered) for part in numbered]
+    with_all_columns = [_with_columns(part, numbered) for part in numbered]
     if weights[0] is None:
-        return concatenate_datasets(alike).with_format("torch")
+        return concatenate_datasets(with_all_columns).with_format("torch")
     shares = [weight / sum(weights) for weight in weights]
     mixed = interleave_datasets(
-        alike, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
+        with_all_columns, probabilities=shares, seed=config.seed, stopping_strategy="all_exhausted"
     )
     return mixed.with_format("torch")
 
 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:
-    """Add the columns that other parts have: joined text has neither labels nor padding of its own."""
+    """Add the columns that other parts have, because concatenated text has neither labels nor padding."""
     missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
     return part.map(partial(added_columns, names=sorted(missing)), batched=True) if missing else part
 
 
 def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
-    """How many rows, sequences, tokens, padding and labels a dataset has; one pass over its columns."""
+    """Count a dataset's rows, sequences, tokens, padding and labels in one pass over its columns."""
     facts = {"num_rows": num_rows, "num_sequences": len(packed), "num_tokens": len(packed) * seq_len}
     if "padding" in packed.column_names:
         facts["num_padding"] = sum(packed["padding"])
@@ -244,8 +253,8 @@ def _facts_of(packed: Any, num_rows: int, seq_len: int) -> dict[str, Any]:
     return facts
 
 
-def _described(facts: dict[str, Any]) -> str:
-    """One line on a packed dataset."""
+def _describe(facts: dict[str, Any]) -> str:
+    """Return a line about a packed dataset."""
     line = f"{facts['name']}: {facts['format']}, packing {facts['packing']}"
     if "num_rows" not in facts:
         return f"{line}, streamed"
@@ -255,27 +264,28 @@ def _described(facts: dict[str, Any]) -> str:
     return f"{line}, {facts['num_labels'] / facts['num_tokens']:.1%} have a loss"
 
 
-# Packs documents into sequences of equal length, all at once or as a stream, and counts their padding.
+# Pack documents into sequences of equal length, all at once or as a stream, and count their padding.
 
 Columns = dict[str, list]
-APART = ("block_diagonal", "multipack")
-"packings in which a sequence holds several documents that don't see each other"
+SEPARATED_PACKINGS = ("block_diagonal", "multipack")
+"packings whose sequences contain several documents that don't see each other"
 
 
-def packing_of(asked: str, *, is_chat: bool) -> str:
-    """The packing; `auto` joins documents of plain text, and keeps chats whole."""
-    if asked != "auto":
-        return asked
+def packing_of(flag: str, *, is_chat: bool) -> str:
+    """Return the packing for the value of --packing; `auto` joins plain text and keeps chats whole."""
+    if flag != "auto":
+        return flag
     return "multipack" if is_chat else "concat"
 
 
 def fill(
     documents: list[Document], packing: str, seq_len: int, *, is_chat: bool
 ) -> tuple[list[list[Document]], list[Document]]:
-    """The documents, or pieces of them, of each sequence; and the rest, which does not fill another one.
+    """Distribute documents over sequences. Return each sequence's pieces, and the rest that fills none.
 
-    concat and block_diagonal cut documents where a sequence is full. The others keep documents whole, unless
-    one is longer than a sequence: it is cut, and the rest of a chat, without its question, is left out.
+    concat and block_diagonal cut a document where a sequence is full. Other packings keep documents whole and
+    cut only a document that is longer than a sequence. The rest of a chat is then dropped, because it lacks
+    its question.
     """
     if packing in ("concat", "block_diagonal"):
         return _joined(documents, seq_len)
@@ -288,17 +298,18 @@ def fill(
 def columns_of(
     sequences: Iterable[list[Document]], packing: str, seq_len: int, *, has_labels: bool, pad_token: int
 ) -> Columns:
-    """input_ids of each sequence and, where needed, labels, position_ids and padding.
+    """Return each sequence's input_ids and, where needed, labels, position_ids and padding.
 
-    labels: with `has_labels` (not every token has a loss), and wherever documents are kept apart, since no
-    token predicts the first one of a document. position_ids: counted from 0 in each document, so that
-    attention sees where one begins; padding is a document of its own. padding: its number of tokens.
+    labels: with `has_labels` (some tokens have no loss), and for every packing except concat. If documents
+    are kept separate, the first token of each has no label, because no token predicts it.
+    position_ids: counted from 0 in each document, so that attention sees where a document begins; padding
+    counts as another document. padding: the number of padding tokens.
     """
-    apart = packing in APART
+    is_separated = packing in SEPARATED_PACKINGS
     columns: Columns = {"input_ids": []}
     if has_labels or packing != "concat":
         columns |= {"labels": []}
-    if apart:
+    if is_separated:
         columns |= {"position_ids": []}
     if packing in ("multipack", "none"):
         columns |= {"padding": []}
@@ -309,9 +320,9 @@ def columns_of(
         if "labels" in columns:
             labels: list[int] = []
             for document in documents:
-                labels += [IGNORE_INDEX, *document.labels[1:]] if apart else document.labels
+                labels += [IGNORE_INDEX, *document.labels[1:]] if is_separated else document.labels
             columns["labels"].append(labels + [IGNORE_INDEX] * padding)
-        if apart:
+        if is_separated:
             lengths = [len(document.tokens) for document in documents] + [padding]
             columns["position_ids"].append([place for length in lengths for place in range(length)])
         if "padding" in columns:
@@ -321,19 +332,19 @@ def columns_of(
 
 def _joined(documents: list[Document], seq_len: int) -> tuple[list[list[Document]], list[Document]]:
     sequences: list[list[Document]] = []
-    begun: list[Document] = []
+    unfilled: list[Document] = []
     free = seq_len
     for document in documents:
         start, length = 0, len(document.tokens)
         while start < length:
             end = min(length, start + free)
-            begun.append(_piece(document, start, end))
+            unfilled.append(_piece(document, start, end))
             free -= end - start
             start = end
             if free == 0:
-                sequences.append(begun)
-                begun, free = [], seq_len
-    return sequences, begun
+                sequences.append(unfilled)
+                unfilled, free = [], seq_len
+    return sequences, unfilled
 
 
 def _cut(document: Document, seq_len: int, *, only_first: bool) -> list[Document]:
@@ -348,9 +359,9 @@ def _piece(document: Document, start: int, end: int) -> Document:
 
 
 def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
-    """Bins of at most `seq_len` tokens: the longest document first, each into the bin with the least room.
+    """Fill bins of `seq_len` tokens: longest document first, each into the fullest bin where it fits.
 
-    Best-fit decreasing: within 11/9 of the fewest bins possible (D. S. Johnson, 1973).
+    Best-fit decreasing needs at most 11/9 of the smallest possible number of bins (D. S. Johnson, 1973).
     """
     bins: list[list[Document]] = []
     free: list[tuple[int, int]] = []  # tokens free, bin; sorted
@@ -364,18 +375,18 @@ def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
             left, number = seq_len, len(bins)
             bins.append([document])
         insort(free, (left - length, number))
-    # or long documents would come first, and the held-out end would have only short ones
+    # otherwise long documents would come first, and the held-out end would have only short documents
     random.Random(len(bins)).shuffle(bins)
     return bins
 
 
 ROWS_AT_ONCE = 1000
-"how many rows are packed together"
+"number of rows that are packed together"
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Turns rows, by column, into columns of sequences; its fields are the key of `datasets`' cache."""
+    """Turn rows, by column, into columns of sequences; the fields are the key of `datasets`' cache."""
 
     tokenizer: Any
     kind: str
@@ -385,27 +396,27 @@ class Pack:
     loss_on: str
     vocab_size: int
     version: int = 1
-    "of documents.py and this file: raise it when they make other sequences, or caches return the old ones"
+    "raise it when documents.py or this file makes other sequences; otherwise caches return the old ones"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])
 
     def documents(self, rows: dict[str, list[Any]]) -> list[Any]:
-        """The documents of some rows. Raises ValueError for a row that does not fit its format."""
+        """Return the documents of these rows. Raises ValueError for a row that does not fit its format."""
         columns = {"text_column": self.text_column, "loss_on": self.loss_on}
         try:
             with unreadable_text():
                 documents = documents_of(rows, self.kind, self.tokenizer, **columns)
-        except (AttributeError, KeyError, TypeError) as error:  # for a value of another type
+        except (AttributeError, KeyError, TypeError) as error:  # a value has another type
             raise ValueError(
-                f"not what the format {self.kind} wants: {error}\nhint: mend the row, or leave it out"
+                f"the row does not fit the format {self.kind}: {error}\nhint: correct or remove the row"
             ) from error
         if self.kind == "tokens":
-            most = max((max(*document.tokens, *document.labels) for document in documents), default=0)
-            if most >= self.vocab_size:
+            largest = max((max(*document.tokens, *document.labels) for document in documents), default=0)
+            if largest >= self.vocab_size:
                 raise ValueError(
-                    f"a row has token {most}, the model knows {self.vocab_size}\n"
-                    "hint: the data was made with another tokenizer"
+                    f"a row has token {largest}, but the model's vocabulary has {self.vocab_size} tokens\n"
+                    "hint: the data was made with another tokenizer; choose its model, or tokenize again"
                 )
         return documents
 
@@ -419,7 +430,7 @@ class Pack:
 
 
 class PackedStream(IterableDataset):
-    """Sequences of streamed rows, packed as they come; every pass reads the source again."""
+    """Sequences of streamed rows, packed while they are read. Every pass reads the source again."""
 
     def __init__(self, rows: Any, pack: Pack, path: str, *, skip: int = 0) -> None:
         self.rows, self.pack, self.path, self.skip = rows, pack, path, skip
@@ -454,7 +465,10 @@ def _groups(rows: Any, size: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def bad_row(rows: Iterable[dict[str, Any]], first: int, pack: Pack, path: str) -> BadData | None:
-    """An error that names the first row that does not fit its format; `rows` follow `first` other rows."""
+    """Return an error that names the first row that does not fit its format; None if all fit.
+
+    `first`: the number of rows before `rows`.
+    """
     number, rows = first, iter(rows)
     while True:
         number += 1
@@ -474,17 +488,18 @@ def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:
+    """Return the named columns for concatenated text: all tokens are labels, one document, no padding."""
     tokens = rows["input_ids"]
-    made = {
+    columns = {
         "labels": [list(row) for row in tokens],
         "position_ids": [list(range(len(row))) for row in tokens],
         "padding": [0] * len(tokens),
     }
-    return {name: made[name] for name in names}
+    return {name: columns[name] for name in names}
 
 
 class MixedStream(IterableDataset):
-    """Sequences of several streams, drawn by weight; one that ends begins again, until all have ended."""
+    """Sequences of several streams, drawn by weight. A finished stream restarts until all have finished."""
 
     def __init__(self, streams: list[Any], weights: list[float], seed: int) -> None:
         self.streams, self.shares, self.seed = streams, np.array(weights) / sum(weights), seed
@@ -504,21 +519,20 @@ class MixedStream(IterableDataset):
                 items[number] = iter(self.streams[number])
                 item = next(items[number])
             missing = sorted(names - item.keys())
-            made = added_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
-            added = {name: torch.as_tensor(values[0]) for name, values in made.items()}
+            columns = added_columns({"input_ids": [item["input_ids"].tolist()]}, missing)
+            added = {name: torch.as_tensor(values[0]) for name, values in columns.items()}
             yield {**item, **added, "dataset": torch.tensor(number)}
 
 
-# Makes token sequences from a seed, the same on every machine.
+# Make token sequences from a seed. They are the same on every machine.
 
 
 class MarkovTokens(Dataset):
-    """Sequences of a Markov chain over the whole vocabulary, the same for the same seed everywhere.
+    """Sequences of a Markov chain over the whole vocabulary.
 
-    With probability 0.5 the next token is the current one's fixed successor, else one drawn from a Zipf law.
-    A model first learns how often each token comes, then which token follows which, so losses fall from the
-    first steps on.
-    Item i is (seq_len,) int64 and depends on seed, i and vocabulary only.
+    With probability 0.5 the next token is the current token's fixed successor; otherwise it is drawn from a
+    Zipf law. A model first learns how frequent each token is, then the successors, so losses fall from the
+    first steps on. Item i is (seq_len,) int64 and depends only on seed, i and vocabulary.
     """
 
     FOLLOW = 0.5
@@ -527,7 +541,7 @@ class MarkovTokens(Dataset):
         self, *, vocab_size: int, seq_len: int, num_sequences: int, seed: int, first: int = 0
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.cycle = rng.permutation(vocab_size)  # the successor of a token is the next one on this cycle
+        self.cycle = rng.permutation(vocab_size)  # a token's successor is the next token on this cycle
         law = 1.0 / np.arange(1, vocab_size + 1)
         self.cumulative = np.cumsum(law / law.sum())
         self.seq_len, self.num_sequences, self.seed, self.first = seq_len, num_sequences, seed, first
@@ -539,7 +553,7 @@ class MarkovTokens(Dataset):
         rng = np.random.default_rng([self.seed, 1, self.first + index])
         drawn = rng.random(self.seq_len) >= self.FOLLOW
         drawn[0] = True
-        # the place of each drawn token on the cycle
+        # each drawn token's place on the cycle
         places = np.searchsorted(self.cumulative, rng.random(self.seq_len))
         last_draw = np.maximum.accumulate(np.where(drawn, np.arange(self.seq_len), 0))
         places = places[last_draw] + np.arange(self.seq_len) - last_draw
@@ -547,12 +561,12 @@ class MarkovTokens(Dataset):
 
 
 class CopiedPhrases(Dataset):
-    """Documents of random tokens with repeated phrases, which only attention to their first copy predicts.
+    """Documents of random tokens with repeated phrases, predictable only by attending to their first copy.
 
-    Item i depends on seed, i, vocabulary and length only. input_ids, labels and position_ids are (seq_len,)
-    int64. A sequence holds several documents of different lengths; position_ids count from 0 in each, and the
-    first token of each has no label. The first half of a document is random, the second half copies pieces of
-    the first half. So ranks and micro-steps have different numbers of labels.
+    Item i depends only on seed, i, vocabulary and length. input_ids, labels and position_ids are (seq_len,)
+    int64. A sequence contains several documents of different lengths. In each document position_ids count
+    from 0, and the first token has no label, so ranks and micro-steps have different numbers of labels. The
+    first half of a document is random; the second half copies pieces of the first half.
     """
 
     def __init__(

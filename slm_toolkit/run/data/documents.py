@@ -1,4 +1,4 @@
-"""Turns rows of text, chats in four formats, or tokens into documents: tokens of a tokenizer, with labels."""
+"""Turn rows (text, chats in four formats, or tokens) into documents: tokens with labels."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ from slm_toolkit.model.names import check_hub, is_hub_id
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 
 TEMPLATE_SECONDS = 2.0
-"of processor time that a chat template may take for a conversation, and for each 100 turns of a longer one"
+"processor time that a chat template may take for a conversation, plus as much for each 100 turns"
 TEMPLATE_BYTES = 2**28
-"more memory than a chat template may take for a conversation"
+"additional memory that a chat template may take for a conversation"
 _SECONDS_TO_NEXT_TIMEOUT = 0.1
-"if code of a template caught the first TimeoutError"
-_COLUMNS = {  # format: columns that it needs; `auto` takes the first format that fits a row
+"raise TimeoutError again after this time, in case a template's code caught the first one"
+_COLUMNS = {  # format: the columns that it needs; `auto` takes the first format that fits a row
     "tokens": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -38,85 +38,92 @@ _SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens with labels; the token before predicts a label, which is the token itself or IGNORE_INDEX."""
+    """Tokens with labels. A label is its own token, predicted by the token before, or IGNORE_INDEX."""
 
     tokens: list[int]
     labels: list[int]
 
 
 def format_of(row: dict[str, Any], path: str, *, asked: str, text_column: str) -> str:
-    """The format of a dataset, from its first row. Raises ValueError if it is not the one in `asked`."""
-    found = asked
+    """Return the format of a dataset, found in its first row. Raises ValueError if the row does not fit it.
+
+    `asked`: the value of --dataset_format.
+    """
+    row_format = asked
     if asked == "auto" and text_column != "text" and text_column not in row:
-        found = "text"  # which then is said to be missing
+        row_format = "text"  # so that the error below names the missing column
     elif asked == "auto":
-        chosen = text_column != "text" and text_column in row
+        has_chosen_column = text_column != "text" and text_column in row
         fitting = [kind for kind, needed in _COLUMNS.items() if all(column in row for column in needed)]
-        found = "text" if chosen or not fitting else fitting[0]
-    needed = _COLUMNS.get(found, (text_column,))
+        row_format = "text" if has_chosen_column or not fitting else fitting[0]
+    needed = _COLUMNS.get(row_format, (text_column,))
     missing = [column for column in needed if column not in row]
     if missing:
         raise ValueError(
             f"{path} has no column {missing[0]!r} (columns: {', '.join(row) or 'none'})\n"
             + (
-                "hint: --text_column names it"
-                if found == "text"
-                else "hint: --dataset_format says what it holds"
+                "hint: name the column with --text_column"
+                if row_format == "text"
+                else "hint: name the format of the data with --dataset_format"
             )
         )
     kinds = {"text": str, "tokens": list, "messages": list, "sharegpt": list, "alpaca": str}
     value = row[needed[0]]
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if found in kinds and value is not None and not isinstance(value, kinds[found]):
+    if row_format in kinds and value is not None and not isinstance(value, kinds[row_format]):
         raise ValueError(
-            f"{path}: column {needed[0]!r} holds {type(value).__name__}, not "
-            f"{'text' if kinds[found] is str else 'a list'}\n"
-            + ("hint: --text_column names another" if found == "text" else "hint: see --dataset_format")
+            f"{path}: column {needed[0]!r} contains {type(value).__name__}, not "
+            f"{'text' if kinds[row_format] is str else 'a list'}\n"
+            + (
+                "hint: name another column with --text_column"
+                if row_format == "text"
+                else "hint: name the format of the data with --dataset_format"
+            )
         )
-    return found
+    return row_format
 
 
 @contextmanager
 def unreadable_text() -> Iterator[None]:
-    """Raises ValueError for text that is not UTF-8: Arrow checks it only when a row is read."""
+    """Turn a UnicodeError into ValueError: Arrow checks for UTF-8 only when a row is read."""
     try:
         yield
     except UnicodeError as error:
-        raise ValueError(f"a row's text can't be read: {error}\nhint: is it UTF-8?") from None
+        raise ValueError(f"a row's text can't be read: {error}\nhint: convert the file to UTF-8") from None
 
 
 def documents_of(
     rows: dict[str, list[Any]], kind: str, tokenizer: Any, *, text_column: str, loss_on: str
 ) -> list[Document]:
-    """The documents of some rows, given by column; blank ones and those without any label are left out.
+    """Return the documents of rows, which are given by column. Leave out blank rows and chats without labels.
 
     Raises ValueError for a row that does not fit its format, or that the tokenizer can't read.
     """
     if kind == "tokens":
         return _of_tokens(rows)
     if kind == "text":
-        if odd := [text for text in rows[text_column] if not isinstance(text, str | None)]:
+        if not_text := [text for text in rows[text_column] if not isinstance(text, str | None)]:
             raise ValueError(
-                f"column {text_column!r} holds {str(odd[0])[:80]}, which is no text\n"
-                "hint: --text_column names another"
+                f"column {text_column!r} contains {str(not_text[0])[:80]}, which is not text\n"
+                "hint: name another column with --text_column"
             )
         texts = [text for text in rows[text_column] if text and text.strip()]
         pieces = [[(text, True)] for text in texts]
         return _tokenized(pieces, tokenizer, end=True)
     names = list(rows)
     chats = [dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    as_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
-    ended = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, raw in as_pieces if raw]
-    chats_proper = [pieces for pieces, raw in as_pieces if not raw]
-    documents = [*ended, *_tokenized(chats_proper, tokenizer, end=False)]
+    all_pieces = [_pieces(chat, kind, tokenizer, loss_on=loss_on) for chat in chats]
+    plain = [_tokenized([pieces], tokenizer, end=True)[0] for pieces, is_plain in all_pieces if is_plain]
+    templated = [pieces for pieces, is_plain in all_pieces if not is_plain]
+    documents = [*plain, *_tokenized(templated, tokenizer, end=False)]
     return [document for document in documents if any(label != IGNORE_INDEX for label in document.labels[1:])]
 
 
 def _pieces(
     row: dict[str, Any], kind: str, tokenizer: Any, *, loss_on: str
 ) -> tuple[list[tuple[str, bool]], bool]:
-    """A chat's text in pieces, each with or without a loss; and whether the row is two plain texts."""
+    """Return a chat's pieces, each (text, has a loss), and True if the row is two plain texts."""
     if kind == "prompt_completion" and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return [(row["prompt"], loss_on == "all"), (row["completion"], True)], True  # as in TRL
     messages, num_given = _messages(row, kind)
@@ -127,14 +134,14 @@ def _pieces(
 
 
 def _messages(row: dict[str, Any], kind: str) -> tuple[list[dict[str, str]], int]:
-    """A row's conversation as roles and contents, and how many of its turns are given, not to be learnt.
+    """Return a row's turns, with role and content, and the number of given turns, whose answers have no loss.
 
-    Raises ValueError if it is not a conversation, or holds more than text.
+    Raises ValueError if the row is not a conversation, or contains more than text.
     """
     if kind == "alpaca":
         parts = [part for part in (row["instruction"], row.get("input")) if part]
         if not all(isinstance(part, str) for part in parts):
-            raise _not_a_chat("instruction and input are not text", row)
+            raise _not_a_chat("instruction or input is not text", row)
         question = "\n\n".join(parts)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
         return [_turn(turn, "role", "content") for turn in turns], 1
@@ -157,10 +164,10 @@ def _turn(turn: Any, role: str, content: str) -> dict[str, str]:
     if isinstance(text, list) and all(map(_is_text_part, text)):
         text = "".join(part["text"] for part in text)
     if turn.get("tool_calls"):
-        raise _not_a_chat("a turn calls tools, of which only text is trained on", turn)
+        raise _not_a_chat("a turn calls tools, but slm_toolkit trains only on text", turn)
     if not isinstance(text, str):
         raise _not_a_chat(
-            f"a conversation has a turn without {role!r} and {content!r}, or more than text", turn
+            f"a conversation has a turn without text in {content!r}, or with more than text", turn
         )
     return {"role": _SHAREGPT_ROLES.get(turn[role], turn[role]), "content": text}
 
@@ -169,17 +176,17 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str) and bool(part["text"])
 
 
-def _not_a_chat(what: str, row: Any) -> ValueError:
-    hint = "leave such rows out, or name the format by --dataset_format"
-    return ValueError(f"{what}: {str(row)[:80]}\nhint: {hint}")
+def _not_a_chat(problem: str, row: Any) -> ValueError:
+    hint = "remove such rows, or name the format with --dataset_format"
+    return ValueError(f"{problem}: {str(row)[:80]}\nhint: {hint}")
 
 
 def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> list[tuple[str, bool]]:
-    """A conversation as the chat template writes it, cut into pieces: text, and whether it is an answer.
+    """Render a conversation with the chat template and cut it into pieces: (text, is an answer).
 
     An answer begins where generation would begin, and ends with its last character that is not blank.
-    Answers before turn number `first`, and one that comes before any question, are not learnt.
-    Raises ValueError for a template that changes earlier turns once there are later ones.
+    Answers before turn `first` have no loss, nor has an answer that is the first turn.
+    Raises ValueError for a template that changes earlier turns when later turns are added.
     """
     pieces: list[tuple[str, bool]] = []
     whole, done = _rendered(messages, tokenizer), 0
@@ -191,8 +198,8 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
         after = after if len(after) >= len(before) else before  # an empty answer
         if not (after.startswith(before) and whole.startswith(after)):
             raise ValueError(
-                "the chat template changes earlier turns, so that answers can't be told from the rest\n"
-                "hint: --loss_on all, or a tokenizer with a template that only appends"
+                "the chat template changes earlier turns, so the answers can't be located in the text\n"
+                "hint: use --loss_on all, or a tokenizer whose template only appends"
             )
         pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
         done = len(after)
@@ -202,28 +209,28 @@ def _turns(messages: list[dict[str, str]], tokenizer: Any, *, first: int) -> lis
 def _rendered(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template is a program: it divides by zero, recurses, takes all memory
+    except Exception as error:  # a template is a program: it may divide by zero, recurse, take all memory
         reason = {
             TimeoutError: "it takes too long",
             MemoryError: f"it needs more than {TEMPLATE_BYTES / 2**20:g} MiB",
             RecursionError: "it calls itself without end",
         }.get(type(error), str(error) or type(error).__name__)
-        raise _refused(reason, messages) from None
+        raise _template_fails(reason, messages) from None
     num_given = sum(len(message["content"]) for message in messages)
     if len(text) > 2**20 + 10 * num_given:
-        raise _refused(f"it makes {len(text):,} characters of {num_given:,}", messages)
+        raise _template_fails(f"it turns {num_given:,} characters into {len(text):,}", messages)
     return text
 
 
-def _refused(reason: str, messages: list[dict[str, str]]) -> ValueError:
+def _template_fails(reason: str, messages: list[dict[str, str]]) -> ValueError:
     return ValueError(
-        f"the chat template refuses a conversation: {reason[:200]}\n"
-        f"hint: mend the template, or leave the conversation out; its first turns: {str(messages)[:80]}"
+        f"the chat template fails on a conversation: {reason[:200]}\n"
+        f"hint: correct the template, or remove the conversation, which begins: {str(messages)[:80]}"
     )
 
 
 def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: bool) -> list[Document]:
-    """Documents from their pieces, each piece tokenized alone, as a prompt is when a model answers it.
+    """Tokenize documents. Tokenize each piece alone, as a prompt is tokenized when a model answers it.
 
     `end`: append an end-of-text token, which has a label.
     """
@@ -246,7 +253,7 @@ def _tokenized(pieces: list[list[tuple[str, bool]]], tokenizer: Any, *, end: boo
 
 
 def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
-    """Documents of rows that are tokens already, without those that the attention_mask leaves out."""
+    """Return the documents of rows that are tokens already, without the tokens that attention_mask masks."""
     documents = []
     for index, tokens in enumerate(rows["input_ids"]):
         if tokens is None:
@@ -256,11 +263,14 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
         )
         for name, numbers in (("input_ids", tokens), ("labels", labels), ("attention_mask", mask)):
             if not (numbers is None or _are_tokens(numbers, least=IGNORE_INDEX if name == "labels" else 0)):
-                raise ValueError(f"{name} of a row is {str(numbers)[:80]}\nhint: whole numbers, not below 0")
+                raise ValueError(
+                    f"{name} of a row is {str(numbers)[:80]}\nhint: give a list of whole numbers, at least 0"
+                )
         for name, other in (("labels", labels), ("attention_mask", mask)):
             if other is not None and len(other) != len(tokens):
                 raise ValueError(
-                    f"a row has {len(tokens)} input_ids and {len(other)} {name}\nhint: one for each token"
+                    f"a row has {len(tokens)} input_ids but {len(other)} {name}\n"
+                    f"hint: give as many {name} as input_ids"
                 )
         labels = tokens if labels is None else labels
         kept = [place for place in range(len(tokens)) if mask is None or mask[place]]
@@ -270,7 +280,7 @@ def _of_tokens(rows: dict[str, list[Any]]) -> list[Document]:
 
 
 def _are_tokens(numbers: Any, *, least: int) -> bool:
-    """Whether all are whole numbers from `least` on that fit in 31 bits; a mask may hold true and false."""
+    """Return True for a list of whole numbers from `least` to 2^31 - 1; a mask may contain booleans."""
     return (
         isinstance(numbers, list)
         and {int, bool}.issuperset(map(type, numbers))
@@ -281,15 +291,15 @@ def _are_tokens(numbers: Any, *, least: int) -> bool:
 
 @contextmanager
 def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Limit code of others: TimeoutError after so many seconds of processor time, MemoryError after so many
-    bytes more than the process has now.
+    """Limit third-party code: raise TimeoutError after `seconds` of processor time, and MemoryError when the
+    process needs `num_bytes` more than now.
 
-    Time is limited in the main thread only, where Python handles signals; memory on Linux only.
+    Time is limited only in the main thread, where Python handles signals; memory only on Linux.
     """
-    with ExitStack() as after:
+    with ExitStack() as undo:
         if threading.current_thread() is threading.main_thread():
-            after.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, _too_long))
-            after.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            undo.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, _too_long))
+            undo.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _SECONDS_TO_NEXT_TIMEOUT)
         statm = Path("/proc/self/statm")
         if statm.exists():
@@ -297,10 +307,10 @@ def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
 
             # RLIMIT_DATA counts private memory, not the files that Arrow maps nor a GPU's address space
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            most = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGESIZE") + num_bytes
-            known = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]
-            resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
-            after.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
+            new = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGESIZE") + num_bytes
+            finite = [limit for limit in (new, soft, hard) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min(finite), hard))
+            undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
         yield
 
 
@@ -308,19 +318,19 @@ def _too_long(number: int, frame: Any) -> None:
     raise TimeoutError
 
 
-# The tokenizer of a run; one that the model or this machine can't use is refused.
+# Load the tokenizer of a run. Refuse a tokenizer that the model or this machine can't use.
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"for tokenizers without one: every turn ends with the end-of-text token, so that generation stops there"
+"used if the tokenizer has no template; every turn ends with the end-of-text token, where generation stops"
 MOST_GROWTH = 10_000
-"of a text by its tokenizer's replacements: 30 times `a` by `aaaa` would turn one character into 10^18"
+"limit for a tokenizer's replacements: replacing `a` by `aaaa` 30 times turns one character into 10^18"
 
 
 def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
-    """The folder or hub id of the tokenizer in --tokenizer_name, or of the model's own; None for bytes."""
+    """Return the folder or hub id of the tokenizer: --tokenizer_name's or the model's; None for bytes."""
     if config.tokenizer_name is not None:
         return None if config.tokenizer_name == "byte" else config.tokenizer_name
     if spec.path is None:
@@ -331,7 +341,7 @@ def tokenizer_of(config: RunConfig, spec: ModelSpec) -> str | None:
 
 
 def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
-    """The tokenizer of --tokenizer_name, the model's own, or ByT5's bytes, which need no download."""
+    """Load the tokenizer: --tokenizer_name's, the model's, or ByT5's bytes, which need no download."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     name = tokenizer_of(config, spec)
@@ -350,44 +360,47 @@ def load_tokenizer(config: RunConfig, spec: ModelSpec) -> Any:
     vocabulary = tokenizer.get_vocab()
     if vocabulary.keys() <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"tokenizer {name!r} has no tokens of text\nhint: --tokenizer_name byte has one for each byte"
+            f"tokenizer {name!r} has no tokens for text\n"
+            "hint: use --tokenizer_name byte, which has a token for each byte"
         )
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > MOST_GROWTH:
         raise ValueError(
-            f"tokenizer {name!r}: its normalizer makes over {MOST_GROWTH:,} characters of one\n"
-            "hint: leave such replacements out of its tokenizer.json, or use another tokenizer"
+            f"tokenizer {name!r}: its normalizer turns one character into more than {MOST_GROWTH:,}\n"
+            "hint: remove such replacements from its tokenizer.json, or use another tokenizer"
         )
     if len(vocabulary) > spec.vocab_size:
         raise ValueError(
             f"tokenizer {name or 'byte'!r} has {len(vocabulary)} tokens, "
-            f"model {spec.name} only {spec.vocab_size}\n"
+            f"but model {spec.name} only {spec.vocab_size}\n"
             "hint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
     token, largest = max(vocabulary.items(), key=lambda pair: pair[1])
-    if largest >= spec.vocab_size:  # ids need not be without gaps
+    if largest >= spec.vocab_size:  # ids may have gaps
         raise ValueError(
-            f"tokenizer {name!r} has the id {largest} for {token!r}, model {spec.name} only ids below "
+            f"tokenizer {name!r} has the id {largest} for {token!r}, but model {spec.name} only ids below "
             f"{spec.vocab_size}\nhint: choose a model with a larger vocabulary, or --tokenizer_name byte"
         )
     return tokenizer
 
 
 @contextlib.contextmanager
-def tokenizer_errors(what: str) -> Iterator[None]:
-    """Turns a tokenizer's errors, bare Exceptions and Rust's panics (BaseExceptions), into ValueError."""
+def tokenizer_errors(problem: str) -> Iterator[None]:
+    """Turn a tokenizer's errors into ValueError: bare Exceptions and Rust's panics (BaseExceptions)."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {first_line(error)}\nhint: --tokenizer_name byte needs none") from None
+        raise ValueError(
+            f"{problem}: {first_line(error)}\nhint: use --tokenizer_name byte, which needs no tokenizer files"
+        ) from None
 
 
 def _growth(normalizer: dict[str, Any]) -> float:
-    """The most characters into which a normalizer's replacements may turn one."""
+    """Return the largest number of characters into which a normalizer may turn one character."""
     if normalizer["type"] == "Replace":
         length = len(normalizer["content"])
         replaced = len(normalizer["pattern"].get("String", ""))
         return max(1, length / replaced) if replaced else 1 + length  # a Regex may match between characters
-    return math.prod(_growth(each) for each in normalizer.get("normalizers", ()))
+    return math.prod(_growth(part) for part in normalizer.get("normalizers", ()))

@@ -1,4 +1,4 @@
-"""Reads the rows of a dataset: from local files, a folder that `datasets` saved, or the hub."""
+"""Read the rows of a dataset from local files, from a folder that `datasets` saved, or from the hub."""
 
 import contextlib
 import glob
@@ -21,7 +21,7 @@ STREAM_ABOVE_BYTES = 2**30
 
 
 def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
-    """The rows of one dataset through `datasets`, whether they are streamed, and their format.
+    """Return the rows of one dataset, read by `datasets`; True if they are streamed; and their format.
 
     Raises ValueError, with a hint, for data that does not exist, can't be read or is empty.
     """
@@ -29,7 +29,7 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
     with unreadable_text():
         first = next(iter(rows), None)
     if first is None:
-        raise ValueError(f"{source.path} holds no text: not one row\nhint: give files with text")
+        raise ValueError(f"{source.path} contains no text: it has no rows\nhint: give files with text")
     kind = format_of(first, source.path, asked=config.dataset_format, text_column=config.text_column)
     if kind == "text" and not streaming:
         column = rows.with_format(None)[config.text_column]
@@ -37,7 +37,8 @@ def read_rows(source: Source, config: RunConfig) -> tuple[Any, bool, str]:
             has_text = any(not isinstance(text, str) or text.strip() for text in column if text is not None)
         if not has_text:
             raise ValueError(
-                f"{source.path} holds no text\nhint: column {config.text_column!r} is blank throughout"
+                f"{source.path} contains no text: column {config.text_column!r} is blank in all rows\n"
+                "hint: give files with text, or name another column with --text_column"
             )
     return rows, streaming, kind
 
@@ -56,17 +57,17 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
         kinds = {FILE_FORMATS[Path(file).suffix.lower()] for file in files}
         if len(kinds) > 1:
             raise ValueError(
-                f"{source.path} mixes {', '.join(sorted(kinds))} files\nhint: give one kind by a glob"
+                f"{source.path} mixes {', '.join(sorted(kinds))} files\nhint: select one kind with a glob"
             )
         sizes = _sizes(source.path, files)
         size_bytes = sum(sizes.values())
         if size_bytes == 0:
             raise ValueError(
-                f"{source.path} holds no text: {len(files)} empty files\nhint: give files with text"
+                f"{source.path} contains no text: {len(files)} empty files\nhint: give files with text"
             )
         origin = {"path": kinds.pop(), "data_files": [glob.escape(file) for file in files]}
         if origin["path"] == "text":
-            origin["sample_by"] = "document"  # a file is a document
+            origin["sample_by"] = "document"  # one row per file
     else:
         check_hub(source.path, "dataset")
         origin = {"path": source.path, "name": config.dataset_config_name}
@@ -90,38 +91,38 @@ def _load(source: Source, config: RunConfig) -> tuple[Any, bool]:
         ) from None
     except BadData:
         raise
-    except Exception as error:  # datasets raises its own errors and pyarrow's for files of another content
+    except Exception as error:  # datasets raises its own errors and pyarrow's for malformed files
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
-            raise error.__cause__ from None  # the disk of the cache is full
+            raise error.__cause__ from None  # the cache's disk is full
         reason = fault_in(files) or first_line(error.__cause__ or error)
         raise ValueError(
-            f"can't read dataset {source.path!r}: {reason}\nhint: is it UTF-8 and well-formed?"
+            f"can't read dataset {source.path!r}: {reason}\nhint: check that it is UTF-8 and well-formed"
         ) from None
     return (StreamedRows(rows, source.path, sizes) if streaming else rows), streaming
 
 
 def _sizes(dataset: str, files: list[str]) -> dict[str, int]:
-    """The size of each file in bytes.
+    """Return each file's size in bytes.
 
-    Raises ValueError for a file that is gone, is a broken link, would be unpacked by `datasets` (2 MB may
-    become 2 GB) or has too many columns.
+    Raises ValueError for a file that does not exist, is a broken link, or has too many columns, and for an
+    archive, which `datasets` would unpack (2 MB may become 2 GB).
     """
     try:
         for file in files:
             if kind := _packed_as(file):
-                raise ValueError(f"{file} is packed as {kind}\nhint: unpack it, and give what is in it")
+                raise ValueError(f"{file} is packed as {kind}\nhint: unpack it, and give the unpacked files")
             if file.lower().endswith(".parquet"):
                 _check_parquet(file)
         return {file: Path(file).stat().st_size for file in files}
     except OSError as error:
         raise ValueError(
             f"can't read dataset {dataset!r}: {error.filename}: {error.strerror}\n"
-            "hint: was it there when the run began? is it a link to nowhere?"
+            "hint: check whether it still exists, or is a broken link"
         ) from None
 
 
 def _packed_as(file: str) -> str | None:
-    """The kind of archive that `datasets` would take a file for, and unpack; None if it would not."""
+    """Return the kind of archive that `datasets` would unpack this file as; None for any other file."""
     from datasets.utils.extract import Extractor
 
     try:
@@ -129,15 +130,15 @@ def _packed_as(file: str) -> str | None:
     except OSError:
         raise
     except Exception:  # raised while unpacking: EOFError, zlib.error, ...
-        return "an archive that is cut off or damaged"
+        return "an archive that is truncated or damaged"
 
 
 def _check_parquet(file: str) -> None:
-    """Raises ValueError for more columns than `datasets` reads in some seconds."""
+    """Raise ValueError for more columns than `datasets` can read within seconds."""
     import pyarrow
     import pyarrow.parquet
 
-    with contextlib.suppress(pyarrow.ArrowException, OSError):  # reading it will name the fault
+    with contextlib.suppress(pyarrow.ArrowException, OSError):  # reading the rows will report this error
         _check_columns(file, pyarrow.parquet.read_metadata(file).num_columns)
 
 
@@ -145,12 +146,12 @@ def _check_columns(file: str, num_columns: int) -> None:
     if num_columns > MOST_COLUMNS:
         raise ValueError(
             f"{file} has {num_columns:,} columns, more than {MOST_COLUMNS:,}\n"
-            "hint: keep only the columns that are trained on"
+            "hint: keep only the columns to train on"
         )
 
 
 def _saved(folder: Path) -> Any:
-    """A dataset that `Dataset.save_to_disk` wrote. Raises ValueError if it can't be loaded."""
+    """Load a dataset that `Dataset.save_to_disk` wrote. Raises ValueError if it can't be loaded."""
     from datasets import load_from_disk
 
     try:
@@ -160,11 +161,11 @@ def _saved(folder: Path) -> Any:
         raise ValueError(f"can't read dataset {str(folder)!r}: {reason}\nhint: save it again") from None
 
 
-# Finds the fault in a data file that can't be read: which file, which line or row.
+# Find the fault in an unreadable data file: the file, and the line or row.
 
 _SEARCH_SECONDS = 20.0
-"to look for the fault; after that, the message only has the row's number"
-_HINT = "mend or leave out what is named, then start again; a stream that goes on reads the same rows again"
+"time limit of the search; after that, the message names only the row"
+_HINT = "correct or remove that row or file, then start again; a resumed stream reads the same rows again"
 
 
 class BadData(ValueError):
@@ -173,7 +174,10 @@ class BadData(ValueError):
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Rows of a stream, pass after pass. Raises BadData with the place of an error, or if a file shrank."""
+    """Rows of a stream; every pass reads them again. Raises BadData, which names the place of the error.
+
+    A file that was removed or has become shorter is an error, too.
+    """
 
     rows: Any
     path: str
@@ -189,29 +193,29 @@ class StreamedRows:
                 number += 1
         except GeneratorExit:
             raise
-        except Exception as error:  # datasets raises its own, pyarrow's and Python's
+        except Exception as error:  # datasets raises its own errors, pyarrow's and Python's
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
-            names_place = isinstance(self.rows, JsonRows)
-            files = [] if names_place else list(self.sizes)
+            error_names_place = isinstance(self.rows, JsonRows)
+            files = [] if error_names_place else list(self.sizes)
             reason = self._lost() or fault_in(files) or first_line(error)
             raise BadData(f"{self.path}, after {number:,} rows: {reason}\nhint: {_HINT}") from error
         if (lost := self._lost()) is not None:
             raise BadData(f"{self.path}, after {number:,} rows: {lost}\nhint: {_HINT}")
 
     def _lost(self) -> str | None:
-        """Names a file that is gone or shorter than before, whose rows would be missing silently."""
+        """Name a file that is gone or shorter than before: its rows would be missing silently."""
         for name, size in self.sizes.items():
             path = Path(name)
             if not path.is_file():
                 return f"{name} is gone"
             if path.stat().st_size < size:
-                return f"{name} had {size:,} bytes when the run began and has {path.stat().st_size:,} now"
+                return f"{name} had {size:,} bytes when the run began and now has {path.stat().st_size:,}"
         return None
 
 
 def fault_in(files: list[str]) -> str | None:
-    """The first file whose content is not of its type, and the place; None if no fault is found in time."""
+    """Name the first malformed file and the place in it; None if the search finds none in time."""
     deadline = time.monotonic() + _SEARCH_SECONDS
     for file in files:
         path = Path(file)
@@ -222,7 +226,7 @@ def fault_in(files: list[str]) -> str | None:
             fault = unreadable.strerror or first_line(unreadable)
         except TimeoutError:
             return None
-        except ValueError as refused:  # whose message names the file
+        except ValueError as refused:  # its message already names the file
             return first_line(refused)
         if fault is not None:
             return f"{file}, {fault}"
@@ -230,16 +234,19 @@ def fault_in(files: list[str]) -> str | None:
 
 
 def _in_json(path: Path, deadline: float) -> str | None:
-    """Also finds a value of another type than before: pyarrow takes a column's type from the first rows."""
+    """Find the fault in a JSON file.
+
+    A change of a column's type is a fault, too, because pyarrow takes the type from the first rows.
+    """
     kinds: dict[str, type] = {}
     for place, row in json_rows(str(path)):
         _check_time(deadline)
         if kinds and row.keys() != kinds.keys():
-            return f"{place} has columns {', '.join(row)}; those before: {', '.join(kinds)}"
+            return f"{place} has columns {', '.join(row)}; earlier rows have {', '.join(kinds)}"
         for name, value in row.items():
             before = kinds.get(name, type(None))
             if value is not None and before not in (type(None), type(value)):
-                return f"{place}: {name!r} is {kind_of(value)}, {kind_of(before())} before"
+                return f"{place}: {name!r} is {kind_of(value)}, but {kind_of(before())} in earlier rows"
             kinds[name] = before if value is None else type(value)
     return None
 
@@ -251,7 +258,7 @@ def _in_text(path: Path, deadline: float) -> str | None:
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
-                return f"line {number:,}: byte 0x{line[error.start]:02x} is no UTF-8 text"
+                return f"line {number:,}: byte 0x{line[error.start]:02x} is not UTF-8 text"
     return None
 
 
@@ -271,7 +278,7 @@ def _in_parquet(path: Path, deadline: float) -> str | None:
                     return f"rows {before + 1:,} to {before + rows:,}: {first_line(error)}"
                 before += rows
     except pyarrow.ArrowInvalid as error:
-        return f"cut off or no Parquet file: {first_line(error)}"
+        return f"truncated, or not a Parquet file: {first_line(error)}"
     return None
 
 

@@ -1,1 +1,1 @@
-"""When a run can't go on: who is to blame, and how it ends."""
+"""Faults of a running training: find the rank that caused one, report it, stop or restart the run."""

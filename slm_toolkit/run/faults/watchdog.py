@@ -1,7 +1,7 @@
-"""One message when a run can't go on: which rank was killed, failed or hangs, and where it can go on from.
+"""End a broken run with one message: which rank was killed, failed or hangs, and which checkpoint to resume.
 
-A rank's thread looks once a second whether the processes of this machine's other ranks are there, and how
-long its own main thread has been at one step. Nothing is sent between ranks while nothing is wrong.
+Once a second a thread of each rank checks whether this machine's other ranks are alive, and how long its own
+main thread has been at one step. While nothing is wrong, ranks send each other nothing.
 """
 
 import os
@@ -43,20 +43,20 @@ from slm_toolkit.run.peers.peer_store import PeerStore, open_peer_store
 
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0
-"for the cause of a broken collective to be seen: a process takes a while to end"
+"time to look for the cause of a failed collective: the process of the failed rank takes a while to end"
 _ANSWER_SECONDS = 10.0
-"for a rank whose thread can run to write the place of its main thread in the peer store"
-_WITNESS_SECONDS = 5.0
-"for another rank of this machine to print the message"
+"a rank whose threads can run writes the place of its main thread in the peer store within this time"
+_PRINT_SECONDS = 5.0
+"time that another rank of this machine may take to print the message"
 _FROZEN_SECONDS = 5.0
-"more than that between two looks: the process, or the whole machine, was stopped meanwhile"
+"if two looks are further apart, the process or the whole machine was stopped meanwhile"
 _COMPILING_SECONDS = 3600.0
-"for the first step of --torch_compile; collectives wait as long"
+"time limit for the first step of --torch_compile; collectives have the same limit"
 
 
 @dataclass(frozen=True)
 class _Followed:
-    """The run that is watched, once it is set up."""
+    """The watched run, once it is set up."""
 
     record: RunRecord
     run_dir: Path
@@ -67,7 +67,7 @@ class _Followed:
 
 
 class Watchdog:
-    """`with Watchdog() as watchdog` around all that a rank does; `follow` its run, `beat` at every step."""
+    """Watch a whole rank: `with Watchdog() as watchdog`. Call `follow` after setup, `beat` at every step."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -88,20 +88,20 @@ class Watchdog:
         self._frozen_seconds = 0.0
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
-        self._voice = threading.Lock()
+        self._message_lock = threading.Lock()
 
     def __enter__(self) -> "Watchdog":
         if self._peer_store is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
         threading.excepthook = self._thread_failed
         threading.Thread(target=self._watch, daemon=True).start()
-        end_with_launcher(how=False)  # from here on the thread looks, and the message names the launcher
+        end_with_launcher(how=False)  # from now on the thread checks the launcher, and the message names it
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave a note of this end; the traceback of a bug follows, on the rank that failed."""
+        """Note in the peer store that this rank ends. For a bug, Python then prints the traceback."""
         if isinstance(error, Exception):
             self.settle(error)
             self._leave(_named(error))
@@ -113,26 +113,29 @@ class Watchdog:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def follow(self, record: RunRecord, run_dir: Path, *, mark: int | None, config: RunConfig) -> None:
-        """The run is set up: a message is written to its record, too, and its steps have their limit."""
+        """Watch this run: write failures to its record, too, and apply the time limit to its steps."""
         limit = config.ddp_timeout
         first = max(limit, _COMPILING_SECONDS) if config.torch_compile else limit
         self._run = _Followed(record, run_dir, mark, limit, first)
 
     def beat(self, where: str) -> None:
-        """The main thread goes on: with a step, an evaluation, a checkpoint."""
+        """Note that the main thread begins a step, an evaluation or a checkpoint."""
         self._where = where
         self._frozen_seconds = 0.0
         self._beat_at = time.monotonic()
         self._num_beats += 1
 
     def rest(self) -> None:
-        """What follows has no steps."""
+        """Stop applying the time limit, because no more steps follow."""
         self._num_beats = 0
 
     def settle(self, error: Exception) -> None:
-        """End this rank, with one message of all ranks, where one line explains `error`: a full disk, bad
-        data, or a collective that broke off because another rank has ended. Returns for a bug."""
-        self._tell(error)
+        """End this rank with a message if one line explains `error`; return if it is a bug.
+
+        One line explains a full disk, bad data, and a collective that failed because another rank ended.
+        Only one rank of each machine prints it.
+        """
+        self._end_if_explained(error)
         if self._peer_store is None or not (isinstance(error, RuntimeError) and UNREACHED.search(str(error))):
             return
         if is_out_of_memory(error):
@@ -142,21 +145,21 @@ class Watchdog:
             self._look(has_failed=True)
             time.sleep(_LOOK_SECONDS / 10)
 
-    def _tell(self, error: BaseException) -> None:
-        """End this rank with one line about `error`; returns for an error that needs its traceback."""
+    def _end_if_explained(self, error: BaseException) -> None:
+        """End this rank with one line about `error`; return if the error needs its traceback."""
         if (message := one_line(error, self._run.run_dir if self._run else None)) is not None:
             self._leave(_named(error))
             problem, _, hint = message.partition("\nhint: ")
             self._give_up(f"rank {self.rank} {self._where}: {problem}", hint=hint)
 
     def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """A tracker writes in a thread of its own; its traceback would interrupt the message."""
+        """Handle an error in another thread, such as a tracker's; a traceback would interrupt the message."""
         if failed.exc_value is not None:
-            self._tell(failed.exc_value)
+            self._end_if_explained(failed.exc_value)
         threading.__excepthook__(failed)
 
     def _watch(self) -> None:
-        """In a thread of its own."""
+        """Look once a second, in a thread of its own."""
         while not self._ended.wait(_LOOK_SECONDS):
             self._look(has_failed=False)
             if self._run is None and self._compilers is not None:
@@ -168,18 +171,18 @@ class Watchdog:
             if late or alarmed:
                 self._confer(
                     f"no progress for {self._step_limit_seconds:g} s (--ddp_timeout) {self._where}",
-                    hint="where a step does take that long, raise --ddp_timeout",
+                    hint="if a step does take that long, raise --ddp_timeout",
                 )
 
     def _look(self, *, has_failed: bool) -> None:
-        """End this rank where a rank of this machine, the launcher or another machine is gone."""
+        """End this rank if a rank of this machine, the launcher or another machine is gone."""
         if (lost := self._lost()) is not None:
             self._give_up(lost)
         if (lost := self.machines.lost(has_failed=has_failed)) is not None:
-            self._give_up(lost, asks_peers=False)
+            self._give_up(lost, uses_peer_store=False)
 
     def _lost(self) -> str | None:
-        """The rank of this machine, or the launcher, that is gone and should not be."""
+        """Return a message about a rank of this machine, or the launcher, that ended too early; else None."""
         for rank, pid in self._local_ranks.ended().items():
             left = self._peer_store.read(f"left {rank}")
             if left is None:
@@ -191,7 +194,10 @@ class Watchdog:
         return None
 
     def _seconds_over(self, *, fraction: float) -> float:
-        """How much longer than a fraction of its limit the main thread has been where it is, or 0."""
+        """Return by how many seconds the main thread has exceeded `fraction` of its time limit; else 0.
+
+        Time in which the process was frozen does not count.
+        """
         now = time.monotonic()
         frozen = now - self._looked_at - _LOOK_SECONDS
         if frozen > _FROZEN_SECONDS:
@@ -206,11 +212,11 @@ class Watchdog:
         return self._run.limit_seconds if self._num_beats > 1 else self._run.first_limit_seconds
 
     def _confer(self, problem: str, *, hint: str = "") -> NoReturn:
-        """Write this rank's place down, read the others', and end with `problem` and its cause."""
-        mine = stall_of(self.rank, os.getpid())
-        stalls = {self.rank: mine}
+        """Publish this rank's place, read those of the others, and end with `problem` and its cause."""
+        own_stall = stall_of(self.rank, os.getpid())
+        stalls = {self.rank: own_stall}
         if self._peer_store is not None:
-            self._peer_store.write(f"stall {self.rank}", asdict(mine))
+            self._peer_store.write(f"stall {self.rank}", asdict(own_stall))
             self._peer_store.write("alarm", self.rank)
             deadline = time.monotonic() + _ANSWER_SECONDS
             while len(stalls) < self._num_ranks and time.monotonic() < deadline:
@@ -224,13 +230,13 @@ class Watchdog:
         self._give_up(f"{problem}: {cause}", hint=hint, silent=silent)
 
     def _leave(self, failed: str | None) -> None:
-        """Write in the peer store that this process ends, and its error if it failed, for the other ranks."""
+        """Write in the peer store that this process ends, with its error if it failed."""
         if self._peer_store is not None:
             self._peer_store.write(f"left {self.rank}", {"failed": failed})
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM comes from a launcher that has lost a rank, or from somebody who wants the run to end."""
-        if self._voice.locked():  # another thread prints the message already
+        """Handle SIGTERM: it comes from a launcher that lost a rank, or from a user who stops the run."""
+        if self._message_lock.locked():  # another thread is printing the message
             return
         if (lost := self._lost()) is not None:
             self._give_up(lost)
@@ -239,42 +245,43 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(
-        self, problem: str, *, hint: str = "", silent: list[int] | None = None, asks_peers: bool = True
+        self, problem: str, *, hint: str = "", silent: list[int] | None = None, uses_peer_store: bool = True
     ) -> NoReturn:
-        """Print and record the problem on one rank of each machine, kill the `silent`, end this process.
+        """Print and record the problem on one rank per machine, kill the `silent` ranks, end this process.
 
-        Not `asks_peers`: this rank alone knows the problem; the store may be on the machine that is gone.
+        Pass uses_peer_store=False if the store may be on the machine that is gone; then this rank prints.
         """
-        if not self._voice.acquire(blocking=False):
-            time.sleep(6 * _WITNESS_SECONDS)  # the other thread ends the process
+        if not self._message_lock.acquire(blocking=False):
+            time.sleep(6 * _PRINT_SECONDS)  # the other thread ends the process
             os._exit(1)
         machine = os.environ.get("GROUP_RANK", "0")
-        peer_store = self._peer_store if asks_peers else None
-        first = peer_store.is_first(f"speaks {machine}", self.rank) if peer_store is not None else True
-        alone = first is None  # the launcher is gone, and with it what is written
-        if alone:
-            first = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
-        if first:
-            self._say(problem, hint, alone=alone)
-            time.sleep(2 * _LOOK_SECONDS * alone)  # until the others have seen that this rank lives
+        peer_store = self._peer_store if uses_peer_store else None
+        prints = peer_store.is_first(f"prints {machine}", self.rank) if peer_store is not None else True
+        without_launcher = prints is None  # the launcher is gone, and its store too
+        if without_launcher:
+            prints = self.rank < min(self._local_ranks.living(), default=self.rank + 1)
+        if prints:
+            self._report(problem, hint, without_launcher=without_launcher)
+            time.sleep(2 * _LOOK_SECONDS * without_launcher)  # until other ranks have seen this rank alive
             self._local_ranks.kill(silent or [])
             if peer_store is not None:
-                peer_store.write(f"spoken {machine}", True)
+                peer_store.write(f"printed {machine}", True)
         else:
-            deadline = time.monotonic() + _WITNESS_SECONDS
-            while time.monotonic() < deadline and not peer_store.read(f"spoken {machine}"):
+            deadline = time.monotonic() + _PRINT_SECONDS
+            while time.monotonic() < deadline and not peer_store.read(f"printed {machine}"):
                 time.sleep(_LOOK_SECONDS / 10)
-        os._exit(1)  # the thread that trains may wait for ever
+        os._exit(1)  # not sys.exit: the training thread may wait forever
 
-    def _say(self, problem: str, hint: str, *, alone: bool) -> None:
+    def _report(self, problem: str, hint: str, *, without_launcher: bool) -> None:
+        """Print the problem on stderr and write it to the record."""
         saved = by_order(self._run.run_dir / CHECKPOINTS_DIR) if self._run is not None else []
         hints = [hint] if hint else []
-        if saved:
-            newer = ", or from one that the other ranks write meanwhile" if alone else ""
-            hints.append(f"--resume_from_checkpoint latest goes on from {saved[-1]}{newer}")
-        with suppress(OSError):  # it may be what is full
+        if saved:  # without the launcher, other ranks train on for a moment
+            newer = ", or from a newer one that other ranks still write" if without_launcher else ""
+            hints.append(f"--resume_from_checkpoint latest resumes from {saved[-1]}{newer}")
+        with suppress(OSError):  # stderr may go to the full disk
             lines = [f"error: {problem}", *[f"hint: {'; '.join(hints)}"][: len(hints)]]
-            sys.stderr.write("\n".join(lines) + "\n")  # at once: others may be writing
+            sys.stderr.write("\n".join(lines) + "\n")  # in one write, because other ranks may write too
             sys.stderr.flush()
         if self._run is not None:
             run = self._run
@@ -285,21 +292,18 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# Which rank of the launch has ended, is stopped or hangs, and in which line.
+# Find the rank that has ended, is stopped or hangs, and the line in which it hangs.
 
 _OURS = str(Path(__file__).parents[2])
 _WAITING = re.compile(
     r"torch/distributed/|torch/autograd/graph\.py|torch/cuda/(streams|__init__)\.py|deepspeed/comm/|"
     r"slm_toolkit/run/peers/step_exchange\.py"
 )
-"files whose innermost frames wait for other ranks: collectives, those of a backward, the GPU's own"
+"a thread whose innermost frames are in these files waits for other ranks: in a collective or for the GPU"
 
 
 class LocalRanks:
-    """The processes of this machine's other ranks, known once they have written their ids in the peer store.
-
-    Creating it writes this rank's process id there.
-    """
+    """The processes of this machine's other ranks. Each rank writes its process id in the peer store."""
 
     def __init__(self, peer_store: PeerStore | None) -> None:
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
@@ -316,11 +320,11 @@ class LocalRanks:
             peer_store.write(f"pid {rank}", os.getpid())
 
     def ended(self) -> dict[int, int]:
-        """Process ids by rank of the processes that have ended; reads nothing once all ranks are known."""
+        """Return {rank: process id} of the ended ranks. Stops reading the store once it has all ids."""
         for rank in sorted(self._unknown):
             pid = self._peer_store.read(f"pid {rank}")
             if pid is not None:
-                self._unknown.discard(rank)  # two threads may be here
+                self._unknown.discard(rank)  # not remove: two threads may run this at once
                 try:
                     self._processes[rank] = psutil.Process(pid)
                 except psutil.NoSuchProcess:
@@ -332,11 +336,11 @@ class LocalRanks:
         return dict(self._ended)
 
     def living(self) -> list[int]:
-        """The ranks that have not ended, those included whose process is not known yet."""
+        """Return the ranks that have not ended. A rank whose process id is unknown counts as living."""
         return sorted({*self._processes, *self._unknown})
 
     def state_of(self, rank: int) -> str:
-        """The state of a rank that does not answer, as far as this machine's kernel knows it."""
+        """Describe the state of a rank that does not answer, from this machine's process table."""
         if rank in self._ended:
             return f"rank {rank} (pid {self._ended[rank]}) has ended"
         process = self._processes.get(rank)
@@ -349,11 +353,11 @@ class LocalRanks:
                 return f"{name} is stopped (SIGSTOP, a debugger?)"
             if status == psutil.STATUS_DISK_SLEEP:
                 return f"{name} waits for a disk or a network file system"
-            return f"{name} does not answer: it is in a call of C that does not let Python run"
+            return f"{name} does not answer: it is stuck in native code that holds the GIL"
         return f"rank {rank} has ended"
 
     def kill(self, ranks: list[int]) -> None:
-        """Kill ranks that can't end themselves; the launcher would wait 30 s for each."""
+        """Kill ranks that can't end themselves, because the launcher would wait 30 s for each."""
         for rank in ranks:
             if rank in self._processes:
                 with suppress(psutil.NoSuchProcess):
@@ -369,20 +373,20 @@ def _has_ended(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class Stall:
-    """The place of a rank that has done no step for too long."""
+    """Where a rank is that has exceeded the time limit of a step."""
 
     rank: int
     pid: int
     is_waiting: bool
-    "for other ranks, or its GPU is, which comes to the same"
+    "True if it waits for other ranks or for its GPU, which then waits for other ranks"
     has_moved: bool
-    "between two looks: it works, and takes long"
+    "True if its stack changed between two looks: it is slow, but works"
     place: str
-    "`file:line in function`, and which line of ours called that"
+    "`file:line in function`, and the line of slm_toolkit that called it"
 
 
 def stall_of(rank: int, pid: int) -> Stall:
-    """Look at this process's main thread twice, from another thread."""
+    """Look at the stack of this process's main thread twice, from another thread."""
     first = _frames_of_main_thread()
     time.sleep(_LOOK_SECONDS)
     second = _frames_of_main_thread()
@@ -391,19 +395,19 @@ def stall_of(rank: int, pid: int) -> Stall:
 
 
 def explain(stalls: list[Stall], silent: list[str]) -> str:
-    """A sentence that names the ranks that hang, their place, and the ranks that waited for them.
+    """Return a sentence that names the hanging ranks, their place, and the ranks that waited for them.
 
     `silent`: a clause for each rank that did not answer.
     """
     stuck = [stall for stall in stalls if not stall.is_waiting]
     waiting = [stall for stall in stalls if stall.is_waiting]
-    stands = "waits" if silent else "hung"  # a rank may wait for one that does not answer
+    verb = "waits" if silent else "hung"  # it may wait for the rank that does not answer
     clauses = silent + [
         f"rank {stall.rank} (pid {stall.pid}) "
-        f"{'is still at work' if stall.has_moved else stands} in {stall.place}"
+        f"{'is still at work' if stall.has_moved else verb} in {stall.place}"
         for stall in stuck
     ]
-    if not clauses:  # one rank, which waits for its GPU
+    if not clauses:  # every rank waits, such as a single rank for its GPU
         return "; ".join(f"rank {stall.rank} (pid {stall.pid}) waits in {stall.place}" for stall in waiting)
     if not waiting:
         return "; ".join(clauses)
@@ -417,13 +421,13 @@ def _place(frames: list[str]) -> str:
 
 
 def _with_short_path(frame: str) -> str:
-    """A frame with the last two parts of its path."""
+    """Return a frame with only the last two parts of its path."""
     path, _, rest = frame.rpartition(":")
     return f"{'/'.join(Path(path).parts[-2:])}:{rest}"
 
 
 def waits_for_others(frames: Sequence[str]) -> bool:
-    """Whether a stack, `file:line in function`, innermost first, is that of a rank in a collective."""
+    """Return True if a stack (`file:line in function`, innermost first) waits for other ranks."""
     return any(_WAITING.search(frame) for frame in frames[:2])
 
 
@@ -437,28 +441,29 @@ def _frames_of_main_thread() -> list[str]:
 
 
 def _gpu_is_busy() -> bool:
-    """Whether work is queued on this rank's GPU: a host far ahead of a collective stands in any call.
+    """Return True if work is queued on this rank's GPU.
 
-    A thread of its own asks, since the driver may not answer while a queue is full.
+    The CPU may be far ahead of a collective that the GPU waits in, so the stack alone does not show the wait.
+    A separate thread queries the GPU, because the driver may not answer while a queue is full.
     """
     if not torch.cuda.is_initialized():
         return False
     answers: list[bool] = []
     stream = torch.cuda.default_stream(int(os.environ.get("LOCAL_RANK", "0")))
-    asking = threading.Thread(target=lambda: answers.append(stream.query()), daemon=True)
-    asking.start()
-    asking.join(_LOOK_SECONDS)
+    query = threading.Thread(target=lambda: answers.append(stream.query()), daemon=True)
+    query.start()
+    query.join(_LOOK_SECONDS)
     return answers != [True]
 
 
-# Errors of a run that are nobody's bug, in a line: a folder that can't be written, data that went bad.
+# Explain errors that are not bugs in one line: a folder that can't be written, bad data.
 
 _LITTLE_BYTES = 2**20
 
 
 def one_line(error: BaseException, run_dir: Path | None) -> str | None:
-    """What to say of it, with a hint on a second line; None for a bug, whose traceback says more."""
-    if isinstance(error, BadData):  # of a DataLoader's worker after the worker's traceback
+    """Return a message about `error`, with a hint on a second line; None for a bug: print its traceback."""
+    if isinstance(error, BadData):  # a DataLoader puts its worker's traceback before the message
         return str(error).rpartition(f"{BadData.__module__}.{BadData.__name__}: ")[2]
     chain, cause = [], error
     while cause is not None and not any(cause is link for link in chain):  # pynvml's errors can't be compared
@@ -467,15 +472,15 @@ def one_line(error: BaseException, run_dir: Path | None) -> str | None:
     full = next((link for link in chain if _is_disk_full(link)), None)
     if full is not None:
         return _no_room(full, run_dir)
-    barred = next((link for link in chain if run_dir is not None and _is_of(link, run_dir)), None)
-    return barred and (
-        f"can't write {barred.filename}: {barred.strerror}\n"
-        f"hint: is {run_dir} still there, and its disk writable?"
+    refused = next((link for link in chain if run_dir is not None and _names_file_in(link, run_dir)), None)
+    return refused and (
+        f"can't write {refused.filename}: {refused.strerror}\n"
+        f"hint: check that {run_dir} still exists and its disk is writable"
     )
 
 
-def _is_of(error: BaseException, run_dir: Path) -> bool:
-    """Whether it is the system's, about a file in the run's folder."""
+def _names_file_in(error: BaseException, run_dir: Path) -> bool:
+    """Return True if `error` is an OSError about a file in the run's folder."""
     names = (error.filename, error.filename2) if isinstance(error, OSError) else ()
     return any(isinstance(name, str) and Path(name).is_relative_to(run_dir) for name in names)
 
@@ -487,17 +492,22 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _no_room(error: BaseException, run_dir: Path | None) -> str:
-    """A write names no file, but its disk is one that is full now: the run's, of caches, of scratch files."""
-    named, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+    """Return a message that names the full disk.
+
+    If the error names no file, it is the disk of the run, of the caches or of temporary files: the first that
+    is full now.
+    """
+    file_name, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    places = [Path(named)] if named else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
+    places = [Path(file_name)] if file_name else [run_dir or Path.cwd(), cache, Path(tempfile.gettempdir())]
     free = [(_free_bytes(place), place) for place in places]
-    full = [found for found in free if found[0] < _LITTLE_BYTES]
+    full = [(free_bytes, place) for free_bytes, place in free if free_bytes < _LITTLE_BYTES]
     free_bytes, place = (full or free)[0]
     return (
-        f"no room to write {'' if named else 'under '}{place} ({free_bytes:,} bytes free now): "
+        f"no room to write {'' if file_name else 'under '}{place} ({free_bytes:,} bytes free now): "
         f"{reason or first_line(error)}\n"
-        "hint: free some, or --output_dir on another disk, with fewer checkpoints kept (--save_total_limit)"
+        "hint: free some space, put --output_dir on another disk, or keep fewer checkpoints "
+        "(--save_total_limit)"
     )
 
 

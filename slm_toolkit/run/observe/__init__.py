@@ -1,1 +1,1 @@
-"""What is observed while a run trains."""
+"""Observe a run while it trains: time, memory, numerics, load, progress."""

@@ -1,4 +1,4 @@
-"""Traces every allocation of a training step: which memory is alive at the peak, and its purpose."""
+"""Trace every allocation of a training step, to list which memory is alive at the peak and its purpose."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
-_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # FSDP2 splits its buffers by the last
+_GATHERS = ("all_gather", "allgather", "split_with_sizes_copy")  # FSDP2 splits its buffers with the last one
 _BUFFER_MAKERS = ("aten.empty.memory_format", "aten.new_empty.default")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
@@ -22,7 +22,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 class Allocation:
-    """One tensor storage: where it was made and, once known, the part of memory that it belongs to."""
+    """One tensor storage: where it was made and, once known, its part of memory (parameters, ...)."""
 
     __slots__ = ("module", "nbytes", "op", "part", "phase")
 
@@ -33,7 +33,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Event:
-    """Memory that a storage gained or gave back."""
+    """A change of a storage's size, in bytes."""
 
     allocation: Allocation
     delta_bytes: int
@@ -42,10 +42,10 @@ class Event:
 
 
 class AllocationTrace(TorchDispatchMode):
-    """Follows storages, not tensors: views cost nothing, and a storage lives as long as its last user.
+    """Trace storages, not tensors: views need no memory, and a storage lives as long as its last user.
 
-    Works on real tensors and, inside a FakeTensorMode, on fake ones, whose values it makes up when the
-    program reads them. The caller keeps `phase` and `module`, the program's place, up to date.
+    It works on real tensors and, inside a FakeTensorMode, on fake tensors; if the program reads a fake
+    tensor's value, the trace makes one up. The caller updates `phase` and `module`, the program's place.
     """
 
     def __init__(self, *, fake: bool, device_type: str) -> None:
@@ -57,7 +57,7 @@ class AllocationTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls operations on this rank's shard, which come back here
+            return NotImplemented  # DTensor then calls this again with operations on this rank's shard
         if self.fake and func is _SCALAR:
             return _made_up(args[0].dtype)
         if self.fake and func is _EQUAL:
@@ -69,7 +69,7 @@ class AllocationTrace(TorchDispatchMode):
                 self._see(tensor.untyped_storage(), str(func))
         if func.namespace in _COLLECTIVES and self.phase in ("forward", "backward"):
             self._claim_buffers(func, args, kwargs or {})
-        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 joins gathered pieces by it
+        if func is _CAT and self._is_gathered(args[0][0]):  # ZeRO-3 joins gathered shards with cat
             self.claim([out], "gathered_parameters")
         return out
 
@@ -77,7 +77,7 @@ class AllocationTrace(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
         original = self._resize
 
-        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:  # FSDP2 frees and fills storages by it
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:  # FSDP2 frees and refills storages so
             result = original(storage, nbytes)
             self._see(storage, "resize_")
             return result
@@ -90,37 +90,37 @@ class AllocationTrace(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
 
     def adopt(self, tensors: Iterable[torch.Tensor | None], part: str) -> None:
-        """Set the part of `tensors`, and count those that were made before the trace began."""
+        """Set the part of `tensors`, and count the tensors that were made before the trace began."""
         for tensor in tensors:
             if tensor is not None:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self._see(local.untyped_storage(), "adopted").part = part
 
     def claim(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Set the part of those `tensors` that the trace knows and that have none yet."""
+        """Set the part of `tensors`, except of untraced ones and those that have a part already."""
         for tensor in tensors:
-            known = self._live.get(tensor.untyped_storage()._cdata)
-            if known is not None and known[0].part is None:
-                known[0].part = part
+            entry = self._live.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry[0].part is None:
+                entry[0].part = part
 
     def _claim_buffers(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Set the part of an engine's buffers by the collective that gets them."""
+        """Set the part of an engine's buffers according to the collective that uses them."""
         name = str(func)
-        if "chunk_cat" in name:  # FSDP2 copies whole gradients into the buffer that is reduced
+        if "chunk_cat" in name:  # FSDP2 copies whole gradients into the buffer that it reduces
             self.claim(args[0], "gradients")
         tensors = (item for item in tree_iter((args, kwargs)) if isinstance(item, torch.Tensor))
         gathers = any(word in name for word in _GATHERS)
         self.claim(tensors, "gathered_parameters" if gathers else "communication")
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        return known is not None and known[0].part == "gathered_parameters"
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry[0].part == "gathered_parameters"
 
     def _see(self, storage: torch.UntypedStorage, op: str) -> Allocation:
         key, nbytes = storage._cdata, storage.nbytes()
-        known = self._live.get(key)
-        if known is not None:
-            allocation = known[0]
+        entry = self._live.get(key)
+        if entry is not None:
+            allocation = entry[0]
             if allocation.nbytes != nbytes:
                 self._change(allocation, nbytes - allocation.nbytes)
                 allocation.nbytes = nbytes
@@ -128,8 +128,8 @@ class AllocationTrace(TorchDispatchMode):
         allocation = Allocation(nbytes, self.phase, self.module, op)
 
         def freed(_: Any) -> None:
-            gone = self._live.pop(key)[0]
-            self._change(gone, -gone.nbytes)
+            freed_allocation = self._live.pop(key)[0]
+            self._change(freed_allocation, -freed_allocation.nbytes)
 
         self._live[key] = (allocation, weakref.ref(storage, freed))
         self._change(allocation, nbytes)
@@ -141,14 +141,14 @@ class AllocationTrace(TorchDispatchMode):
 
 
 def _made_up(dtype: torch.dtype) -> Any:
-    """A value that every engine accepts: gradients are finite, norms are 1, ranks agree."""
+    """Return a value that every engine accepts: gradients are finite, norms are 1, ranks agree."""
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 0
 
 
 def part_of(allocation: Allocation) -> str:
-    """The part of an allocation; if none was set, it follows from where the allocation was made."""
+    """Return the part of an allocation; if none was set, infer it from where the allocation was made."""
     if allocation.part is not None:
         return allocation.part
     namespace = allocation.op.partition(".")[0]
@@ -167,9 +167,9 @@ def part_of(allocation: Allocation) -> str:
 
 @contextmanager
 def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterator[None]:
-    """Keep `trace.module` at the decoder layer (and its child) that computes, in forward and in backward.
+    """Set `trace.module` to the decoder layer (and its child) that is computing, in forward and backward.
 
-    Also marks gradients when they are made.
+    Also set the part of each gradient when it is made.
     """
 
     def has_gradient(gradient: torch.Tensor) -> None:
@@ -211,22 +211,22 @@ def following_modules(model: torch.nn.Module, trace: AllocationTrace) -> Iterato
 
 
 def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
-    """The timeline of the events from number `first` on; earlier events give the memory alive before."""
+    """Return the timeline of the events from index `first` on; earlier events give the memory before it."""
     alive = dict.fromkeys(PARTS, 0)
     total = highest = peak_index = 0
     segments: list[Segment] = []
-    where: tuple[str, str] | None = None
+    place: tuple[str, str] | None = None
     for index, event in enumerate(events):
         alive[part_of(event.allocation)] += event.delta_bytes
         total += event.delta_bytes
         if index < first:
             continue
-        here = (event.phase, event.module)
-        if here != where or total > segments[-1].num_bytes:
-            if here == where:
+        event_place = (event.phase, event.module)
+        if event_place != place or total > segments[-1].num_bytes:
+            if event_place == place:
                 segments.pop()
-            where = here
-            segments.append(Segment(*here, total, dict(alive)))
+            place = event_place
+            segments.append(Segment(*place, total, dict(alive)))
         if total > highest:
             highest, peak_index = total, index
     by_module: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Load on this rank's GPU and machine: other users, energy, clocks, throttling and free memory."""
+"""Measure the load on this rank's GPU and machine: other users, energy, clocks, throttling, free memory."""
 
 import os
 import time
@@ -20,30 +20,36 @@ THROTTLE_REASONS = {
 }
 """Bits of NVML's clocks event reasons that mean the GPU runs slower than it could.
 
-Idle is left out, and so are clocks that a user has set (application, display, sync boost).
+Idle is not among them, nor are clocks that a user has set (application, display, sync boost).
 """
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """Who uses a GPU. Read before this process has a CUDA context on it, it counts other processes only."""
+    """The processes and the memory in use on a GPU.
+
+    If it is read before this process has a CUDA context there, it counts only other processes.
+    """
 
     num_processes: int | None
-    "compute processes, of other containers too; None if the driver does not report it"
+    "compute processes, including those of other containers; None if the driver does not report it"
     used_bytes: int | None
-    "without the driver's own reserve; None if the driver does not report it"
+    "used memory, without the driver's reserve; None if the driver does not report it"
 
 
 @dataclass(frozen=True)
 class GpuBefore:
-    """NVML's handle of this rank's GPU, and who used the GPU before the run opened it."""
+    """NVML's handle of this rank's GPU, and the use of that GPU before the run opened it."""
 
     handle: Any | None
     state: GpuState
 
 
 def look_at_gpu(index: int) -> GpuBefore:
-    """Call it before this process has a context on `cuda:index`; all unknown without a GPU or NVML."""
+    """Return the use of `cuda:index`; all None without a GPU or NVML.
+
+    Call it before this process has a CUDA context there.
+    """
     handle = None
     if torch.cuda.is_available():
         handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
@@ -51,30 +57,30 @@ def look_at_gpu(index: int) -> GpuBefore:
 
 
 def open_gpu(uuid: str | None) -> Any | None:
-    """NVML's handle of a GPU or MIG instance; None without NVML or such a device.
+    """Return NVML's handle of a GPU or MIG instance; None without NVML or such a device.
 
     uuid: as NVML, `nvidia-smi -L` and CUDA_VISIBLE_DEVICES write it, or without the prefix, as in
     `str(torch.cuda.get_device_properties(local_rank).uuid)`. That call opens no context: torch's own
-    initialization makes it for every GPU (_check_capability), after which test_cuda_primary_ctx.py finds no
-    context on the GPUs not used.
+    initialization makes it for every GPU (_check_capability), and afterwards torch's
+    test_cuda_primary_ctx.py finds no context on unused GPUs.
 
-    None also for a board that is split into MIG instances: its energy is that of all of them.
+    Returns None also for a board that is split into MIG instances, because its energy is that of all of them.
     """
     if uuid is None or not _nvml_works():
         return None
     prefixed = uuid.startswith(("GPU-", "MIG-"))
     for name in [uuid] if prefixed else [f"GPU-{uuid}", f"MIG-{uuid}"]:
-        handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, name)
+        handle = _query_nvml(pynvml.nvmlDeviceGetHandleByUUID, name)
         if handle is not None and not (name.startswith("GPU-") and _is_split(handle)):
             return handle
     return None
 
 
 def gpu_state(handle: Any) -> GpuState:
-    """Who uses a GPU now. The query takes milliseconds: call it at the start of a run, not in its steps."""
-    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    # Version 1 of the query counts what the driver reserves, hundreds of MiB, as used.
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    """Return a GPU's current use. The query takes milliseconds, so don't call it inside a run's steps."""
+    processes = _query_nvml(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    # version 1 of the query counts the driver's reserve, hundreds of MiB, as used
+    memory = _query_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     return GpuState(
         num_processes=None if processes is None else len(processes),
         used_bytes=None if memory is None else memory.used,
@@ -82,7 +88,7 @@ def gpu_state(handle: Any) -> GpuState:
 
 
 def allocator_retries(device: torch.device) -> dict[str, int]:
-    """How often torch's allocator freed its cache or gave up, since the process began; empty on CPU.
+    """Return how often torch's allocator freed its cache or gave up since the process began; empty on CPU.
 
     Each retry synchronizes the device, so retries slow a run down.
     """
@@ -103,7 +109,7 @@ class GpuWatch:
         self.start()
 
     def start(self) -> None:
-        """Set the energy counter to zero and forget earlier samples."""
+        """Start counting energy from zero and forget earlier samples."""
         self._zero_millijoules = self._energy_counter()
         self._energy_millijoules: list[int | None] = []
         self._reasons: list[int | None] = []
@@ -125,25 +131,25 @@ class GpuWatch:
 
     @property
     def energy_joules(self) -> list[float] | None:
-        """The board's energy per step, from one sample to the next; None where the driver has no counter.
+        """The board's energy per step, from one sample to the next; None if the driver does not count it.
 
-        Drivers have one since Volta, though not for every MIG instance and virtual GPU. It moves every 20 to
-        100 ms (petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter): of several shorter steps all but one
-        read 0, and only a sum over seconds is a measurement.
+        Drivers count it since Volta, but not for every MIG instance and virtual GPU. The counter changes
+        every 20 to 100 ms (petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter). So most shorter steps read
+        0, and only a sum over seconds is a measurement.
         """
-        counter = _known(self._energy_millijoules)
+        counter = _if_all_known(self._energy_millijoules)
         if counter is None or self._zero_millijoules is None:
             return None
         return [(after - before) / 1000 for before, after in pairwise([self._zero_millijoules, *counter])]
 
     @property
     def throttle_reasons(self) -> dict[str, int] | None:
-        """For each of THROTTLE_REASONS, after how many steps it was active; without those that never were.
+        """The number of steps after which each of THROTTLE_REASONS was active, without zeros.
 
         NVML reports the moment after the step, not the whole step. hw_slowdown alone may be a clock change
         (docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html).
         """
-        reasons = _known(self._reasons)
+        reasons = _if_all_known(self._reasons)
         if reasons is None:
             return None
         num_steps = {
@@ -154,31 +160,31 @@ class GpuWatch:
     @property
     def clock_mhz(self) -> list[int] | None:
         """The SM clock after each step."""
-        return _known(self._clock_mhz)
+        return _if_all_known(self._clock_mhz)
 
     @property
     def utilization(self) -> list[int] | None:
-        """Percent of the driver's last sample period (1/6 to 1 s) in which a kernel ran, after each step."""
-        return _known(self._utilization)
+        """After each step: percent of the driver's last sample period (1/6 to 1 s) in which a kernel ran."""
+        return _if_all_known(self._utilization)
 
     def _energy_counter(self) -> int | None:
         return self._query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def _clocks_event_reasons(self) -> int | None:
         reasons = self._query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
-        if reasons is None:  # drivers before 535 have it under its old name
+        if reasons is None:  # drivers before 535 have only the old name
             reasons = self._query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         return reasons
 
     def _query(self, query: Callable[..., Any], *arguments: Any) -> Any | None:
-        return None if self._handle is None else _ask(query, self._handle, *arguments)
+        return None if self._handle is None else _query_nvml(query, self._handle, *arguments)
 
 
 class HostWatch:
-    """How busy the rest of this machine was, and how full its memory, since `start`.
+    """The load of other programs on this machine, and its free memory, since `start`.
 
-    One rank's watch covers its whole machine: all ranks of the launch there, their data loader workers and
-    the launcher count as the launch, everything else as others.
+    One rank's watch covers its whole machine. All ranks of the launch on this machine, their data loader
+    workers and the launcher count as the launch; all other processes count as others.
     """
 
     def __init__(self) -> None:
@@ -187,7 +193,7 @@ class HostWatch:
     def start(self) -> None:
         self._start_seconds = time.monotonic()
         self._busy_seconds = _system_busy_seconds()
-        self._own_seconds = _launch_busy_seconds()
+        self._launch_seconds = _launch_busy_seconds()
         self._least_available_bytes = psutil.virtual_memory().available
         self._swapped_out_bytes = psutil.swap_memory().sout
 
@@ -204,28 +210,28 @@ class HostWatch:
         }
 
     def other_busy_cores(self) -> float:
-        """Mean number of cores that anything but this launch kept busy since `start`.
+        """Return the mean number of cores that other programs kept busy since `start`.
 
-        A core is busy unless it is idle or waits for a disk; stolen time counts as busy, since another guest
-        of the host had the core. Interrupts belong to no process, so the launch's own count here, too.
-        The kernel counts in 10 ms, so the mean means something after seconds, not after milliseconds.
+        A core is busy unless it is idle or waits for a disk. Stolen time counts as busy, because another
+        guest of the host used the core. Interrupts belong to no process, so the launch's interrupts count as
+        others', too. The kernel counts in 10 ms, so the mean is meaningful after seconds, not milliseconds.
         """
-        elapsed = time.monotonic() - self._start_seconds
-        busy = _system_busy_seconds() - self._busy_seconds
-        own = _launch_busy_seconds() - self._own_seconds
-        return max(0.0, (busy - own) / elapsed)
+        elapsed_seconds = time.monotonic() - self._start_seconds
+        busy_seconds = _system_busy_seconds() - self._busy_seconds
+        launch_seconds = _launch_busy_seconds() - self._launch_seconds
+        return max(0.0, (busy_seconds - launch_seconds) / elapsed_seconds)
 
 
-def _known(values: list[int | None]) -> list[int] | None:
-    """The values, or None if one is unknown or there are none."""
+def _if_all_known(values: list[int | None]) -> list[int] | None:
+    """Return the values; None if there are none or any is unknown."""
     return None if None in values or not values else values
 
 
-def _ask(query: Callable[..., Any], *arguments: Any) -> Any | None:
-    """NVML's answer; None if NVML raises an error.
+def _query_nvml(query: Callable[..., Any], *arguments: Any) -> Any | None:
+    """Return NVML's value; None if NVML raises an error.
 
-    NVML has many errors for a value that it lacks: not supported, no permission, function not found, invalid
-    argument for a MIG instance. A GPU that fell off the bus ends the run with CUDA's own, clearer error.
+    NVML has many errors for a missing value: not supported, no permission, function not found, invalid
+    argument for a MIG instance. If a GPU falls off the bus, CUDA ends the run with a clearer error.
     """
     try:
         return query(*arguments)
@@ -235,31 +241,34 @@ def _ask(query: Callable[..., Any], *arguments: Any) -> Any | None:
 
 def _nvml_works() -> bool:
     try:
-        pynvml.nvmlInit()  # loads the library on the first call, counts calls after that
+        pynvml.nvmlInit()  # loads the library on the first call; later calls only raise a counter
     except pynvml.NVMLError:  # no library, no driver, or they don't match
         return False
     return True
 
 
 def _is_split(handle: Any) -> bool:
-    """Whether a board is in MIG mode."""
-    mode = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    """Return True if a board is in MIG mode."""
+    mode = _query_nvml(pynvml.nvmlDeviceGetMigMode, handle)
     return mode is not None and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
 def _system_busy_seconds() -> float:
-    """CPU seconds of all cores since boot, from /proc/stat: the machine's, in a container, too."""
+    """Return the busy CPU seconds of all cores since boot, from /proc/stat.
+
+    Inside a container, these are the whole machine's seconds, too.
+    """
     times = psutil.cpu_times()._asdict()
     not_busy = times["idle"] + times.get("iowait", 0.0)
-    # a virtual machine's seconds, which user and nice hold as well
-    twice = times.get("guest", 0.0) + times.get("guest_nice", 0.0)
-    return sum(times.values()) - not_busy - twice
+    # the seconds of virtual machines, which user and nice include already
+    counted_twice = times.get("guest", 0.0) + times.get("guest_nice", 0.0)
+    return sum(times.values()) - not_busy - counted_twice
 
 
 def _launch_busy_seconds() -> float:
-    """CPU seconds of the launch's processes, and of those that ended and were waited for.
+    """Return the CPU seconds of the launch's processes, including ended ones.
 
-    A child's time moves to its parent when it is waited for, so that the sum over the tree loses nothing.
+    When a parent waits for an ended child, the kernel adds the child's time to the parent's.
     """
     seconds = 0.0
     for process in _launch_processes():
@@ -272,9 +281,9 @@ def _launch_busy_seconds() -> float:
 
 
 def _launch_processes() -> list[psutil.Process]:
-    """The launcher and all its descendants; in a run of one rank, this process and its children.
+    """Return the launcher and all its descendants; in a run of one rank, this process and its children.
 
-    The parent of a single rank may be a shell that has other jobs, too.
+    A single rank's parent is not counted, because it may be a shell with other jobs.
     """
     this = psutil.Process()
     launcher = this.parent() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None

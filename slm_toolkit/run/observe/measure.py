@@ -1,4 +1,4 @@
-"""Seconds per step, peak memory, gradients and training state of one rank, and the profile of its steps."""
+"""Measure one rank: seconds per step, peak memory, gradients, training state, and a profile of its steps."""
 
 import ctypes
 import gc
@@ -21,27 +21,27 @@ from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
 from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
-"the name of a profiler range around our own collectives"
+"name of the profiler range around the probe's own collectives"
 
 
 class StepClock:
-    """Seconds of each step on this rank, and of its phases, measured on the device.
+    """The seconds of each step on this rank, and of each phase in it, measured on the device.
 
-    A step lasts from the end of the step before it to its own end, since work between two steps, such as
-    reading losses and sampling the GPU, also costs a training run time. After `pause` it lasts from its own
-    beginning. On a GPU, CUDA events on the training stream measure it, so that the host never waits; a step
-    is as long as the GPU needs for it, waiting for a slow host included. On a CPU, the host's clock does.
-    Events are kept until the GPU has passed them, numbers until the run ends.
+    A step lasts from the end of the step before it to its own end, because work between two steps, such as
+    reading losses and sampling the GPU, also takes time in a training. After `pause` it lasts from its own
+    beginning. On a GPU, CUDA events on the training stream measure it, so that the host never waits. The
+    GPU's waits for a slow host are included. On a CPU, the host's clock measures it. Events are kept until
+    the GPU has passed them, numbers until the run ends.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._phases: list[tuple[str, Any, Any]] = []
-        "of the current step"
+        "phases of the current step"
         self._unread: deque[tuple[Any, Any, list[tuple[str, Any, Any]]]] = deque()
         "start, end and phases of steps that the device may not have finished yet"
         self._last_end: Any = None
-        "of the step before, None after a pause"
+        "end of the step before; None after a pause"
         self._seconds = array("d")
         self._phase_seconds: dict[str, array] = {}
 
@@ -56,12 +56,12 @@ class StepClock:
             self._read_first()
 
     def pause(self) -> None:
-        """Leave the time since the last step, of an evaluation or a checkpoint, out of the next step."""
+        """Exclude the time since the last step, such as an evaluation or a checkpoint, from the next step."""
         self._last_end = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a part of the step. Times of several parts of the same name are added up."""
+        """Measure a part of the step. The times of parts with the same name are added up."""
         start = self._now()
         with torch.profiler.record_function(f"phase:{name}"):
             yield
@@ -78,7 +78,7 @@ class StepClock:
         return self._seconds[-1]
 
     def phase_seconds(self) -> dict[str, list[float]]:
-        """The seconds of each phase in each step."""
+        """Return, for each phase, its seconds in each step."""
         self._drain()
         return {name: seconds.tolist() for name, seconds in self._phase_seconds.items()}
 
@@ -103,17 +103,17 @@ class StepClock:
     def _read_first(self) -> None:
         start, end, phases = self._unread.popleft()
         for name, phase_start, phase_end in phases:
-            of_phase = self._phase_seconds.setdefault(name, array("d"))
-            of_phase.extend([0.0] * (len(self._seconds) + 1 - len(of_phase)))
-            of_phase[-1] += self._between(phase_start, phase_end)
+            seconds = self._phase_seconds.setdefault(name, array("d"))
+            seconds.extend([0.0] * (len(self._seconds) + 1 - len(seconds)))
+            seconds[-1] += self._between(phase_start, phase_end)
         self._seconds.append(self._between(start, end))
-        for of_phase in self._phase_seconds.values():
-            of_phase.extend([0.0] * (len(self._seconds) - len(of_phase)))
+        for seconds in self._phase_seconds.values():
+            seconds.extend([0.0] * (len(self._seconds) - len(seconds)))
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs torch.compile has compiled in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # private, and slow to import where nothing compiles
+    """Return the number of graphs that torch.compile has compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # private; slow to import if nothing compiles
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
@@ -124,16 +124,16 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Free the memory that preparing, compiling or probing left cached, so that no peak counts it."""
+    """Free memory that is still cached after preparing, compiling or probing, so that no peak includes it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed below its top
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed memory below its top
         trim(0)
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """This rank's peaks: allocated and reserved since the reset (None on CPU), resident since its start."""
+    """Return this rank's peaks: allocated and reserved since the reset (None on CPU), RSS since start."""
     on_gpu = device.type == "cuda"
     return {
         "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
@@ -143,7 +143,7 @@ def peak_memory(device: torch.device) -> dict[str, int | None]:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of this rank's part of `tensors`; memory that two of them share is counted once."""
+    """Return the bytes of this rank's part of `tensors`; memory that tensors share is counted once."""
     seen: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -153,9 +153,9 @@ def tensor_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class GradientCounter:
-    """Counts the bytes of gradients that this rank holds between backward and the optimizer's first step.
+    """Count the bytes of this rank's gradients between backward and the optimizer's first step.
 
-    accelerate runs DeepSpeed's backward and step as one call, so there the step itself is wrapped to count.
+    accelerate runs DeepSpeed's backward and step as one call, so this class wraps DeepSpeed's step.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -163,7 +163,7 @@ class GradientCounter:
         self.num_bytes: int | None = None
         self.dtypes: frozenset[str] = frozenset()
         self.norms: dict[str, float | None] = {}
-        "of each parameter's gradient, reduced and before clipping"
+        "norm of each parameter's gradient, after the reduction and before clipping"
         self.module = accelerator.unwrap_model(model)
         if self.engine is not None:
             zero = self.engine.optimizer
@@ -182,14 +182,14 @@ class GradientCounter:
             return
         gradients = live_gradients(self.model, self.engine)
         self.num_bytes = tensor_bytes(gradients)
-        held = [gradient.dtype for gradient in gradients if gradient is not None]
-        self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in held)
+        dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
+        self.dtypes = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
         with torch.profiler.record_function(READING_GRADIENTS):
             self.norms = gradient_norms(self.module, self.engine)
 
 
 def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:
-    """All gradients that this rank holds; `engine` is DeepSpeed's, None elsewhere."""
+    """Return all gradients in this rank's memory; `engine` is DeepSpeed's, None under any other."""
     gradients = [param.grad for param in model.parameters()]
     if engine is not None:
         zero = engine.optimizer
@@ -201,10 +201,10 @@ def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | N
 
 @torch.no_grad()
 def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | None]:
-    """The norm of each trained parameter's reduced gradient before clipping; None if it has no gradient.
+    """Return each trained parameter's norm of the reduced gradient, before clipping; None without a gradient.
 
-    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, where one flat
-    parameter holds several parameters.
+    Every rank must call it, between backward and the optimizer's step. Empty under FSDP1, because its flat
+    parameters combine several parameters.
     """
     norms: dict[str, torch.Tensor | None] = {}
     for name, param in module.named_parameters():
@@ -216,8 +216,8 @@ def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | No
         norm = None if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float32)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norms[parameter_name(name)] = norm
-    known = [norm for norm in norms.values() if norm is not None]
-    values = iter(torch.stack(known).tolist() if known else [])
+    present = [norm for norm in norms.values() if norm is not None]
+    values = iter(torch.stack(present).tolist() if present else [])
     return {name: None if norm is None else next(values) for name, norm in norms.items()}
 
 
@@ -228,7 +228,7 @@ def _whole_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def num_trainable(model: torch.nn.Module) -> int:
-    """The number of trained parameters over all ranks; under FSDP1, of this rank's shards."""
+    """Return the number of trained parameters over all ranks; under FSDP1, only in this rank's shards."""
     trained = (param for param in model.parameters() if param.requires_grad)
     return sum(getattr(param, "ds_numel", param.numel()) for param in trained)
 
@@ -236,7 +236,10 @@ def num_trainable(model: torch.nn.Module) -> int:
 def state_bytes(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients: int
 ) -> dict[str, int]:
-    """Bytes of each part of the training state on this rank, between two steps (gradients: before a step)."""
+    """Return the bytes of each part of this rank's training state between two steps.
+
+    `gradients`: their bytes, counted before the optimizer's step.
+    """
     state = training_state(accelerator, model, optimizer)
     return {"gradients": gradients, **{part: tensor_bytes(tensors) for part, tensors in state.items()}}
 
@@ -244,24 +247,24 @@ def state_bytes(
 def training_state(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, list[torch.Tensor]]:
-    """The live tensors of this rank: parameters, master_weights (where there are any) and optimizer."""
+    """Return this rank's live tensors: parameters, master_weights (may be empty) and optimizer."""
     if (engine := deepspeed_engine(accelerator)) is not None:
         return _deepspeed_state(engine)
     state = optimizer.optimizer.state.values()
     return {
         "parameters": list(model.parameters()),
-        "master_weights": [of_param["master"] for of_param in state if "master" in of_param],
+        "master_weights": [param_state["master"] for param_state in state if "master" in param_state],
         "optimizer": [
             value
-            for of_param in state
-            for key, value in of_param.items()
+            for param_state in state
+            for key, value in param_state.items()
             if key != "master" and isinstance(value, torch.Tensor)
         ],
     }
 
 
 def deepspeed_engine(accelerator: Accelerator) -> Any:
-    """DeepSpeed's engine; None under any other."""
+    """Return DeepSpeed's engine; None under any other engine."""
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     return wrapped.engine if wrapped is not None else None
 
@@ -272,27 +275,28 @@ def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         params = [param.ds_tensor for param in params]
     adam = getattr(zero, "optimizer", zero).state.values()
-    moments = [value for of_param in adam for value in of_param.values() if isinstance(value, torch.Tensor)]
+    values = [value for param_state in adam for value in param_state.values()]
+    moments = [value for value in values if isinstance(value, torch.Tensor)]
     return {"parameters": params, "master_weights": _deepspeed_masters(zero), "optimizer": moments}
 
 
 def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
-    """The master weights of stage 3, or of stages 1 and 2; empty under stage 0."""
+    """Return the master weights of stage 3, or of stages 1 and 2; empty under stage 0."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])
 
 
 TRACE_FILE = "trace-rank{rank}.json.gz"
 PROFILED_STEPS = 3
-PROFILER_STEPS = 1 + PROFILED_STEPS  # the profiler warms up in the first, which is not in the trace
+PROFILER_STEPS = 1 + PROFILED_STEPS  # the first step warms the profiler up and is not in the trace
 
 
 def profile_steps(step: Callable[[], object], folder: Path, accelerator: Accelerator) -> Anatomy | None:
-    """Call `step` PROFILER_STEPS times under torch.profiler. Every rank must, so that all are slowed alike:
-    profiled steps show shares of time, not rates.
+    """Call `step` PROFILER_STEPS times under torch.profiler, and return the shares of time.
 
-    Writes a trace of each rank into `folder`; https://ui.perfetto.dev opens it. None on a GPU whose driver
-    shows no kernels, for example where only administrators may profile.
+    Every rank must call it, so that profiling slows all ranks equally. Profiled steps show shares, not rates.
+    It writes each rank's trace into `folder`; open it in https://ui.perfetto.dev. Returns None if the GPU's
+    driver shows no kernels, for example because only administrators may profile.
     """
     path = folder / TRACE_FILE.format(rank=accelerator.process_index)
     has_gpu = torch.cuda.is_available()
@@ -305,7 +309,7 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
         acc_events=True,  # changes nothing for a single cycle, and silences torch 2.11's warning
     )
     engine = deepspeed_engine(accelerator)
-    if engine is not None:  # it steps inside backward, and torch names only Adam's part of the step
+    if engine is not None:  # DeepSpeed steps inside backward, and torch names only Adam's part of the step
         zero_step = engine.optimizer.step
 
         def named_step(*arguments: Any, **options: Any) -> Any:
@@ -318,7 +322,7 @@ def profile_steps(step: Callable[[], object], folder: Path, accelerator: Acceler
         step()
         if has_gpu:
             torch.cuda.synchronize()
-        profiler.step()  # the last one writes the trace
+        profiler.step()  # the last call writes the trace
     profiler.stop()
     anatomy = anatomy_of(read_trace(path))
     return None if has_gpu and anatomy.device != "cuda" else anatomy

@@ -1,4 +1,4 @@
-"""Probes a training step: dtypes, kernels, clipping and batches as they run, not as configured."""
+"""Probe a training step: read dtypes, kernels, clipping and batches off live objects, not off settings."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ from slm_toolkit.run.observe.measure import (
 )
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
-_ATTENTION_KERNELS = (  # the profiler's name of an operator, our name of the kernel; the first match counts
+_ATTENTION_KERNELS = (  # (the profiler's name of an operator, our name of the kernel); the first match counts
     (r"flash_attn(_3|_2)?::|FlashAttn\w*Func", "flash_attn"),
     (r"aten::_scaled_dot_product_flash_attention", "sdpa flash"),
     (r"aten::_scaled_dot_product_efficient_attention", "sdpa memory-efficient"),
@@ -39,11 +39,11 @@ _ADAM_KERNELS = (
     (r"aten::addcdiv_", "for-loop"),
 )
 _SOME_ELEMENTS = 1000
-"of each tensor"
+"elements that are examined in each tensor"
 _FEWEST_ELEMENTS = 16
-"that are not zero: fewer may be round numbers by chance"
+"nonzero elements that are needed, because fewer may be round numbers by chance"
 _FLOAT8_OPERATORS = ("aten::_scaled_mm", "aten::_to_copy")
-# gloo:all_reduce, nccl:_reduce_scatter_base, ...: recorded by the backend where it sends the data
+# gloo:all_reduce, nccl:_reduce_scatter_base, ...: the backend records these names when it sends the data
 _REDUCTION = re.compile(r"\w+:(_?reduce|_?all_?reduce|_?reduce_scatter|_?all_?to_?all)\w*")
 _KINETO_DTYPES = {
     "c10::BFloat16": "bfloat16",
@@ -55,20 +55,20 @@ _KINETO_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Operator:
-    """One operator that the profiler recorded, with shapes, dtypes and scalars of its arguments."""
+    """One operator that the profiler recorded, with the shapes, dtypes and scalars of its arguments."""
 
     name: str
     shapes: list[list[int]]
     dtypes: list[str]
     scalars: list[Any]
-    "values of the arguments that are not tensors, None in a tensor's place"
+    "values of the arguments; None for a tensor"
 
 
 class NumericsProbe:
-    """Watches this rank's training steps inside its `with` block; `result` merges those of all ranks.
+    """Watch this rank's training steps inside a `with` block; `result` merges the numerics of all ranks.
 
-    It hooks only the outermost module, the last norm and the head, which lie outside of what torch.compile
-    and the engines put around the layers.
+    It hooks only the outermost module, the last norm and the head, because torch.compile and the engines wrap
+    only the layers.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
@@ -104,7 +104,7 @@ class NumericsProbe:
             hook.remove()
 
     def result(self, gradients: GradientCounter) -> Numerics:
-        """The numerics of all ranks. Every rank must call it."""
+        """Return the merged numerics of all ranks. Every rank must call it."""
         operators = _operators(self.profile)
         state = training_state(self.accelerator, self.model, self.optimizer)
         num_steps = (
@@ -112,14 +112,14 @@ class NumericsProbe:
         )
         attention, recomputed = _attention(operators)
         module = self.accelerator.unwrap_model(self.model)
-        mine = Numerics(
+        own_numerics = Numerics(
             parameter_dtype=_dtypes(self.model.parameters()),
             autocast=self._only("autocast"),
             compute_dtype=self._only("head") or _product_dtype(operators, num_columns=self.vocab_size),
             residual_dtype=self._only("residual"),
             logits_dtype=self._only("logits"),
             cross_entropy_dtype=_argument_dtype(operators, "aten::cross_entropy_loss")
-            or _argument_dtype(operators, "aten::exp_")  # of `run/kernels/loss_kernels.py` alone
+            or _argument_dtype(operators, "aten::exp_")  # only `run/kernels/loss_kernels.py` calls it
             or self._only("loss of head"),  # a compiled loss shows no operator
             loss_kernel=self._loss_kernel(operators),
             loss_dtype=self._only("loss"),
@@ -127,8 +127,8 @@ class NumericsProbe:
             reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
             if self.accelerator.num_processes > 1
             else None,
-            master_weight_dtype=_held(state["master_weights"] or state["parameters"], rounded=all),
-            optimizer_state_dtype=_held(
+            master_weight_dtype=_state_dtypes(state["master_weights"] or state["parameters"], rounded=all),
+            optimizer_state_dtype=_state_dtypes(
                 [tensor for tensor in state["optimizer"] if tensor.dim() > 0], rounded=any
             ),
             clipping=self._clipping(),
@@ -147,10 +147,10 @@ class NumericsProbe:
             optimizer_settings=optimizer_settings(self.optimizer, self.engine),
             optimizer_class=self._optimizer_class(),
         )
-        return merged(gather_to_all(dataclasses.asdict(mine)))
+        return merged(gather_to_all(dataclasses.asdict(own_numerics)))
 
     def _only(self, kind: str) -> Any:
-        """The one value seen of a kind, `a+b` for several dtypes, None if none was seen."""
+        """Return the only value seen of a kind; `a+b` for several dtypes; None if there was none."""
         values = self.seen[kind]
         return "+".join(sorted(map(str, values))) if len(values) > 1 else next(iter(values), None)
 
@@ -160,7 +160,7 @@ class NumericsProbe:
         self.num_tokens += tokens.numel()
         self.batch_hash.update(tokens.cpu().numpy().tobytes())
         self.seen["loss"].add(_name(output.loss.dtype))
-        if output.logits.dim() > 0:  # with --loss_kernel fused_linear, the loss is in their place
+        if output.logits.dim() > 0:  # with --loss_kernel fused_linear, the loss replaces the logits
             self.seen["logits"].add(_name(output.logits.dtype))
 
     def _saw_norm(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -174,18 +174,18 @@ class NumericsProbe:
         self.num_steps += 1
 
     def _saw_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # a threshold of infinity only measures the norm
+        # with an infinite threshold, the call only measures the norm
         self.seen["clip"].add(0.0 if max_norm == float("inf") else float(max_norm))
         return self.clip_grad_norm(parameters, max_norm, *args, **kwargs)
 
     def _loss_kernel(self, operators: list[_Operator]) -> str:
-        """The value of `--loss_kernel` whose kernel ran."""
+        """Return the value of `--loss_kernel` whose kernel ran."""
         if any(operator.name == "aten::cross_entropy_loss" for operator in operators):
             return "hf"
         return "fused_logits" if self.seen["logits"] else "fused_linear"
 
     def _clipping(self) -> float | None:
-        """The threshold that the optimizer's step reads."""
+        """Return the clipping threshold that the optimizer's step reads."""
         if self.engine is not None:
             threshold = getattr(self.engine.optimizer, "clip_grad", None)
             return None if threshold is None else float(threshold)
@@ -193,7 +193,7 @@ class NumericsProbe:
         return float(inner.max_grad_norm) if isinstance(inner, AdamWWithMasterWeights) else self._only("clip")
 
     def _optimizer_kernel(self, operators: list[_Operator]) -> str | None:
-        """The kernel of Adam. DeepSpeed's CPU Adam is no operator of torch's: only its class tells it."""
+        """Return Adam's kernel. DeepSpeed's CPU Adam is not a torch operator, so read its class instead."""
         inner = type(getattr(self.engine.optimizer, "optimizer", None)).__name__ if self.engine else ""
         return inner if inner == "DeepSpeedCPUAdam" else _first_match(operators, _ADAM_KERNELS)
 
@@ -205,7 +205,7 @@ class NumericsProbe:
 
 
 def _last_norm(module: torch.nn.Module) -> torch.nn.Module:
-    """The norm between the last decoder layer and the head."""
+    """Return the norm between the last decoder layer and the head."""
     return [part for part in module.base_model.modules() if "norm" in type(part).__name__.lower()][-1]
 
 
@@ -217,63 +217,63 @@ def _dtypes(tensors: Any) -> str | None:
     return "+".join(sorted({_name(tensor.dtype) for tensor in tensors})) or None
 
 
-def _held(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
-    """The dtypes of `tensors`, marked as rounded if all values in fp32 tensors fit in bf16.
+def _state_dtypes(tensors: list[torch.Tensor], *, rounded: Callable[[list[bool]], bool]) -> str | None:
+    """Return the dtypes of `tensors`, marked as rounded if the values in fp32 tensors fit in bf16.
 
-    rounded: `all` if every tensor must fit, `any` if one is enough. Zeros, as of a parameter without a
-    gradient, don't count.
+    rounded: `all` if every tensor must fit, `any` if one is enough. Zeros don't count, because parameters
+    without a gradient have zeros.
     """
-    wide = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
-    some = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in wide)]
-    in_bf16 = [bool((part == part.bfloat16()).all()) for part in some if part.numel() >= _FEWEST_ELEMENTS]
+    in_fp32 = [local_part(tensor).detach().flatten() for tensor in tensors if tensor.dtype == torch.float32]
+    samples = [part[part != 0] for part in (whole[:_SOME_ELEMENTS] for whole in in_fp32)]
+    in_bf16 = [bool((part == part.bfloat16()).all()) for part in samples if part.numel() >= _FEWEST_ELEMENTS]
     return f"{_dtypes(tensors)}{ROUNDED}" if in_bf16 and rounded(in_bf16) else _dtypes(tensors)
 
 
 def _operators(profiled: profile) -> list[_Operator]:
-    """All operators but those of our own reading of the gradients."""
+    """Return all operators except those with which the probe reads the gradients."""
     events = profiled.profiler.kineto_results.events()  # private: the public events have no dtypes
-    ours = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
+    reading = [(event.start_ns(), event.end_ns()) for event in events if event.name() == READING_GRADIENTS]
     return [
         _Operator(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
         for event in events
-        if not any(start <= event.start_ns() <= end for start, end in ours)
+        if not any(start <= event.start_ns() <= end for start, end in reading)
     ]
 
 
 def _first_match(operators: list[_Operator], table: tuple[tuple[str, str], ...]) -> str | None:
     names = {operator.name for operator in operators}
-    return next((ours for pattern, ours in table if any(re.match(pattern, name) for name in names)), None)
+    return next((kernel for pattern, kernel in table if any(re.match(pattern, name) for name in names)), None)
 
 
 def _attention(operators: list[_Operator]) -> tuple[str | None, bool | None]:
-    """The kernel that ran, and whether it was recomputed: its forward then ran more often than its backward.
+    """Return the kernel that ran, and True if it was recomputed: more forwards ran than backwards.
 
     (None, None) if torch.compile fused attention into a kernel of its own.
     """
-    ours = _first_match(operators, _ATTENTION_KERNELS)
-    if ours is None:
+    kernel = _first_match(operators, _ATTENTION_KERNELS)
+    if kernel is None:
         return None, None
-    pattern = next(pattern for pattern, name in _ATTENTION_KERNELS if name == ours)
+    pattern = next(pattern for pattern, name in _ATTENTION_KERNELS if name == kernel)
     names = [operator.name for operator in operators if re.match(pattern, operator.name)]
-    if ours == "eager":  # aten::_softmax has its backward under another name
-        backward = sum(operator.name == "aten::_softmax_backward_data" for operator in operators)
-        return ours, len(names) > backward
+    if kernel == "eager":  # the backward of aten::_softmax has another name
+        num_backward = sum(operator.name == "aten::_softmax_backward_data" for operator in operators)
+        return kernel, len(names) > num_backward
     forward = [name for name in names if "backward" not in name.lower()]
-    of_one = forward.count(forward[0])  # wrappers repeat each call under another name
+    num_forward = forward.count(forward[0])  # wrappers repeat each call under another name
     backward = [name for name in names if "backward" in name.lower()]
-    return ours, of_one > backward.count(backward[0]) if backward else None
+    return kernel, num_forward > backward.count(backward[0]) if backward else None
 
 
 def _attention_call(operators: list[_Operator]) -> str | None:
-    """How SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
+    """Describe how SDPA was called. Its arguments: query, key, value, mask, dropout, is_causal, scale."""
     calls = [op for op in operators if op.name == "aten::scaled_dot_product_attention"]
-    described = []
+    descriptions = []
     for call in calls:
-        sees = "with a mask" if call.shapes[3] else "causal" if call.scalars[5] else "without a mask"
+        mask = "with a mask" if call.shapes[3] else "causal" if call.scalars[5] else "without a mask"
         head_dim = call.shapes[0][-1]
-        scale = head_dim**-0.5 if call.scalars[6] is None else call.scalars[6]  # None: SDPA's own
-        described.append(f"{sees}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
-    return " and ".join(dict.fromkeys(described)) or None
+        scale = head_dim**-0.5 if call.scalars[6] is None else call.scalars[6]  # None: SDPA's default
+        descriptions.append(f"{mask}, dropout {call.scalars[4]:g}, scale {scale:.6g}")
+    return " and ".join(dict.fromkeys(descriptions)) or None
 
 
 def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
@@ -282,21 +282,22 @@ def _argument_dtype(operators: list[_Operator], name: str) -> str | None:
 
 
 def _float8(operators: list[_Operator]) -> str | None:
-    """The float8 dtypes in a GPU's scaled matrix products, or in the casts that emulate them."""
+    """Return the float8 dtypes in a GPU's scaled matrix products, or in the casts that emulate them."""
     dtypes = {dtype for op in operators if op.name in _FLOAT8_OPERATORS for dtype in op.dtypes[:2]}
     return "+".join(sorted(name.lower()[5:] for name in dtypes if name.startswith("c10::Float8"))) or None
 
 
 def _product_dtype(operators: list[_Operator], *, num_columns: int) -> str | None:
-    """The dtype of the matrix products whose result has so many columns."""
+    """Return the dtype of the matrix products whose result has `num_columns` columns."""
     products = [op for op in operators if op.name == "aten::mm" and op.shapes[1][1:] == [num_columns]]
     return _argument_dtype(products, "aten::mm")
 
 
 def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | None:
-    """The dtypes in which collectives reduce gradients; None if they reduced less than half of them.
+    """Return the dtypes in which collectives reduced gradients; None if they reduced less than half of them.
 
-    Norms, flags and losses are reduced, too: a few elements among millions, so dtypes below 1% don't count.
+    A dtype with less than 1% of the elements does not count: norms, flags and losses are reduced, too, but
+    they are a few elements among millions.
     """
     elements: dict[str, int] = defaultdict(int)
     for operator in operators:
@@ -310,19 +311,19 @@ def _reduction_dtype(operators: list[_Operator], *, num_params: int) -> str | No
     return "+".join(sorted(dtype for dtype, count in elements.items() if count > 0.01 * total)) or None
 
 
-# Settings that decide what is learnt, read off the live model and optimizer as one line each.
+# Read the settings that decide what a model learns off the live model and optimizer, as one line each.
 
 _MOST_NAMES = 3
-"in one line: a frozen model has hundreds"
+"names in one line, because a frozen model has hundreds"
 
 
 def model_settings(module: torch.nn.Module) -> dict[str, str]:
-    """Fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
+    """Return fields of `numerics.Numerics`: dropout, rope, norm_eps, tied and frozen, the same on every rank.
 
-    `module`: transformers' own, without the engine's wrappers.
+    `module`: transformers' model, without the engine's wrappers.
     """
     dropouts = [part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)]
-    # of attention's weights: kernels such as flash-attn's drop them inside
+    # dropout of attention weights has no module: kernels such as flash-attn's do it inside
     dropouts += [getattr(part, "attention_dropout", 0.0) for part in module.modules()]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
@@ -336,7 +337,7 @@ def model_settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def optimizer_settings(optimizer: Any, engine: Any) -> str:
-    """Each group's elements, learning rate, betas, eps and weight decay, as the next step reads them.
+    """Describe each group's elements, learning rate, betas, eps and weight decay as the next step reads them.
 
     engine: DeepSpeed's; None under any other.
     """
@@ -352,19 +353,19 @@ def optimizer_settings(optimizer: Any, engine: Any) -> str:
 
 
 def without_gradient(norms: dict[str, float | None]) -> str:
-    """Names the trained parameters without a gradient, which step 1 could not move."""
+    """Name the trained parameters without a gradient, which step 1 did not change."""
     return named([name for name, norm in norms.items() if not norm])
 
 
 def named(names: list[str]) -> str:
-    """`none`, or the number of names and the first of them."""
+    """Return `none`, or the number of names and the first names."""
     if not names:
         return "none"
     return f"{len(names)}: {', '.join(names[:_MOST_NAMES])}" + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
-    """Elements of each group over all ranks; empty where the engine does not expose them."""
+    """Return each group's number of elements over all ranks; empty if the engine does not expose them."""
     if engine is None:
         return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
     zero = engine.optimizer
@@ -372,8 +373,8 @@ def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
         return [sum(param.numel() for param in group) for group in zero.bit16_groups]
     sizes: dict[int, int] = {}
     for index, group in enumerate(getattr(zero, "fp16_groups", ())):
-        of = zero.sub_group_to_group_id[index]
-        sizes[of] = sizes.get(of, 0) + sum(param.ds_numel for param in group)
+        group_id = zero.sub_group_to_group_id[index]
+        sizes[group_id] = sizes.get(group_id, 0) + sum(param.ds_numel for param in group)
     return [sizes[index] for index in sorted(sizes)]
 
 

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: to a terminal, to `slm compare` and to an experiment tracker."""
+"""Report a run's progress to the terminal, to `slm compare` and to an experiment tracker."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from slm_toolkit.run.observe.watch import RunWatch
 
 
 class NoProgress:
-    """On ranks other than 0: shows nothing."""
+    """The progress of ranks other than 0: shows nothing."""
 
     def due(self, step: int) -> bool:
         return False
@@ -45,14 +45,14 @@ class NoProgress:
 
 
 class TrainingProgress:
-    """Rank 0's; shown at most twice a second, so that reading the loss does not slow the steps down."""
+    """The progress of rank 0, shown at most twice a second because reading the loss slows a step down."""
 
     def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
         self.path = run_dir / PROGRESS_FILE
         self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
         self.has_warned = False
-        "whether the user knows that the file can't be written"
+        "True after the warning that the file can't be written"
         self.bar: Progress | None = None
         if sys.stderr.isatty():
             self.bar = Progress(
@@ -68,14 +68,14 @@ class TrainingProgress:
                 "training", total=num_steps, completed=first_step, status="starting"
             )
             self.bar.start()
-            self.bar.console.show_cursor(True)  # a killed run would leave it hidden
+            self.bar.console.show_cursor(True)  # otherwise a killed run would leave it hidden
 
     def due(self, step: int) -> bool:
-        """Whether to show progress after `step` steps. The last step is shown later, with its mean loss."""
+        """Return True if progress is due after `step` steps. The last step is shown later, with its mean."""
         return time.monotonic() - self.last_shown >= 0.5 and step < self.num_steps
 
     def show(self, step: int, loss: float, num_tokens: int) -> None:
-        """Show the loss and the rate. num_tokens: of all ranks, without padding, since this run began."""
+        """Show the loss and the rate. num_tokens: all ranks' tokens since this run began, without padding."""
         self.last_shown = time.monotonic()
         tokens_per_second = num_tokens / (self.last_shown - self.started)
         if self.bar is not None:
@@ -95,20 +95,20 @@ class TrainingProgress:
         try:
             write_new(unfinished, json.dumps(state))
             unfinished.replace(self.path)
-        except OSError as error:  # the file only serves the display of `slm compare`
+        except OSError as error:  # only the display of `slm compare` needs the file
             if not self.has_warned:
-                self.say(f"warning: can't write {self.path}: {error.strerror}; training goes on")
+                self.say(f"warning: can't write {self.path}: {error.strerror}; training continues")
             self.has_warned = True
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         if self.bar is not None:
             self.bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Freeze the bar; later output goes below it."""
+        """Stop updating the bar. Later output appears below it."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -119,10 +119,10 @@ class TrainingProgress:
 
 
 class Tracker:
-    """The tracker of --report_to, such as tensorboard or wandb; does nothing where there is none."""
+    """The experiment tracker of --report_to, such as tensorboard or wandb. It does nothing with `none`."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, run_dir: Path) -> None:
-        """The tracker's run gets the name of the run's folder."""
+        """Start the tracker. In trackio and wandb, the run has the name of the run's folder."""
         self._accelerator = accelerator
         self._is_on = config.report_to != "none"
         if self._is_on:
@@ -131,17 +131,17 @@ class Tracker:
             accelerator.init_trackers("slm_toolkit", config=flags, init_kwargs=options)
 
     def log_step(self, step: int, loss: torch.Tensor, lr: float, watch: RunWatch) -> None:
-        """Log the step that has just ended. `loss`: this rank's. Every rank must call it."""
+        """Log the step that has just ended. `loss`: this rank's loss. Every rank must call it."""
         if not self._is_on:
             return
         mean = self._accelerator.reduce(loss, reduction="mean").item()
         values = {"loss": mean, "learning_rate": lr, "tokens_per_second": watch.last_tokens_per_second()}
         if watch.dataset_losses is not None:
-            of_datasets = watch.dataset_losses.of_last_step(self._accelerator)
-            values |= {f"loss/{name}": loss for name, loss in of_datasets.items()}
+            dataset_losses = watch.dataset_losses.of_last_step(self._accelerator)
+            values |= {f"loss/{name}": loss for name, loss in dataset_losses.items()}
         self._accelerator.log(values, step=step)
 
     def log_evaluation(self, step: int, eval_loss: float, of_sets: dict[str, float]) -> None:
         if self._is_on:
-            of_each = {f"eval_loss/{name}": loss for name, loss in of_sets.items()}
-            self._accelerator.log({"eval_loss": eval_loss, **of_each}, step=step)
+            set_losses = {f"eval_loss/{name}": loss for name, loss in of_sets.items()}
+            self._accelerator.log({"eval_loss": eval_loss, **set_losses}, step=step)

@@ -1,4 +1,4 @@
-"""All measurements of a training run on one rank, put together as fields of its record."""
+"""Combine one rank's measurements of a training run into fields of its record."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from slm_toolkit.run.observe.probe import NumericsProbe, optimizer_settings
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 MOST_PROBED_STEPS = 5
-"however often a model compiles again"
+"limit for a model that compiles again and again"
 _STEPS_READ_AT_ONCE = 256
-"losses of datasets are read so seldom that waiting for the device costs no time"
+"steps between two reads of the datasets' losses: so many that waiting for the device costs no time"
 
 
 class RunWatch:
-    """Clock, probe and counters of one rank: put `with watch.step()` around a step, `watch.phase` inside."""
+    """Clock, probe and counters of a rank. Put `with watch.step()` around a step and `watch.phase` inside."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RunWatch:
         self.num_tokens_drawn = 0
         self.num_padding: torch.Tensor | int = 0
         self._before_step: tuple[int, torch.Tensor | int] = (0, 0)
-        "num_tokens_drawn and num_padding"
+        "num_tokens_drawn and num_padding before the current step"
         several = len(dataset_names) > 1
         self.dataset_losses = DatasetLosses(dataset_names, accelerator.device) if several else None
         self.num_graphs_compiled: list[int] = []
@@ -66,11 +66,14 @@ class RunWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure one optimizer step. The first is also probed, and so are later ones while torch.compile
-        still compiles: a step that traces does not run the compiled kernels."""
+        """Measure one optimizer step, and probe the first one.
+
+        While torch.compile still compiles, later steps are probed too, because a step that traces does not
+        run the compiled kernels.
+        """
         probing = self._probe_next
         if not probing and len(self.num_graphs_compiled) == self.num_probed_steps:
-            reset_peak_memory(self.accelerator.device)  # compiling and probing took more than training does
+            reset_peak_memory(self.accelerator.device)  # compiling and probing took more memory than training
         probe = NumericsProbe(self.accelerator, self.model, self.optimizer) if probing else nullcontext()
         graphs = num_compiled_graphs()
         self._before_step = self.num_tokens_drawn, self.num_padding
@@ -95,29 +98,29 @@ class RunWatch:
             self.num_padding = self.num_padding + batch["padding"].sum()
 
     def num_tokens(self) -> int:
-        """Tokens that this rank has drawn, without padding. Waits for the device if there is padding."""
+        """Return this rank's drawn tokens, without padding. Waits for the device if there is padding."""
         return self.num_tokens_drawn - int(self.num_padding)
 
     def last_tokens_per_second(self) -> float:
-        """The last step's, over all ranks, without padding. Every rank must call it."""
+        """Return the last step's tokens per second of all ranks, without padding. Every rank must call it."""
         drawn, padding = self._before_step
         ranks = gather_to_all((self.num_tokens() - drawn + int(padding), self.clock.last_seconds))
         return sum(num_tokens for num_tokens, _ in ranks) / max(seconds for _, seconds in ranks)
 
     def computed(self, batch: dict[str, torch.Tensor]) -> None:
-        """Add a batch's losses, after its forward, to the sums of each dataset, where there are several."""
+        """Add a batch's losses, after its forward, to the datasets' sums. With one dataset, do nothing."""
         if self.dataset_losses is not None:
             self.dataset_losses.add(batch, self.loss_recorder.last_of_tokens)
 
     def observed(self) -> dict[str, Any]:
-        """The record's fields, the same on all ranks; every rank must call it."""
+        """Return the record's fields, the same on all ranks. Every rank must call it."""
         device = self.accelerator.device
         on_gpu = device.type == "cuda"
         phases = self.clock.phase_seconds()  # waits for the device
         self.gpu.sample_last_again()
         if deepspeed_engine(self.accelerator) is not None:  # its step is part of backward
             phases = {name: seconds for name, seconds in phases.items() if name == "data"}
-        mine = {
+        own_values = {
             "peaks": peak_memory(device),
             "seconds": self.clock.seconds,
             "phases": phases,
@@ -138,7 +141,7 @@ class RunWatch:
             "padding": int(self.num_padding),
             "host_ram": self.host.ram(),
         }
-        ranks = gather_to_all(mine)
+        ranks = gather_to_all(own_values)
         settings = optimizer_settings(self.optimizer, deepspeed_engine(self.accelerator))
         return {
             "numerics": self.numerics and {**self.numerics, "optimizer_settings_at_end": settings},
@@ -158,7 +161,7 @@ class RunWatch:
             "gpu_watch": [rank["gpu"] for rank in ranks] if on_gpu else [],
             "other_busy_cores": ranks[0]["host"],
             "num_cores": num_cores(),
-            # without a step there were no gradients to count
+            # without a step there are no gradients to count
             "state_bytes": [rank["state"] for rank in ranks if rank["seconds"]],
             "peak_allocated_bytes": [rank["peaks"]["allocated"] for rank in ranks] if on_gpu else None,
             "peak_reserved_bytes": [rank["peaks"]["reserved"] for rank in ranks] if on_gpu else None,
@@ -167,9 +170,9 @@ class RunWatch:
 
 
 class DatasetLosses:
-    """The training loss of each of several datasets in each step, though every batch mixes them.
+    """Each dataset's training loss in each step, although every batch mixes the datasets.
 
-    Sums of losses and numbers of tokens stay on the device until _STEPS_READ_AT_ONCE steps can be read.
+    Sums of losses and numbers of tokens stay on the device until there are _STEPS_READ_AT_ONCE steps to read.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -178,7 +181,7 @@ class DatasetLosses:
         self._step = self._last = self._begin.clone()
         self._unread: list[torch.Tensor] = []
         self._read: list[torch.Tensor] = []
-        "on the host, tensors of _STEPS_READ_AT_ONCE steps"
+        "tensors of _STEPS_READ_AT_ONCE steps each, on the host"
 
     def add(self, batch: dict[str, torch.Tensor], token_losses: torch.Tensor) -> None:
         """Add a micro-step. `token_losses` is 0 where a token has no label."""
@@ -196,16 +199,16 @@ class DatasetLosses:
             self._unread = []
 
     def of_last_step(self, accelerator: Accelerator) -> dict[str, float]:
-        """Mean losses over all ranks, of the datasets that some rank drew. Every rank must call it."""
+        """Return the mean loss over all ranks of each dataset that any rank drew. Every rank must call it."""
         means = self._means(accelerator, [self._last[None]])
         return {name: losses[0] for name, losses in means.items() if losses[0] is not None}
 
     def observed(self, accelerator: Accelerator) -> dict[str, list[float | None]]:
-        """Each dataset's mean loss in each step, None where no rank drew it. Every rank must call it."""
+        """Return each dataset's mean loss in each step; None if no rank drew it. Every rank must call it."""
         return self._means(accelerator, [*self._read, *(step[None] for step in self._unread)])
 
     def _means(self, accelerator: Accelerator, steps: list[torch.Tensor]) -> dict[str, list[float | None]]:
-        """`steps`: [number of steps, 2, number of datasets] each."""
+        """Return mean losses by dataset. `steps`: tensors of (number of steps, 2, number of datasets)."""
         if not steps:
             return {name: [] for name in self.names}
         on_device = torch.cat([part.to(self._begin.device) for part in steps])

@@ -1,1 +1,1 @@
-"""What a rank knows of its launch and of the other ranks."""
+"""A rank's launch, and its exchange with the other ranks."""

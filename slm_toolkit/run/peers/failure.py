@@ -1,4 +1,4 @@
-"""A rank's failure as a record: out of memory told from the rest, a cause from what it caused."""
+"""Write a rank's failure into the run's record: only the first cause, and whether it is out of memory."""
 
 import dataclasses
 import re
@@ -14,18 +14,18 @@ from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 
 _LOOKED_AT = time.monotonic()
 _AGE_SECONDS = max(0.0, time.time() - psutil.Process().create_time())
-"when this module was imported: of an interpreter that was starting"
+"how old this process was when this module was imported"
 
 
 def seconds_since_start() -> float:
-    """Of the process; what the system's date does meanwhile changes nothing."""
+    """Return the age of this process. A change of the system's clock does not affect it."""
     return _AGE_SECONDS + time.monotonic() - _LOOKED_AT
 
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE
 )
-"how CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator say it when it is not torch.OutOfMemoryError"
+"out of memory in the messages of CUDA, NCCL, cuBLAS, cuDNN and the CPU's allocator, which raise other errors"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,18 +33,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def record_mark(run_dir: Path) -> int | None:
-    """What tells the record that lies in a run's folder from any that is written later; None: there is none.
+    """Return a mark that changes each time the record in a run's folder is written; None if there is none.
 
-    Two dates of one file system: which is earlier does not matter, and a clock may have been set between.
+    The mark is the file's date. Compare marks only for equality, because a clock may have been set back.
     """
     path = run_dir / RECORD_FILE
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, mark: int | None) -> None:
-    """Write why this rank failed, unless another rank of this launch did: its end broke ours off.
+    """Write why this rank failed, unless another rank has: that rank's failure caused this one.
 
-    `mark`: of the record that lay there before. A full disk takes no record: what is said has to do.
+    An out-of-memory error still replaces another failure. `mark`: the `record_mark` from before the launch.
+    Writes nothing if the disk is full; the printed message remains.
     """
     status = "oom" if is_out_of_memory(error) else "failed"
     first = record_mark(run_dir) == mark

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was asked for, seen from inside a process that it started."""
+"""Find out, inside a rank, with which strategy and arguments `accelerate launch` started it."""
 
 import functools
 import os
@@ -18,24 +18,24 @@ from slm_toolkit.strategy.strategy import Strategy, on_nodes, read_strategy
 
 @dataclass(frozen=True)
 class Launch:
-    """The strategy asked for, and how this process came to be."""
+    """The requested strategy, and the command that started this process."""
 
     strategy: Strategy
     num_processes: int
-    "ranks asked for, by `--num_processes` or the YAML"
+    "requested ranks: `--num_processes`, or else the YAML's"
     command: tuple[str, ...]
-    "as typed, from `accelerate` on; empty where no launcher was found"
+    "as typed, from `accelerate` on; empty if no launcher was found"
 
     @property
     def mixed_precision(self) -> str | None:
-        """What the launcher's option, the files or the environment ask of accelerate; None: nothing."""
-        if asked := option(self.command, "mixed_precision") or self.strategy.mixed_precision:
-            return asked.lower()
+        """The mixed precision from the launcher's option, the files or the environment; None if unset."""
+        if requested := option(self.command, "mixed_precision") or self.strategy.mixed_precision:
+            return requested.lower()
         in_environment = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        return None if in_environment == "no" else in_environment  # the launcher writes no where nobody asks
+        return None if in_environment == "no" else in_environment  # "no" is also the launcher's default
 
     def command_for(self, num_processes: int) -> str:
-        """The same command, to paste, for another number of processes."""
+        """Return the same command for another number of processes, ready to paste."""
         words = list(self.command)
         for index, word in enumerate(words):
             name = word.partition("=")[0].replace("-", "_")
@@ -47,10 +47,10 @@ class Launch:
 
 
 def find_launch() -> Launch:
-    """Look for `accelerate launch` among the parent processes and read the YAML it was given.
+    """Find `accelerate launch` among the parent processes and read its YAML.
 
-    A process that torchrun or plain python started has its strategy from the environment alone.
-    Raises ValueError for a YAML that asks for what can't be.
+    If torchrun or plain python started this process, the strategy comes from the environment alone.
+    Raises ValueError if the YAML asks for something impossible.
     """
     for parent in psutil.Process().parents():
         try:
@@ -67,24 +67,24 @@ def find_launch() -> Launch:
         strategy = read_strategy(Path(folder, config_file))
         strategy = with_group_options(strategy, functools.partial(option, command))
         machines = int(option(command, "num_machines") or strategy.num_machines)
-        if machines > 1:  # without a machine's own number: the record is of them all
+        if machines > 1:  # drop the YAML's machine_rank: the record describes all machines
             strategy = on_nodes(strategy, machines)
-        asked = option(command, "num_processes")
-        return Launch(strategy, int(asked) if asked else strategy.num_processes, command)
+        num_processes = option(command, "num_processes")
+        return Launch(strategy, int(num_processes or strategy.num_processes), command)
     return Launch(_strategy_from_environment(), _world_size(), ())
 
 
 def absolute_deepspeed_config(strategy: Strategy) -> None:
-    """Let accelerate find a `deepspeed_config_file` that lies beside the YAML, not in the working folder."""
+    """Let accelerate find a `deepspeed_config_file` in the YAML's folder, not only in the working folder."""
     named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if named and strategy.path and (path := deepspeed_config_path(named, Path(strategy.path))):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
 def check_environment(launch: Launch) -> None:
-    """Raises ValueError where the launcher did not do what its YAML asks for: then nothing would be sharded.
+    """Raise ValueError if the launcher ignored its YAML, because then nothing would be sharded.
 
-    `accelerate launch --cpu`, for one, starts a single process whatever the YAML says. Raises it also for
+    For example, `accelerate launch --cpu` starts a single process whatever the YAML says. Also raise it for
     groups of ranks that slm_toolkit does not run, whether the YAML, an option or a variable asks for them.
     """
     check_groups(launch.strategy, num_ranks=launch.num_processes)
@@ -97,19 +97,22 @@ def check_environment(launch: Launch) -> None:
         return
     hint = "launch with `accelerate launch --config_file FILE -m slm_toolkit.train`, without --cpu"
     if launch.strategy.num_machines > 1:
-        hint = "the same --num_processes, of all machines together, and --num_machines on every machine"
+        hint = (
+            "give every machine the same --num_machines and the same --num_processes, "
+            "the total of all machines"
+        )
     raise ValueError(
         f"{launch.strategy.path or launch.strategy.name} asks for {launch.strategy.engine} "
         f"on {launch.num_processes} processes, "
-        f"the launcher started {started.engine} on {started.num_processes}: it would not shard\n"
+        f"but the launcher started {started.engine} on {started.num_processes}: nothing would be sharded\n"
         f"hint: {hint}"
     )
 
 
 def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> None:
-    """Raises ValueError, with the command to paste, where this machine has fewer GPUs than ranks to serve.
+    """Raise ValueError, with a command to paste, if this machine has GPUs but fewer than local ranks.
 
-    A machine without any GPU is no error: its ranks are CPU processes.
+    A machine without a GPU is fine: its ranks run on the CPU.
     """
     if launch.strategy.is_fsdp1 and num_gpus == 0:
         raise ValueError(
@@ -127,29 +130,29 @@ def check_devices(launch: Launch, *, num_gpus: int, local_processes: int) -> Non
 
 
 def _sizes_from_environment() -> dict[str, int]:
-    """accelerate's sizes of groups as its launcher hands them on; none where it would not read them."""
+    """Return the group sizes that the launcher passes to accelerate; empty if accelerate ignores them."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return {}
     return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLEL_SIZES}
 
 
 def _world_size() -> int:
-    """Raises ValueError for a variable that no launcher set."""
+    """Return WORLD_SIZE. Raises ValueError if it is not a positive integer, which no launcher would set."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) <= 9):
-        raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: launchers set it; unset it here")
+        raise ValueError(f"WORLD_SIZE is {text!r} in the environment\nhint: only launchers set it; unset it")
     return int(text)
 
 
 def _strategy_from_environment() -> Strategy:
-    """What the variables that accelerate's launcher sets stand for."""
+    """Return the strategy that accelerate's launcher put into environment variables."""
     env = os.environ
     num_processes = _world_size()
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         from accelerate.utils import DeepSpeedPlugin
 
         config = DeepSpeedPlugin().deepspeed_config
-        config.pop("steps_per_print", None)  # accelerate writes infinity, which JSON has no word for
+        config.pop("steps_per_print", None)  # accelerate writes infinity, which JSON can't represent
         stage = config.get("zero_optimization", {}).get("stage", 0)
         path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         return Strategy(

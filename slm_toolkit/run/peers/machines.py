@@ -1,6 +1,6 @@
-"""The other machines of a launch, seen from a rank: all have come, and none is lost unnoticed.
+"""Connections between the machines of a launch: a rank waits for all of them and notices a lost one.
 
-Where all ranks are on one machine, nothing here does anything.
+If all ranks are on one machine, this module does nothing.
 """
 
 import os
@@ -33,41 +33,47 @@ from slm_toolkit.launch.rendezvous import (
 )
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=MOST_DDP_TIMEOUT)
-"rank 0 packs documents while the others wait for it: longer than NCCL's ten minutes on a large dataset"
+"other ranks wait while rank 0 packs documents: on a large dataset longer than NCCL's ten minutes"
 _SILENT_SECONDS = 10.0
-"while the ranks of other machines import torch, too"
+"no waiting message before this, because the ranks of other machines are still importing torch"
 _GRACE_SECONDS = 10.0
-"for this rank to end by itself after a machine is lost"
+"time that this rank may take to end by itself after a machine is lost"
 _RANK_0_SECONDS = 2.0
-"for rank 0, which knows all machines, to write its record before other ranks do"
+"head start of rank 0, which is connected to all machines, to write its record"
 _ACCEPT_SECONDS = 10.0
-"for a connection that its machine already has"
+"time limit for accepting a connection that the other machine has already opened"
 _GOODBYE = b"goodbye"
 UNREACHED = re.compile("gloo|nccl|by peer|broken pipe|socket|timed out", re.IGNORECASE)
-"in errors of collectives whose other side is gone"
+"errors of collectives whose other side is gone"
 
 
 def num_machines() -> int:
-    """Of this launch, as torch's launcher says."""
+    """Return the number of machines of this launch, which torch's launcher sets."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def process_group_timeout() -> timedelta:
-    """For making the process group; between machines `Machines.connecting` lets collectives take longer."""
+    """Return the timeout for making the process group.
+
+    With several machines it is short; `Machines.connecting` then sets the longer one for collectives.
+    """
     if num_machines() == 1:
         return _COLLECTIVE_TIMEOUT
     return timedelta(seconds=patience_seconds() + _SILENT_SECONDS)
 
 
 def interface_variable(error: RuntimeError, *, on_gpu: bool) -> str:
-    """What names the network interface to the library that failed; on GPUs the control group is gloo's."""
+    """Return the variable that sets the network interface of the failed library, NCCL or gloo.
+
+    On GPUs gloo can fail, too: it runs the control group.
+    """
     return "NCCL_SOCKET_IFNAME" if on_gpu and "gloo" not in str(error).lower() else "GLOO_SOCKET_IFNAME"
 
 
 def let_collectives_wait() -> None:
-    """Of all process groups that exist now, HSDP's and DeepSpeed's too: it is --ddp_timeout that ends a wait.
+    """Raise the timeout of all existing process groups, so that --ddp_timeout ends a wait first.
 
-    Those that engines make for themselves would end it after NCCL's 10 minutes, or gloo's 30.
+    HSDP and DeepSpeed make groups with the default timeouts: 10 minutes for NCCL, 30 for gloo.
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return
@@ -98,10 +104,10 @@ class Machines:
         self._has_parted = False
         self._reading = threading.Lock()
 
-    def meet(self, said: dict[str, Any]) -> None:
-        """Wait for the first rank of every machine; `said` is what all must say alike.
+    def meet(self, must_match: dict[str, Any]) -> None:
+        """Wait for the first rank of every machine; `must_match` must be equal on all machines.
 
-        The launchers have met already: a machine that is missing now has failed since. Raises ValueError.
+        Raises ValueError if a machine is missing (its launcher came, so it failed afterwards) or differs.
         """
         if num_machines() == 1:
             return
@@ -109,29 +115,32 @@ class Machines:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = dist.PrefixStore(f"slm_toolkit/{again}", store)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = dist.PrefixStore(f"slm_toolkit/{attempt}", store)
             if self._is_first:
                 self._links = self._meet_first_ranks(
-                    Machine(self.rank, num_machines(), said), address, seconds
+                    Machine(self.rank, num_machines(), must_match), address, seconds
                 )
         except dist.DistError as error:
             raise ValueError(
-                f"machine 0 at {address}:{port} was there and went away: {str(error).splitlines()[0]}\n"
-                "hint: what says its own output?"
+                f"machine 0 at {address}:{port} does not answer any more: {str(error).splitlines()[0]}\n"
+                "hint: read its output"
             ) from error
         for link in self._links:
             _keep_alive(link.socket, seconds)
 
     def _meet_first_ranks(self, me: Machine, address: str, seconds: float) -> list[_Link]:
-        """On a port of rank 0's choice, of the kind that gloo and NCCL need, too."""
+        """Connect this rank to rank 0, or rank 0 to the first rank of each other machine.
+
+        Rank 0 listens on any free port, so a firewall that would block gloo and NCCL is noticed here.
+        """
         if me.rank > 0:
-            hint = "a firewall? ranks need all TCP ports above 1024 between the machines"
+            hint = "check the firewall: ranks need all TCP ports above 1024 between the machines"
             port = int(self._store.get("port"))
             patience = Patience(seconds, _SILENT_SECONDS, hint)
             connection = attend(me, address, port, patience=patience, store=self._store)
             return [_Link(0, connection.getpeername()[0], connection)]
-        hint = f"its launcher came: what says its own output? {PATIENCE_VARIABLE} waits longer"
+        hint = f"its launcher connected, so read its output, or set {PATIENCE_VARIABLE} to wait longer"
         with listen(address, 0) as listener:
             port = listener.getsockname()[1]
             self._store.set("port", str(port))
@@ -139,7 +148,10 @@ class Machines:
             return _accept(listener, host(me, self._store, at=f"{address}:{port}", patience=patience))
 
     def of_rank_0(self, name: str, value: str) -> str:
-        """What rank 0 has by that name: hashes of files' dates differ from machine to machine."""
+        """Return rank 0's `value` for `name` on every rank, for values that differ between machines.
+
+        For example, hashes of files' dates do.
+        """
         if self._store is None:
             return value
         if self._is_rank_0:
@@ -147,7 +159,7 @@ class Machines:
         return self._store.get(name).decode()
 
     def check_shared(self, folder: Path, *, flag: str) -> None:
-        """Raises ValueError on all ranks where a machine does not see rank 0's `folder`; `flag` needs it."""
+        """Raise ValueError on all ranks if a machine does not see rank 0's `folder`; `flag` needs it."""
         if self._store is None:
             return
         mark = folder / self.of_rank_0("mark", f".{uuid.uuid4().hex}")
@@ -162,13 +174,13 @@ class Machines:
             mark.unlink()
         if blind := [rank for rank, sees_it in enumerate(sees) if not sees_it]:
             raise ValueError(
-                f"{flag}, but machine {blind[0]} does not see machine 0's {folder}\n"
-                "hint: --output_dir on a file system that all machines share"
+                f"{flag} needs a shared folder, but machine {blind[0]} does not see machine 0's {folder}\n"
+                "hint: put --output_dir on a file system that all machines share"
             )
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Around what makes the process group. Raises ValueError where the ranks don't reach each other."""
+        """Make the process group inside this context. Raises ValueError if ranks can't reach each other."""
         if num_machines() == 1:
             yield
             return
@@ -181,20 +193,20 @@ class Machines:
                 raise
             variable = interface_variable(error, on_gpu=torch.cuda.is_available())
             raise ValueError(
-                f"the machines met, but their ranks don't reach each other: {str(error).splitlines()[0]}\n"
-                f"hint: {variable} ({os.environ.get(variable, 'not set')}) names the interface between the "
-                "machines; all TCP ports above 1024 must be open between them"
+                f"the machines met, but their ranks can't reach each other: {str(error).splitlines()[0]}\n"
+                f"hint: set {variable} (now {os.environ.get(variable, 'not set')}) to the network interface "
+                "between the machines, and open all TCP ports above 1024 between them"
             ) from error
         let_collectives_wait()
 
     def lost(self, *, has_failed: bool) -> str | None:
-        """The machine whose connection ended before the run did; None while this rank may yet end by itself.
+        """Return a message about a machine whose connection ended before the run did, or None.
 
-        The kernel of a machine whose ranks end closes the connections; gloo then fails, NCCL fails or hangs.
-        A machine without power or network closes none: keep-alive finds out. `has_failed`: a collective of
-        this rank has, for which it waits no longer.
+        It is None, too, for a grace time in which this rank may end by itself. When ranks end, their kernel
+        closes the connections; gloo then fails, NCCL fails or hangs. A machine that lost power or network
+        closes nothing: keep-alive notices. `has_failed`: a collective of this rank failed, so skip the grace.
         """
-        with self._reading:  # two threads of the watchdog may be here
+        with self._reading:  # two threads of the watchdog may call this at once
             for link in self._links if self._lost is None and not self._has_parted else ():
                 if select.select([link.socket], [], [], 0)[0]:
                     self._lost, self._lost_at = _lost(link), time.monotonic()
@@ -203,12 +215,12 @@ class Machines:
                     self._links = [other for other in self._links if other is not link]
         if self._lost is None or self._has_parted:
             return None
-        patience = 0.0 if has_failed else _GRACE_SECONDS
-        patience += 0.0 if self._is_rank_0 else _RANK_0_SECONDS
-        return self._lost if time.monotonic() - self._lost_at >= patience else None
+        grace_seconds = 0.0 if has_failed else _GRACE_SECONDS
+        grace_seconds += 0.0 if self._is_rank_0 else _RANK_0_SECONDS
+        return self._lost if time.monotonic() - self._lost_at >= grace_seconds else None
 
     def part(self) -> None:
-        """This rank has trained: the others must not miss it when it ends."""
+        """Announce that training is done, so that other ranks don't report this one as lost when it ends."""
         self._has_parted = True
         for link in self._links:
             with suppress(OSError):
@@ -216,7 +228,7 @@ class Machines:
 
 
 def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
-    """The connections that these machines made before they came; those of strangers are closed."""
+    """Accept one connection from each of these machines; close connections from anywhere else."""
     expected = {(peer.address, peer.port): peer.rank for peer in peers}
     links = []
     listener.settimeout(_ACCEPT_SECONDS)
@@ -225,8 +237,9 @@ def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
             connection, (address, port, *_) = listener.accept()
         except TimeoutError:
             raise ValueError(
-                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, where "
-                "another machine connected\nhint: are addresses translated between the machines (NAT)?"
+                f"no connection from {', '.join(f'{address}:{port}' for address, port in expected)}, "
+                "although a machine announced it\n"
+                "hint: is there address translation (NAT) between the machines?"
             ) from None
         if (rank := expected.pop((address, port), None)) is None:
             connection.close()
@@ -237,20 +250,20 @@ def _accept(listener: socket.socket, peers: list[Peer]) -> list[_Link]:
 
 
 def _lost(link: _Link) -> str | None:
-    """The end of a machine whose connection has something to read; None after its goodbye."""
-    who = f"machine {link.rank} ({link.address})"
+    """Return a message about the lost machine; None if it said goodbye. The link must be readable."""
+    machine = f"machine {link.rank} ({link.address})"
     try:
         if link.socket.recv(len(_GOODBYE)):
             return None
     except ConnectionResetError:
         pass
     except OSError as error:
-        return f"{who} does not answer any more ({error.strerror}): its power, its network?"
-    return f"{who} ended before the run did: its own output says why"
+        return f"{machine} does not answer any more ({error.strerror}): check its power and network"
+    return f"{machine} ended before the run did: read its output for the cause"
 
 
 def _keep_alive(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel ask the other machine's, and end the connection after so long without an answer."""
+    """Turn on TCP keep-alive: the kernel closes the connection after `seconds` without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle, interval, num_probes = max(1, round(seconds / 3)), max(1, round(seconds / 9)), 6  # 1/3 + 6/9 = 1
     values = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": num_probes}

@@ -1,4 +1,4 @@
-"""What the ranks of a launch leave for each other to read, in the store of torch's launcher."""
+"""Values that the ranks of a launch share through the store of torch's launcher."""
 
 import json
 import os
@@ -9,36 +9,36 @@ from typing import Any
 import torch.distributed as dist
 
 _SECONDS = 20
-"for the store to answer: it is in the launcher, which does nothing else"
+"time limit for the store to answer; it runs in the launcher, which does nothing else"
 
 
 class PeerStore:
-    """Values by name; a launcher that is gone reads as an empty store.
+    """Values by name. If the launcher is gone, the store reads as empty.
 
-    Torch writes pages of C++ frames to stderr for each call that finds no launcher. Where nobody reads them a
-    process that went on asking would stand still in that, so the first such call is the last.
+    Torch writes pages of C++ frames to stderr for each call that finds no launcher. If no process reads
+    stderr, such a write blocks. So this class makes no more calls after the first one that found no launcher.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store: dist.Store | None = store
 
     def write(self, name: str, value: Any) -> None:
-        self._ask(lambda store: store.set(name, json.dumps(value)))
+        self._call(lambda store: store.set(name, json.dumps(value)))
 
     def read(self, name: str) -> Any:
-        """None where nothing stands there yet; never waits for it."""
-        return self._ask(lambda store: json.loads(store.get(name)) if store.check([name]) else None)
+        """Return the value; None if it is not written yet. Never waits for it."""
+        return self._call(lambda store: json.loads(store.get(name)) if store.check([name]) else None)
 
     def is_first(self, name: str, rank: int) -> bool | None:
-        """Whether `rank` is the first to ask for `name`; None where the launcher is gone."""
-        return self._ask(lambda store: store.compare_set(name, "", str(rank)) == str(rank).encode())
+        """Return True if `rank` is the first to claim `name`; None if the launcher is gone."""
+        return self._call(lambda store: store.compare_set(name, "", str(rank)) == str(rank).encode())
 
-    def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """None where there is no answer: torch.distributed's errors are RuntimeErrors."""
+    def _call(self, operation: Callable[[dist.Store], Any]) -> Any:
+        """Return the operation's result; None if it fails. torch.distributed's errors are RuntimeErrors."""
         if self._store is None:
             return None
         try:
-            return question(self._store)
+            return operation(self._store)
         except RuntimeError as error:
             if isinstance(error, dist.DistNetworkError):
                 self._store = None
@@ -46,10 +46,10 @@ class PeerStore:
 
 
 def open_peer_store(*, of_launch: bool = False) -> PeerStore | None:
-    """None for a process that is alone, and under launchers other than torch's, which have no store.
+    """Connect to the launcher's store; None for a single process or a launcher other than torch's.
 
-    Raises ValueError where the launcher does not answer.
-    of_launch: one store for all attempts of a launch (--max_restarts, --find_batch_size), not one for each.
+    Raises ValueError if the launcher does not answer.
+    of_launch: share one store among all attempts of a launch (--max_restarts, --find_batch_size).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -60,5 +60,5 @@ def open_peer_store(*, of_launch: bool = False) -> PeerStore | None:
         raise ValueError(
             f"the launcher does not answer at {address}:{port}\nhint: was it killed while its ranks started?"
         ) from None
-    again = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PeerStore(dist.PrefixStore(f"slm_toolkit/{again}/peer_store", store))
+    attempt = "launch" if of_launch else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PeerStore(dist.PrefixStore(f"slm_toolkit/{attempt}/peer_store", store))

@@ -1,7 +1,7 @@
-"""What the ranks of a run tell each other beside their gradients: objects, and at each step who must stop.
+"""Exchange values between ranks: Python objects, and after each step the losses, norms and stop signals.
 
-The ranks tell each other after every step and read the answers one step later (two on a GPU, whose losses
-come late): so nobody waits, and all of them learn of the same step at the same place.
+Each rank sends its values after every step and reads those of the others one step later; on a GPU two steps
+later, because losses arrive late. So no rank waits, and all ranks read the same step at the same place.
 """
 
 import math
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def gather_to_all(value: Any) -> list[Any]:
-    """`value` of every rank, in order of rank; in a rehearsal of rank 0 alone."""
+    """Return the `value` of every rank, in order of rank; in a rehearsal only rank 0's."""
     if not torch.distributed.is_initialized() or torch.distributed.get_backend() == "fake":
         return [value]
     values = [None] * torch.distributed.get_world_size()
@@ -33,70 +33,81 @@ def gather_to_all(value: Any) -> list[Any]:
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """`work` on rank 0, then on the first rank of each other machine, then on the rest: who comes later finds
-    caches, on a disk that the machines share or on each one's own. A ValueError of one is raised on all."""
+    """Do `work` on rank 0, then on the first rank of each other machine, then on the remaining ranks.
+
+    Later ranks find filled caches, whether or not the machines share a disk. A ValueError on one rank is
+    raised on all ranks.
+    """
     if not torch.distributed.is_initialized():
         return work()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     turn = 0 if torch.distributed.get_rank() == 0 else 1 if is_first else 2
     result = None
-    for going in range(3):
+    for current_turn in range(3):
         problem = None
-        if going == turn:
+        if current_turn == turn:
             try:
                 result = work()
             except ValueError as error:
                 problem = str(error)
-        if found := next((problem for problem in gather_to_all(problem) if problem), None):
-            raise ValueError(found)
+        if first_problem := next((problem for problem in gather_to_all(problem) if problem), None):
+            raise ValueError(first_problem)
     return result
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the ranks said after one step."""
+    """The values of all ranks after one step."""
 
     step: int
     losses: tuple[float, ...]
-    "of each rank"
+    "one loss per rank"
     grad_norms: tuple[float | None, ...]
-    "of all gradients before clipping, as each rank knows it; None where the engine tells none"
+    "norm of all gradients before clipping, as each rank computed it; None if the engine gives no norm"
     stop_signal: int
-    "that some rank got, 0 if none"
+    "a signal that any rank received; 0 if none did"
     is_writing: bool
-    "whether some rank's share of a checkpoint is not on disk yet"
+    "True if any rank's share of a checkpoint is not on disk yet"
 
     def is_loss_bad(self, max_loss: float) -> bool:
-        """Whether some loss is no number, or their mean too large: one alone may be of few labels."""
+        """True if a loss is not finite or the mean over ranks exceeds max_loss.
+
+        A single rank's loss may exceed it, because that rank may have few labels.
+        """
         return not all(map(math.isfinite, self.losses)) or sum(self.losses) / len(self.losses) > max_loss
 
     def bad_ranks(self, max_loss: float) -> list[int]:
-        """Those whose loss is no number; else all, where the mean is too large or the norm no number."""
-        if odd := [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]:
-            return odd
+        """Return the ranks whose loss is not finite.
+
+        If there are none, return all ranks if the mean loss is too large or a norm is not finite.
+        """
+        if not_finite := [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss)]:
+            return not_finite
         norms = [norm for norm in self.grad_norms if norm is not None]
         is_bad = self.is_loss_bad(max_loss) or not all(map(math.isfinite, norms))
         return list(range(len(self.losses))) if is_bad else []
 
 
 class StopSignal:
-    """SIGTERM, as schedulers send it before they take a machine away, and SIGINT (Ctrl-C): the first is noted
-    and acted on between steps. After or before a SIGINT, a second signal ends the process at once."""
+    """Note the first SIGTERM (schedulers send it before they take a machine away) or SIGINT (Ctrl-C).
+
+    The run acts on it between steps. A second signal ends the process at once if either of the two is SIGINT.
+    """
 
     def __init__(self, *numbers: int) -> None:
         self.number = 0
-        "the signal that was noted, 0 before"
+        "the noted signal; 0 if there is none"
         self._noted_at = 0.0
-        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        not_ignored = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._earlier_handlers = {number: signal.signal(number, self._note) for number in not_ignored}
 
     def restore(self) -> None:
-        """From now on, the handlers from before act."""
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        """Put the earlier signal handlers back."""
+        for number, handler in self._earlier_handlers.items():
+            signal.signal(number, handler)
 
     def ignore(self) -> None:
-        """The run is about to end."""
+        """Ignore both signals from now on, because the run is about to end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
@@ -109,14 +120,17 @@ class StopSignal:
 
 
 def control_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """Of all ranks, between hosts whatever the devices do; None: the default one, or no other rank."""
+    """Make a gloo group of all ranks, which communicates while the GPUs work.
+
+    Return None if the default group does that already, or if there is one rank.
+    """
     if accelerator.num_processes == 1 or dist.get_backend() in ("gloo", "fake"):
         return None
     return dist.new_group(backend="gloo")
 
 
 class StepExchange:
-    """Tell the other ranks of a step, learn what they said of an earlier one."""
+    """Send this rank's values of a step to all ranks, and receive all ranks' values of an earlier step."""
 
     def __init__(self, accelerator: Accelerator, group: dist.ProcessGroup | None) -> None:
         self._device, self._group = accelerator.device, group
@@ -125,50 +139,53 @@ class StepExchange:
         self._sent: deque[tuple[int, list[torch.Tensor], Any]] = deque()
 
     def after(self, step: int, loss: torch.Tensor, norm: Any, *, stop: int, is_writing: bool) -> list[Seen]:
-        """Every rank must call it after each step; returns what is known by now of earlier ones, in order."""
-        told = torch.zeros(5, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        told[2], told[3], told[4] = stop, is_writing, norm is not None
-        told[0].copy_(loss.detach(), non_blocking=True)
+        """Send the values of `step` and return those received of earlier steps, in order.
+
+        Every rank must call it after each step.
+        """
+        values = torch.zeros(5, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        values[2], values[3], values[4] = stop, is_writing, norm is not None
+        values[0].copy_(loss.detach(), non_blocking=True)
         if isinstance(norm, torch.Tensor):
-            told[1].copy_(norm.detach(), non_blocking=True)
+            values[1].copy_(norm.detach(), non_blocking=True)
         elif norm is not None:
-            told[1] = norm
+            values[1] = norm
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
         seen = self._receive()
-        self._on_device.append((step, told, ready))
+        self._on_device.append((step, values, ready))
         while len(self._on_device) > (0 if ready is None else 1):
             self._send(*self._on_device.popleft())
         return seen
 
     def rest(self) -> list[Seen]:
-        """What is not known yet of all steps so far; waits for it."""
+        """Wait for all values that were not returned yet, and return them."""
         while self._on_device:
             self._send(*self._on_device.popleft())
         return self._receive()
 
-    def _send(self, step: int, told: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+    def _send(self, step: int, values: torch.Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()  # the device has begun the next step meanwhile
-        answers = [torch.empty_like(told) for _ in range(self._num_ranks)] if self._num_ranks > 1 else [told]
-        work = (
-            dist.all_gather(answers, told, group=self._group, async_op=True) if self._num_ranks > 1 else None
-        )
-        self._sent.append((step, answers, work))
+        by_rank, work = [values], None
+        if self._num_ranks > 1:
+            by_rank = [torch.empty_like(values) for _ in range(self._num_ranks)]
+            work = dist.all_gather(by_rank, values, group=self._group, async_op=True)
+        self._sent.append((step, by_rank, work))
 
     def _receive(self) -> list[Seen]:
         seen = []
         while self._sent:
-            step, answers, work = self._sent.popleft()
+            step, by_rank, work = self._sent.popleft()
             if work is not None:
                 work.wait()
-            seen.append(_seen(step, torch.stack(answers).T.tolist()))
+            seen.append(_seen(step, torch.stack(by_rank).T.tolist()))
         return seen
 
 
 def _seen(step: int, columns: Sequence[Sequence[float]]) -> Seen:
     losses, norms, stops, writing, has_norm = columns
-    known = tuple(norm if has else None for norm, has in zip(norms, has_norm, strict=True))
-    return Seen(step, tuple(losses), known, int(max(stops)), any(writing))
+    grad_norms = tuple(norm if has else None for norm, has in zip(norms, has_norm, strict=True))
+    return Seen(step, tuple(losses), grad_norms, int(max(stops)), any(writing))

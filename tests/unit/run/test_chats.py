@@ -48,7 +48,8 @@ def test_rows_of_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 10]
     assert row["labels"].tolist() == [-100, -100, 7, 8, -100, 10]
     bad = write_rows(tmp_path / "bad.jsonl", [{"input_ids": [5, 100_000]}])
-    with pytest.raises(ValueError, match=r"token 100000, the model knows 384\nhint: .*another tokenizer"):
+    said = r"token 100000, but the model's vocabulary has 384 tokens\nhint: .*another tokenizer"
+    with pytest.raises(ValueError, match=said):
         load_data(config_of(bad, seq_len=2), SPEC, num_sequences=0)
 
 
@@ -87,8 +88,8 @@ def test_given_turns_are_not_learnt_and_a_template_that_rewrites_can_be_learnt_w
     ("turn", "said"),
     [
         ({"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}, "calls tools"),
-        ({"role": "assistant", "content": None}, "or more than text"),
-        ({"role": "assistant", "content": [{"type": "image"}]}, "or more than text"),
+        ({"role": "assistant", "content": None}, "without text in 'content', or with more than text"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "or with more than text"),
     ],
     ids=str,
 )

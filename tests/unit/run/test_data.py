@@ -110,11 +110,11 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
     ("files", "options", "says"),
     [
         ({}, {}, "holds no .txt"),
-        ({"a.txt": ""}, {}, "holds no text"),
-        ({"a.txt": " \n\t\n"}, {}, "holds no text"),
+        ({"a.txt": ""}, {}, "contains no text"),
+        ({"a.txt": " \n\t\n"}, {}, "contains no text"),
         ({"a.txt": "short"}, {}, "shorter than one sequence"),
         ({"a.jsonl": '{"body": "no such column"}\n'}, {}, "no column 'text'"),
-        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "holds int, not text"),
+        ({"a.jsonl": '{"text": 7}\n{"text": 8}\n'}, {}, "contains int, not text"),
         ({"a.jsonl": "{broken"}, {}, "a.jsonl, line 1: Expecting property name"),
         ({"a.parquet": "not parquet"}, {}, "can't read dataset"),
         ({"a.txt": "x" * 99, "b.jsonl": '{"text": "y"}\n'}, {}, "mixes"),
@@ -143,6 +143,6 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer(extra_ids=200).save_pretrained(tmp_path)  # 259 + 200 tokens for a vocabulary of 384
-    with pytest.raises(ValueError, match="459 tokens, model slm-1m only 384") as error:
+    with pytest.raises(ValueError, match="459 tokens, but model slm-1m only 384") as error:
         load_tokenizer(RunConfig(tokenizer_name=str(tmp_path)), SPEC)
     assert "hint:" in str(error.value)
