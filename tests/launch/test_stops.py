@@ -135,9 +135,9 @@ def test_ctrl_c_of_one_process_ends_after_the_step_whoever_gets_it(to_all: bool,
     assert process.returncode == 128 + 2
     step = int(re.search(r"\nerror: Ctrl-C \(SIGINT\) after step (\d+) of 100000\nhint: ", said)[1])
     if to_all:
-        assert said.endswith(f"latest goes on from {tmp_path}/run/checkpoints/step_{step}\n")
+        assert said.endswith(f"latest resumes from {tmp_path}/run/checkpoints/step_{step}\n")
     else:
-        hint = "nothing was saved; with --save_steps N a run that is stopped saves a checkpoint"
+        hint = "nothing was saved; with --save_steps N, a stopped run saves a checkpoint"
         assert said.endswith(f"hint: {hint}\n")
     assert "Traceback" not in said
 
