@@ -185,7 +185,7 @@ def train(
     *,
     end_after: int | None = None,
 ) -> dict[str, Any]:
-    """Run all steps, or the steps up to `end_after`. Return the observed record fields, equal on all ranks."""
+    """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
     config, accelerator, num_steps = job.config, job.accelerator, prepared.num_steps
     model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
     progress = NoProgress()

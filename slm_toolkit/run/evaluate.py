@@ -158,7 +158,8 @@ def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
         (folder / "lm_eval.log").write_text(done.stdout)
         last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
         raise ValueError(
-            f"lm-eval ended with exit code {done.returncode}: {last}\nhint: see its output in {folder}/lm_eval.log"
+            f"lm-eval ended with exit code {done.returncode}: {last}\n"
+            f"hint: its whole output is in {folder}/lm_eval.log"
         )
     return json.loads(written[-1].read_text())["results"]
 

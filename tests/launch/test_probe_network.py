@@ -50,4 +50,4 @@ def test_the_module_refuses_one_process(tmp_path: Path) -> None:
     words = (sys.executable, "-m", "slm_toolkit.run.network_probe")
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
-    assert "error: one process has nobody to send to\nhint: accelerate launch" in done.stderr
+    assert "error: the network probe needs two or more processes\nhint: accelerate launch" in done.stderr

@@ -48,7 +48,7 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     assert process.returncode == 128 + 15
     found = re.search(r"error: SIGTERM after step (\d+) of 100000\nhint: (.*)\n", err)
     step = int(found[1])
-    assert found[2] == f"--resume_from_checkpoint latest goes on from {folder}/step_{step}"
+    assert found[2] == f"--resume_from_checkpoint latest resumes from {folder}/step_{step}"
     assert "Traceback" not in err
     assert left_over(tmp_path) == []
     record_property("fault", f"SIGTERM to `slm launch` of {strategy} (to its end: saved, exit code 143)")
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_p
     lines = [line for line in said.splitlines() if not line.startswith("checkpoint: ")]
     assert lines[-2:] == [
         f"error: Ctrl-C (SIGINT) after step {step} of 100000",
-        f"hint: --resume_from_checkpoint latest goes on from {folder}/step_{step}",
+        f"hint: --resume_from_checkpoint latest resumes from {folder}/step_{step}",
     ]
     assert len(lines) == 5, "the command, weights and tokenizer, what a step is, error and hint"
     assert left_over(tmp_path) == []
@@ -203,7 +203,7 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
     assert stopping.messages == [f"error: {cause}"]
     assert stopping.record["reason"] == cause
     assert stopping.hint.startswith(
-        f"--resume_from_checkpoint latest goes on from {run}/checkpoints/step_2; a lower --learning_rate"
+        f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
     note(stopping, "the loss of rank 1 is no number in step 3", record_property)
