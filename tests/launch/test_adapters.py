@@ -182,7 +182,7 @@ def test_a_run_names_its_weights_and_tokenizer_and_an_adapter_its_base(base: Pat
     assert done.code == 0, done.err
     folder = (tmp_path / "base").resolve()
     assert f"weights: {folder}; tokenizer: bytes\n" in done.err
-    assert "note: --seq_len 2050 is beyond the 2048 positions that base was trained for\n" in done.err
+    assert "note: --seq_len 2050 is longer than the 2048 positions that base was trained for\n" in done.err
     record = record_under(tmp_path / "runs")
     assert (record["weights"], record["tokenizer"]) == (str(folder), "bytes")
     adapter = Path(record["model_dir"])
