@@ -74,7 +74,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             self._update(group, pieces, clip, scratch, found_inf)
 
     def _scratch(self) -> torch.Tensor | None:
-        """With `in_pieces`, return a buffer for a chunk's fp32 gradients; one per step avoids fragmentation."""
+        """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
         return torch.empty(CPU_CHUNK_ELEMENTS, dtype=torch.float32) if self.in_pieces else None
 
     def _update(
