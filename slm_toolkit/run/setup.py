@@ -21,7 +21,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.launch.command_line import said_alike
+from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
@@ -269,7 +269,7 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
     config, launch = request.config, request.launch
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
-        machines.meet(said_alike(launch.command, launch.strategy, **counts))
+        machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     gpu = None

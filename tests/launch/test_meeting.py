@@ -16,7 +16,7 @@ import yaml
 from conftest import ENV, ROOT, own_strategy, slm
 
 from slm_toolkit.cli.launch import plan_launch
-from slm_toolkit.launch.command_line import option, said_alike
+from slm_toolkit.launch.command_line import option, shared_launch_facts
 from slm_toolkit.launch.rendezvous import (
     Machine,
     Patience,
@@ -368,7 +368,7 @@ def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> No
         words_of(ROOT / "accel_configs" / "ds_zero3.yaml"),
     ):
         assert said(words_of(shipped)) != said(changed)
-    assert said_alike((), None, num_machines=2, num_processes=4)["versions"]["torch"]
+    assert shared_launch_facts((), None, num_machines=2, num_processes=4)["versions"]["torch"]
 
 
 @pytest.mark.quick

@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert process.returncode == 128 + 2
-    assert said.endswith("error: ended at the second Ctrl-C; the steps since the last checkpoint are lost\n")
+    assert said.endswith("error: killed at the second Ctrl-C; steps since the last checkpoint are lost\n")
     assert left_over(tmp_path) == []
 
 
