@@ -83,7 +83,7 @@ def test_all_who_come_are_known_in_order_of_their_rank() -> None:
 def test_who_is_missing_is_told_to_all_who_came() -> None:
     meeting = Meeting(4, Patience(1.0, 0.0, "come"))
     here = meeting.come(2)
-    said = f"2 of 4 machines came within 1 s: nobody came to {meeting.at} as machines 1, 3\nhint: come"
+    said = f"2 of 4 machines came within 1 s: machines 1, 3 did not connect to {meeting.at}\nhint: come"
     for place in (meeting.peers, here):
         with pytest.raises(ValueError, match=re.escape(said)):
             place.result()
@@ -98,7 +98,7 @@ def test_what_differs_is_told_to_all() -> None:
             place.result()
         assert str(refused.value).splitlines()[:2] == [
             f"num_processes: 4 on machine 0, 8 on machine 1 ({HERE})",
-            f'script seed: not said on machine 0, "1" on machine 1 ({HERE})',
+            f'script seed: not given on machine 0, "1" on machine 1 ({HERE})',
         ]
 
 
@@ -120,7 +120,7 @@ def test_why_one_machine_can_not_start_is_told_to_all() -> None:
 @pytest.mark.parametrize("rank", [-1, 0, 3])
 def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: int) -> None:
     meeting = Meeting(3)
-    said = f"--machine_rank {rank} of {HERE}: 3 machines have 0 to 2\nhint: every machine"
+    said = f"--machine_rank {rank} of {HERE}: ranks of 3 machines are 0 to 2\nhint: every machine"
     with pytest.raises(ValueError, match=re.escape(said)):
         meeting.come(rank).result()
     first, second = meeting.come(1), meeting.come(2)
@@ -356,7 +356,7 @@ def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> No
     own = own_strategy(tmp_path, shipped.read_text().replace("ds_configs", str(ROOT / "ds_configs")))
 
     def said(words: list[str]) -> dict:
-        return plan_launch(words).machine.said
+        return plan_launch(words).machine.facts
 
     alike = words_of(own)
     alike[alike.index("--machine_rank") + 1] = "0"
