@@ -94,7 +94,7 @@ def test_what_differs_is_told_to_all() -> None:
     meeting = Meeting(2)
     other = meeting.come(1, num_processes=8, script={"seed": "1"})
     for place in (meeting.peers, other):
-        with pytest.raises(ValueError, match="hint: the same command") as refused:
+        with pytest.raises(ValueError, match="hint: use the same files") as refused:
             place.result()
         assert str(refused.value).splitlines()[:2] == [
             f"num_processes: 4 on machine 0, 8 on machine 1 ({HERE})",

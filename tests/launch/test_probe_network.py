@@ -33,7 +33,7 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: nobody to send to"),
+        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: it needs two or more"),
         (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which trains nothing"),
         (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
     ],

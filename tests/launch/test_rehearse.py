@@ -232,7 +232,9 @@ def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
     from slm_toolkit.run.peers.launch_info import Launch
     from slm_toolkit.run.rehearse import pretend_ranks
 
-    with pytest.raises(ValueError, match=r"--rehearse 8 with .*single.yaml, which is one process\nhint: ddp"):
+    with pytest.raises(
+        ValueError, match=r"--rehearse 8 with .*single.yaml, which has only one rank\nhint: choose"
+    ):
         pretend_ranks(Launch(find_strategy("single"), 1, ()), 8)
 
 
