@@ -221,7 +221,7 @@ def free_port() -> int:
 
 
 def forget(run: PlannedRun) -> None:
-    """Remove an earlier run's folder with its checkpoints; the record first, so that no half folder counts."""
+    """Remove an earlier run's folder with its checkpoints; the record first, so no half folder counts."""
     (run.folder / RECORD_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.folder, ignore_errors=True)
 
