@@ -170,12 +170,12 @@ class Display:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[says]}"),
+            TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), says="")
+        self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), status="")
 
     def __enter__(self) -> "Display":
         self.bars.start()
@@ -185,26 +185,26 @@ class Display:
         self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
-        says, steps = "starting", run.config.steps_asked
+        status, steps = "starting", run.config.steps_asked
         if run.config.rehearse is not None and run.gpu is None:
-            says, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
+            status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
-            bar = self.bars.add_task(self._label(run), total=steps, says=says)
+            bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
             self.running[run.run_name] = run, time.monotonic(), bar
             self.waits[run.run_name] = Waits(run.folder / LOG_FILE)
 
     def progress(self, run: PlannedRun, state: dict[str, float] | None) -> None:
         with self.lock:
-            self.bars.update(self.overall, says=self._outlook())
+            self.bars.update(self.overall, status=self._outlook())
             _, _, bar = self.running[run.run_name]
             if state is not None:
-                says = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
-                self.bars.update(bar, completed=state["step"], total=state["num_steps"], says=says)
+                status = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
+                self.bars.update(bar, completed=state["step"], total=state["num_steps"], status=status)
             waits = self.waits[run.run_name]
             if (wait := waits.look(state)) is None:
                 return
-            self.bars.update(bar, says=escape(wait))
+            self.bars.update(bar, status=escape(wait))
             if not self.console.is_terminal and wait not in waits.shown:
                 waits.shown.add(wait)
                 self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
@@ -220,15 +220,17 @@ class Display:
             if record.status != "skipped" and record.seconds_total is not None:
                 self.took.append((run, record.seconds_total))
             outlook = self._outlook()
-            self.bars.update(self.overall, completed=self.num_ended, says=outlook)
+            self.bars.update(self.overall, completed=self.num_ended, status=outlook)
             style = _STYLE.get(record.status, "red")
-            took = f"{record.seconds_total:.0f} s"
+            time_text = f"{record.seconds_total:.0f} s"
             if (waits := self.waits.pop(run.run_name, None)) is not None:
-                took += escape(waits.at_the_end(record.seconds_total))
+                time_text += escape(waits.at_the_end(record.seconds_total))
             if kept:
-                took = f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force measures again)"
+                time_text = (
+                    f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force runs it again)"
+                )
             count = f"trial {self.num_ended}" if self.searching else f"{self.num_ended}/{len(self.runs)}"
-            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
+            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {time_text}"
             if outlook and not kept and not self.console.is_terminal:
                 line += f"  ({outlook})"
             if record.reason:

@@ -61,7 +61,7 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         if any("the DeepSpeed JSON says" in problem for problem in problems):
             hint = 'write "auto" in the JSON, so that the flag counts'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
-    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_here(name)}
+    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_local(name)}
     for spec in specs.values():
         check_trainable(spec)
     for config in configs:
@@ -81,7 +81,7 @@ def _check_open_files() -> None:
         )
 
 
-def _is_here(model: str) -> bool:
+def _is_local(model: str) -> bool:
     """Return False if only the hub can have the model: `org/name` without such a file or folder."""
     return not is_hub_id(model) or model.endswith(".json") or exists(typed_path(model))
 

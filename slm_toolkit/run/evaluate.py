@@ -52,13 +52,13 @@ class Evaluations:
 
     def run(self, step: int) -> None:
         """Evaluate after `step` steps and report the losses. Every rank must call it."""
-        of_sets = self._evaluate()
-        self._losses.append({"step": step, "loss": finite(mean_loss(of_sets))})
-        for name, (loss, _) in of_sets.items():
+        by_set = self._evaluate()
+        self._losses.append({"step": step, "loss": finite(mean_loss(by_set))})
+        for name, (loss, _) in by_set.items():
             self._losses_by_set[name].append(finite(loss))
-        self._progress.say(f"step {step}: eval loss {described(of_sets)}")
-        losses = {name: loss for name, (loss, _) in of_sets.items()}
-        self._tracker.log_evaluation(step, mean_loss(of_sets), losses)
+        self._progress.say(f"step {step}: eval loss {described(by_set)}")
+        losses = {name: loss for name, (loss, _) in by_set.items()}
+        self._tracker.log_evaluation(step, mean_loss(by_set), losses)
 
     def observed(self) -> dict[str, Any]:
         """Return fields of the record."""
@@ -73,7 +73,7 @@ class Evaluations:
         config, accelerator, loss_recorder = self._config, self._accelerator, self._loss_recorder
         self._model.eval()
         loss_recorder.divide_by(torch.ones((), device=accelerator.device))  # makes the loss a sum
-        of_sets = {}
+        by_set = {}
         for name, loader in self._loaders.items():
             total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
             for _, batch in zip(range(config.eval_batches), loader, strict=False):
@@ -82,25 +82,25 @@ class Evaluations:
                 self._model(**model_inputs(batch, config))
                 total += torch.stack([loss_recorder.last, num_labels(batch)])
             loss, count = accelerator.reduce(total, reduction="sum").tolist()
-            of_sets[name] = (loss / count if count else math.nan, int(count))
+            by_set[name] = (loss / count if count else math.nan, int(count))
         loss_recorder.divide_by(None)
         self._model.train()
-        return of_sets
+        return by_set
 
 
-def mean_loss(of_sets: dict[str, tuple[float, int]]) -> float:
+def mean_loss(by_set: dict[str, tuple[float, int]]) -> float:
     """Return the mean loss over the tokens of all sets; NaN if no token has a label."""
-    with_labels = [(loss, count) for loss, count in of_sets.values() if count]
+    with_labels = [(loss, count) for loss, count in by_set.values() if count]
     num_tokens = sum(count for _, count in with_labels)
     return sum(loss * count for loss, count in with_labels) / num_tokens if num_tokens else math.nan
 
 
-def described(of_sets: dict[str, tuple[float, int]]) -> str:
+def described(by_set: dict[str, tuple[float, int]]) -> str:
     """Return a line with loss and perplexity over all sets; if there are several, then of each set."""
-    parts = [_loss_and_perplexity(mean_loss(of_sets))]
-    if len(of_sets) > 1:
-        each = (f"{name} {_loss_and_perplexity(loss)}" for name, (loss, _) in of_sets.items())
-        parts.append(", ".join(each))
+    parts = [_loss_and_perplexity(mean_loss(by_set))]
+    if len(by_set) > 1:
+        sets = (f"{name} {_loss_and_perplexity(loss)}" for name, (loss, _) in by_set.items())
+        parts.append(", ".join(sets))
     return "; ".join(parts)
 
 

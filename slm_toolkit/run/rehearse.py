@@ -121,7 +121,7 @@ def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class TraceWatch:
-    """Replaces RunWatch in `train_step`: tells the allocation trace the current phase."""
+    """Replaces RunWatch in `train_step`: sets the current phase of the allocation trace."""
 
     def __init__(self, trace: AllocationTrace, gradients_reduced: Callable[[], None]) -> None:
         self.trace, self.gradients_reduced = trace, gradients_reduced

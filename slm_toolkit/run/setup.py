@@ -474,7 +474,7 @@ def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
 
 
 def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
-    """Hand everything to the engine. Raises ValueError if the engine is not the one in the YAML."""
+    """Hand everything to the engine. Exits with an error if the running engine is not the YAML's."""
     config, accelerator = job.config, job.accelerator
     trace = None
     if config.trace_memory or is_fake(config):

@@ -317,7 +317,7 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
 
 
 def check_engine(running: RunningEngine, launch: Launch) -> None:
-    """Raise ValueError unless the running engine is the one in the YAML."""
+    """Raise ValueError unless the running engine is the engine of the YAML."""
     strategy = launch.strategy
     requested = RunningEngine(
         strategy.engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes

@@ -76,14 +76,14 @@ def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: 
     """Yield this rank's stretches of a prepared model's weights and moments. Creates missing moments."""
     inner = _inner(model, optimizer)
     if any(hasattr(param, "ds_id") for _, param in trained(model)):
-        yield from _of_zero3(model)
+        yield from _zero3_stretches(model)
         return
     for number, (name, param) in enumerate(trained(model)):
         writes_copy = number % world_size == rank  # all ranks have this tensor: spread the writing
         if hasattr(param, "_hp_mapping"):
-            yield from _of_flat_partition(name, param, inner)
+            yield from _flat_partition_stretches(name, param, inner)
         else:
-            yield from _of_parameter(name, param, inner, writes_copy)
+            yield from _parameter_stretches(name, param, inner, writes_copy)
 
 
 def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
@@ -94,7 +94,7 @@ def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
             part = param.ds_tensor.data.view(-1)[:size]
         else:
             start, part = 0, param.data.view(-1)
-        yield _in_memory(WEIGHTS, name, start, part, is_mine=True)
+        yield _stretch(WEIGHTS, name, start, part, is_mine=True)
 
 
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
@@ -105,7 +105,7 @@ def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     return wrapper
 
 
-def _of_parameter(
+def _parameter_stretches(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer, writes_copy: bool
 ) -> Iterator[Stretch]:
     """Yield a parameter's stretches under DDP or in one process (whole tensors), or under FSDP2 (rows)."""
@@ -116,7 +116,7 @@ def _of_parameter(
     tensors = {WEIGHTS: state.get("master", param), **{kind: state[kind] for kind in MOMENTS}}
     for kind, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        yield _in_memory(kind, name, start, local.detach().view(-1), is_mine)
+        yield _stretch(kind, name, start, local.detach().view(-1), is_mine)
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
@@ -131,7 +131,7 @@ def _rows(param: DTensor) -> tuple[int, bool]:
     return offset[0] * math.prod(param.shape[1:]), is_first
 
 
-def _of_flat_partition(
+def _flat_partition_stretches(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer
 ) -> Iterator[Stretch]:
     """Yield a parameter's stretches under ZeRO-1 and 2, which shard a flat buffer of all parameters."""
@@ -140,10 +140,10 @@ def _of_flat_partition(
         return
     flat = inner.param_groups[mapping.param_group_index]["params"][0]
     fragment, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-    yield from _of_buffers(name, start, flat, _adam_state(inner, flat), fragment.start, fragment.numel)
+    yield from _buffer_stretches(name, start, flat, _adam_state(inner, flat), fragment.start, fragment.numel)
 
 
-def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
+def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
     """Yield all stretches under ZeRO-3: every rank has an equal shard of each parameter, the last one padded.
 
     Goes group by group, because ZeRO-Infinity stores groups on disk: each group is read once and stays in
@@ -160,7 +160,7 @@ def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
             for name, param in params:
                 _, offset, _ = zero.grad_position[zero.get_param_id(param)]
                 start, size = _zero3_shard(param)
-                yield from _of_buffers(name, start, flat, state, offset, size)
+                yield from _buffer_stretches(name, start, flat, state, offset, size)
 
 
 def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:
@@ -170,13 +170,13 @@ def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:
     return start, max(0, min(padded_size, param.ds_numel - start))
 
 
-def _of_buffers(
+def _buffer_stretches(
     name: str, start: int, flat: torch.Tensor, state: dict[str, Any], offset: int, size: int
 ) -> Iterator[Stretch]:
     """Yield stretches of a parameter's elements from `start` on, at `offset` in flat weights and moments."""
     for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
         part = tensor.detach().narrow(0, offset, size)
-        yield _in_memory(kind, name, start, part, is_mine=True)
+        yield _stretch(kind, name, start, part, is_mine=True)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _in_ram(zero: Any, group: int) -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_out(group)
 
 
-def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
+def _stretch(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
     return Stretch(kind, name, start, part.numel(), is_mine, part)
 
 

@@ -50,9 +50,9 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once."""
     losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
-    one = torch.ones((), device=logits.device)
+    num_items = torch.ones((), device=logits.device)
     _sum_of_losses_(
-        *(flat, targets, one),
+        *(flat, targets, num_items),
         chunks=_BY_RULE,
         kernel=_chunk_losses_,
         with_gradient=False,
