@@ -2,7 +2,7 @@
 
     SLM_TOOLKIT_RUN_DIR=runs/a python -m slm_toolkit.compare.supervisor accelerate launch ...
 
-Each rank is its own session, so a signal to a process group does not reach all ranks, and `slm compare` can't
+Each rank is its own session, so a signal to a process group does not reach all ranks. And `slm compare` can't
 handle a SIGKILL. But the kernel closes the files of a dead process, and the keeper's stdin is a pipe from
 `slm compare`. Nothing is written to the pipe; when it closes, the keeper ends the launch.
 """

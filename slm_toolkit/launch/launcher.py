@@ -1,7 +1,7 @@
 """Runs `accelerate launch` in this process and exits with the exit code of its ranks.
 
-Without this, accelerate and torch print their own traceback for every failure and always exit with 1, and a
-scheduler can't distinguish a run that was stopped and saved (143) from a failed run.
+accelerate and torch alone print a traceback for every failure and always exit with 1. A scheduler then can't
+distinguish a run that was stopped and saved (143) from a failed run.
 """
 
 from slm_toolkit.base.interrupts import SAME_SECONDS, end_at_once

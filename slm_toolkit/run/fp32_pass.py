@@ -29,9 +29,9 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
 
     Returns None on other ranks, without --fp32_steps, and after a restart.
 
-    Each rank forks a child that builds model and data again in fp32, takes `fp32_steps` steps on the same
-    batches and ends, so nothing of it stays in this process. Call this before the process starts threads or
-    opens a GPU. `train` takes a command line and the number of steps, and never returns.
+    Each rank forks a child, so nothing of the pass stays in this process. The child builds model and data
+    again in fp32, takes `fp32_steps` steps on the same batches and ends. Call this before the process starts
+    threads or opens a GPU. `train` takes a command line and the number of steps, and never returns.
     """
     if not config.fp32_steps or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
         return None

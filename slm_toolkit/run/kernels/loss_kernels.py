@@ -1,7 +1,7 @@
 """Losses that save less memory for backward than transformers' loss, by computing in chunks.
 
-Byte counts below use N for the tokens of a micro-step, V for the vocabulary size, h for the hidden size and e
-for the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
+In the byte counts below, N is the tokens of a micro-step, V the vocabulary size and h the hidden size. e is
+the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
 """
 
 import functools

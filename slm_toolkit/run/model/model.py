@@ -133,9 +133,9 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
 def _draw_sensitive(model: PreTrainedModel, *, seed: int) -> None:
     """Draw weights with which an error in any part of the model changes the loss, for `--parity_task`.
 
-    With transformers' weights (standard deviation 0.02), attention is nearly uniform and norms do nothing, so
-    wrong positions, masks or scales would hardly change the loss. Here the attention logits have a standard
-    deviation of about 2 (queries and keys 1.5 each), norms scale each channel by 0.5 to 1.5, and each block's
+    With transformers' weights (standard deviation 0.02), attention is nearly uniform and norms do nothing.
+    Wrong positions, masks or scales would hardly change the loss. Here the attention logits have a standard
+    deviation of about 2 (queries and keys 1.5 each). Norms scale each channel by 0.5 to 1.5. Each block's
     output is about as large as its input, the residual stream.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -218,10 +218,10 @@ _ON_CPU = ("sdpa_math", "sdpa_flash")
 def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
     """Register SDPA or its backend with transformers. Return the name of the attention there.
 
-    If every layer of `config` attends to all earlier tokens, no mask function is registered: batches have no
-    padding, and a mask function would read position ids from the device in every forward, so the host would
-    wait for the GPU. `documents_apart`: sequences have several documents that must not see each other, so a
-    mask function is needed.
+    If every layer of `config` attends to all earlier tokens, no mask function is registered. Batches have no
+    padding, so none is needed; it would read position ids from the device in every forward, and the host
+    would wait for the GPU. `documents_apart`: sequences have several documents that must not see each other,
+    so a mask function is needed.
     Raises ValueError if this machine's PyTorch can't train with the backend.
     """
     if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
