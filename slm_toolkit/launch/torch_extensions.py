@@ -80,7 +80,7 @@ def locks_by_existence() -> bool:
 
 def _locks() -> list[Path]:
     """Return the locks of running compiles; for torch below 2.15 also those of killed compilers."""
-    # torch's default folder has one more level, for the version of Python
+    # torch may add a level above the operators' folders, for the version of Python
     locks = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
     return locks if locks_by_existence() else [lock for lock in locks if _is_locked(lock)]
 
