@@ -282,7 +282,7 @@ def finish(
     config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
     model_dir = None
     if config.save_final_model:
-        watchdog.beat("in saving the model")
+        watchdog.beat("while saving the model")
         tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
         model_dir = save_model(accelerator, prepared.model, tokenizer, folder, merge=config.merge_adapter)
     breakdown = None

@@ -292,9 +292,7 @@ class SlurmJobs:
         live_jobs = {
             script: job
             for script, job in queue().items()
-            if script in scripts
-            and job.is_live
-            and job.state != "COMPLETING"  # COMPLETING: its result is decided
+            if script in scripts and job.is_live and job.state != "COMPLETING"  # its result is decided
         }
         self.has_accepted |= bool(live_jobs)
         for run in runs:
