@@ -1,19 +1,19 @@
-"""The one training script; the YAML it is launched with decides how the training state is sharded.
+"""The one training script. The YAML in its launch command decides how the training state is sharded.
 
     accelerate launch --config_file accel_configs/fsdp_shard_grad_op.yaml -m slm_toolkit.train
-    slm train --strategy ds_zero3 --dataset texts/       # the same launch of another YAML, from any folder
+    slm train --strategy ds_zero3 --dataset texts/       # launches it with another YAML, from any folder
     python -m slm_toolkit.train --max_steps 20           # one process, nothing sharded
 
-Read it downward: parse, set up, prepare (`run/setup.py`: and check that what runs is what the YAML asked
-for), train, record.
+Read it downward: parse, set up, prepare (`run/setup.py`, which also checks that the running engine is the
+YAML's), train, record.
 """
 
 import gc
 import os
 import sys
 
-# What is imported is no garbage: of a rank's CPU time up to its first step, collections over the objects of
-# torch and transformers were a third (4.6 s and 3.0 s, one process of slm-1m, 2026-11-22).
+# Imported objects are never garbage, yet collecting them took a third of a rank's CPU time before its first
+# step: 4.6 s with garbage collection during imports, 3.0 s without (one process, slm-1m, 2026-11-22).
 if _COLLECTS := gc.isenabled():
     gc.disable()
 
@@ -29,9 +29,10 @@ if __name__ == "__main__":
 from slm_toolkit.launch.command_line import check_command_line, training_config
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or no child of ours could open a GPU
-    end_at_once()  # torch is imported for seconds, then the model is built
-    check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
+    # torch.cuda.is_available() would open CUDA here otherwise, and no forked child could use a GPU
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    end_at_once()  # importing torch and building the model take seconds
+    check_command_line(sys.argv[1:])  # report a typo before the slow import of torch
 
 # isort: split
 import dataclasses
@@ -83,7 +84,7 @@ if _COLLECTS:
 
 
 def main(argv: list[str] | None = None, *, end_after: int | None = None) -> None:
-    """`end_after`: the last step to do, where the schedule is longer."""
+    """Train one run. `end_after`: stop after this step, though the schedule is longer."""
     arguments = sys.argv[1:] if argv is None else argv
     with user_errors():
         fp32_pass = in_fp32_first(training_config(arguments), _train_and_leave)
@@ -123,7 +124,7 @@ def run(
             )
     except SystemExit:
         if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # or gloo aborts the exit, after the message
+            torch.distributed.destroy_process_group()  # without this, gloo aborts the exit
         raise
     record = dataclasses.replace(record, fp32_pass=fp32_pass)
     mark = record_mark(job.run_dir)
@@ -164,7 +165,7 @@ def run(
         print("".join(f"note: {warning}\n" for warning in warnings_of(record)), end="", file=sys.stderr)
         print(f"model: {record.model_dir}\n" * bool(record.model_dir) + f"record: {path}", file=sys.stderr)
     accelerator, config, run_dir = job.accelerator, job.config, job.run_dir
-    del job, prepared  # so that data-loader workers and gloo's threads end here, not in `leave`
+    del job, prepared  # data-loader workers and gloo's threads must end before `leave`
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
@@ -184,8 +185,7 @@ def train(
     *,
     end_after: int | None = None,
 ) -> dict[str, Any]:
-    """All steps, or those up to `end_after`; returns the record's fields that were observed, the same on all
-    ranks."""
+    """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
     config, accelerator, num_steps = job.config, job.accelerator, prepared.num_steps
     model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
     progress = NoProgress()
@@ -247,17 +247,17 @@ def train(
     after_step.end(last_step)
     watchdog.beat("after the last step")
     has_trained = record.first_step < num_steps
-    if not has_trained and evaluations.due(num_steps):  # killed after its last checkpoint, before its record
+    # a run that was killed between its last checkpoint and its record has only the evaluation left to do
+    if not has_trained and evaluations.due(num_steps):
         watchdog.beat(f"in the evaluation after step {num_steps}")
         evaluations.run(num_steps)
     job.search.end()
     if has_trained:
-        last_loss = (
-            after_step.losses[-1] if after_step.losses else step_loss.item()
-        )  # a rehearsal has one rank's
+        # a rehearsal has only this rank's loss
+        last_loss = after_step.losses[-1] if after_step.losses else step_loss.item()
         progress.show(num_steps, last_loss, watch.num_tokens() * accelerator.num_processes)
     else:
-        progress.say(f"all {num_steps} steps were done before")
+        progress.say(f"all {num_steps} steps were already done")
     progress.close()
 
     observed = {**watch.observed(), **after_step.observed(), **evaluations.observed()}
@@ -275,21 +275,26 @@ def finish(
     *,
     has_trained: bool,
 ) -> dict[str, Any]:
-    """Save the model; then profile and trace some `more_steps`, which train on, so that nothing of them is
-    saved. Returns the record's fields."""
+    """Save the model, then profile or trace a few `more_steps`. Return the record's fields.
+
+    Those steps change the weights, so the model is saved first.
+    """
     config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
     model_dir = None
     if config.save_final_model:
-        watchdog.beat("in saving the model")
+        watchdog.beat("while saving the model")
         tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
         model_dir = save_model(accelerator, prepared.model, tokenizer, folder, merge=config.merge_adapter)
     breakdown = None
     if config.profile and has_trained:
         watchdog.beat("while profiling")
-        progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, the table: slm report {run_dir}")
+        progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, table: slm report {run_dir}")
         breakdown = profile_steps(functools.partial(more_steps, watch), run_dir, accelerator)
         if breakdown is None:
-            progress.say("no anatomy: the driver shows no kernels; is profiling for administrators only?")
+            progress.say(
+                "no step anatomy: the GPU driver reported no kernels; it may allow profiling to "
+                "administrators only"
+            )
     timeline = follow_memory(job, prepared, more_steps) if prepared.trace is not None else None
     return {
         "anatomy": dataclasses.asdict(breakdown) if breakdown else None,
@@ -301,15 +306,18 @@ def finish(
 
 
 def training_batches(job: Job, prepared: Prepared, *, first_step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's batches from `first_step` on, without end. A run that resumes also gets back the state of
-    its random numbers, now that nothing else draws from them before the first step."""
+    """Return an endless iterator over this rank's batches, starting at `first_step`.
+
+    A run that resumes also restores its random number generators here, because nothing else draws random
+    numbers between this call and the first step.
+    """
     accelerator, num_micro_steps = job.accelerator, prepared.num_micro_steps
     batches = endless(accelerator, prepared.loader, first_step=first_step, num_micro_steps=num_micro_steps)
     if job.data.has_labels:
         batches = steps_by_labels(accelerator, batches, prepared.loss_recorder, num_micro_steps)
     if job.checkpoint is not None:
         in_epoch = place_in_data(prepared.loader, first_step, num_micro_steps)[1]
-        # an epoch's order was drawn from the same numbers before, at its beginning
+        # starting the epoch again draws its order, so that must happen before the states are restored
         if in_epoch and first_step < prepared.num_steps:
             batches = chain([next(batches)], batches)
         with user_errors():
@@ -318,7 +326,7 @@ def training_batches(job: Job, prepared: Prepared, *, first_step: int) -> Iterat
 
 
 def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
-    """Steps on tensors without memory, every allocation traced; returns the record's fields."""
+    """Run steps on fake tensors and trace every allocation. Return the record's fields."""
     steps = functools.partial(train_step, job, prepared, fake_batches(job.config))
     timeline = follow_memory(job, prepared, steps)
     peak = timeline.peak
@@ -335,7 +343,7 @@ def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
 
 
 def follow_memory(job: Job, prepared: Prepared, steps: Callable[[TraceWatch], object]) -> MemoryTimeline:
-    """Trace the allocations of some steps; rank 0 also writes the timeline to a file next to the record."""
+    """Trace the allocations of a few steps. Rank 0 also writes the timeline to a file next to the record."""
     model, optimizer, trace = prepared.model, prepared.optimizer, prepared.trace
     timeline = trace_memory(steps, job.accelerator, model, optimizer, trace)
     if job.accelerator.is_main_process:
@@ -349,7 +357,7 @@ def train_step(
     batches: Iterator[dict[str, torch.Tensor]],
     watch: RunWatch | TraceWatch,
 ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """All micro-steps and the optimizer's step; returns this rank's mean loss and the gradient norm."""
+    """Run all micro-steps and the optimizer step. Return this rank's mean loss and the gradient norm."""
     accelerator, model = job.accelerator, prepared.model
     step_loss = torch.zeros((), device=accelerator.device)
     norm: torch.Tensor | float | None = None
@@ -359,7 +367,7 @@ def train_step(
         watch.drew(batch)
         prepared.loss_recorder.expect(batch["input_ids"])
         if job.config.records_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs may be overwritten
         with accelerator.accumulate(model):
             with watch.phase("forward"):
                 loss = model(**model_inputs(batch, job.config)).loss
@@ -377,11 +385,11 @@ def train_step(
 
 
 def leave(exit_code: Any) -> NoReturn:
-    """End a rank whose work is done, without tearing Python down.
+    """End a rank whose work is done, without shutting the Python interpreter down.
 
-    A thread of gloo's that lets go of a tensor while the interpreter is being taken down makes C++ abort
-    (SIGABRT: "terminate called without an active exception"), and the launcher would call the run a failure.
-    DeepSpeed keeps its process groups, and with them such threads, to the last.
+    If a gloo thread frees a tensor while the interpreter shuts down, C++ aborts (SIGABRT: "terminate called
+    without an active exception") and the launcher reports a failed run. DeepSpeed keeps its process groups,
+    and so these threads, until the end.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from slm_toolkit.launch.command_line import (
     arguments_of,
     check_training,
     option,
-    said_alike,
+    shared_launch_facts,
     training_config,
 )
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
@@ -161,7 +161,7 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
         raise ValueError("\n".join(problems) + "\nhint: `slm launch --help` has the commands of two machines")
     counts = {"num_machines": asked.num_machines, "num_processes": asked.num_processes}
     command = (*_added(asked), *asked.words)
-    said = said_alike(command, asked.strategy, **counts)
+    said = shared_launch_facts(command, asked.strategy, **counts)
     me = Machine(asked.machine_rank, asked.num_machines, said, problem)
     return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
 

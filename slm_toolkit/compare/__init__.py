@@ -1,1 +1,1 @@
-"""Many `accelerate launch`es, in turn, side by side or as Slurm jobs, each ending as a record."""
+"""Runs a grid of `accelerate launch` commands, locally or as Slurm jobs; every run ends as a record."""

@@ -1,4 +1,4 @@
-"""What `slm compare` says while it works, on stderr: live bars on a terminal, a line per run elsewhere."""
+"""Shows the progress of `slm compare` on stderr: live bars on a terminal, else a line per run."""
 
 import re
 import threading
@@ -32,10 +32,11 @@ def seconds_left(
     *,
     num_slots: int,
 ) -> float | None:
-    """Seconds until all are done; `done` and `running` with the seconds they took until now.
+    """Estimate the seconds until all runs are done; None before the first is done.
 
-    A run takes the mean of those done with its model, strategy and batch, else its model and strategy, else
-    its strategy, else of all. None before the first is done.
+    `done` and `running`: runs with their seconds so far. A run is expected to take the mean of the runs that
+    are done with the same model, strategy and batch; without any, the same model and strategy; then the same
+    strategy; then all.
     """
     if not done:
         return None
@@ -53,7 +54,7 @@ def seconds_left(
 
 
 def as_words(seconds: float) -> str:
-    """45 s, 12 min, 3 h 20 min, 2 d 5 h."""
+    """Format a time: 45 s, 12 min, 3 h 20 min, 2 d 5 h."""
     minutes, hours = round(seconds / 60), seconds / 3600
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -65,22 +66,22 @@ def as_words(seconds: float) -> str:
 
 
 def _kinds(run: PlannedRun) -> list[tuple]:
-    """From the narrowest to that of all runs."""
+    """Return the groups of runs that `run` belongs to, from the narrowest to all runs."""
     model, strategy, batch = run.spec.name, run.strategy.name, run.config.per_device_train_batch_size
     return [(model, strategy, batch), (model, strategy), (strategy,), ()]
 
 
 _MOST_BYTES = 64 * 1024
-"of a log that are read in one look; of more, the last"
+"read at most the last 64 KiB of new log text at a time"
 
 
 class Waits:
-    """Follows the log of one run; `look` several times a second."""
+    """Finds in a run's log what the run waits for. Call `look` several times a second."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
         self.shown: set[str] = set()
-        "that were printed where there is no live line"
+        "waits that were already printed, if there is no terminal"
         self._began_at = time.monotonic()
         self._first_step_at: float | None = None
         self._before_step_1: str | None = None
@@ -90,9 +91,9 @@ class Waits:
         self._half_line = b""
 
     def look(self, state: dict[str, float] | None) -> str | None:
-        """What the run said last that it waits for; None where it did not, or has done a step since.
+        """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
 
-        `state`: what the run wrote last about its steps, None before the first.
+        `state`: the content of the run's progress file, None before the first step.
         """
         for line in self._new_lines():
             if line.startswith(WAITING):
@@ -106,25 +107,25 @@ class Waits:
         return self._wait
 
     def at_the_end(self, seconds_total: float) -> str:
-        """`, 270 s of it before step 1: ...` where the run waited there, else nothing."""
+        """Return `, 270 s of it before step 1: ...` if the run waited before step 1, else an empty string."""
         if self._before_step_1 is None:
             return ""
         seconds = seconds_total if self._first_step_at is None else self._first_step_at - self._began_at
-        seconds = min(seconds, seconds_total)  # which the run itself has counted
+        seconds = min(seconds, seconds_total)  # the run itself measured `seconds_total`
         return f", {seconds:.0f} s of it before step 1: {self._before_step_1}"
 
     def _new_lines(self) -> list[str]:
-        """The whole lines that were written since the last look."""
+        """Return the complete lines that were written since the last call."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, 2)
-                if size < self._offset:  # another try has a new log
+                if size < self._offset:  # a retry starts a new log
                     self._offset, self._half_line = 0, b""
                 if size - self._offset > _MOST_BYTES:
                     self._offset, self._half_line = size - _MOST_BYTES, b""
                 file.seek(self._offset)
                 new = file.read(size - self._offset)
-        except OSError:  # not there yet, or moved away just now
+        except OSError:  # not created yet, or just moved
             return []
         self._offset += len(new)
         *whole, self._half_line = (self._half_line[-_MOST_BYTES:] + new).split(b"\n")
@@ -136,10 +137,10 @@ _STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow"}
 
 
 class Display:
-    """Shows each run of a comparison from its start to its end; runs side by side call it from threads.
+    """Shows each run of a comparison from start to end. Concurrent runs call it from several threads.
 
-    With `searching`, `runs` are tried with several batches each, nobody knows how many. `num_slots`: None
-    where nobody knows how many go on at once; `usd_so_far`: None for an unknown price.
+    With `searching`, each run has an unknown number of trials with different batches. `num_slots`: how many
+    runs run at the same time, None if unknown. `usd_so_far`: None if the price is unknown.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Display:
         self.took: list[tuple[PlannedRun, float]] = []
         self.waiting = {run.run_name: run for run in runs}
         self.running: dict[str, tuple[PlannedRun, float, int]] = {}
-        "with the time when it began, and its bar"
+        "by name: the run, its start time and its bar"
         self.waits: dict[str, Waits] = {}
         self.lock = threading.RLock()
         names = [name for name, flag in FLAGS.items() if flag.grid]
@@ -169,12 +170,12 @@ class Display:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[says]}"),
+            TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), says="")
+        self.overall = self.bars.add_task("all runs", total=None if searching else len(runs), status="")
 
     def __enter__(self) -> "Display":
         self.bars.start()
@@ -184,32 +185,32 @@ class Display:
         self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
-        says, steps = "starting", run.config.steps_asked
+        status, steps = "starting", run.config.steps_asked
         if run.config.rehearse is not None and run.gpu is None:
-            says, steps = "rehearsing, some seconds", None  # two steps, neither of which tells that it began
+            status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
-            bar = self.bars.add_task(self._label(run), total=steps, says=says)
+            bar = self.bars.add_task(self._label(run), total=steps, status=status)
             self.waiting.pop(run.run_name, None)
             self.running[run.run_name] = run, time.monotonic(), bar
             self.waits[run.run_name] = Waits(run.folder / LOG_FILE)
 
     def progress(self, run: PlannedRun, state: dict[str, float] | None) -> None:
         with self.lock:
-            self.bars.update(self.overall, says=self._outlook())
+            self.bars.update(self.overall, status=self._outlook())
             _, _, bar = self.running[run.run_name]
             if state is not None:
-                says = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
-                self.bars.update(bar, completed=state["step"], total=state["num_steps"], says=says)
+                status = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
+                self.bars.update(bar, completed=state["step"], total=state["num_steps"], status=status)
             waits = self.waits[run.run_name]
             if (wait := waits.look(state)) is None:
                 return
-            self.bars.update(bar, says=escape(wait))
+            self.bars.update(bar, status=escape(wait))
             if not self.console.is_terminal and wait not in waits.shown:
                 waits.shown.add(wait)
                 self.console.print(f"{self._label(run)}: {escape(wait)}", highlight=False, soft_wrap=True)
 
     def end(self, run: PlannedRun, record: RunRecord, *, kept: bool) -> None:
-        """Replace the run's bar by a line that stays, and what it wrote last where it failed."""
+        """Replace the run's bar by a permanent line; if the run failed, also show its last log lines."""
         with self.lock:
             if run.run_name in self.running:
                 _, _, bar = self.running.pop(run.run_name)
@@ -219,15 +220,17 @@ class Display:
             if record.status != "skipped" and record.seconds_total is not None:
                 self.took.append((run, record.seconds_total))
             outlook = self._outlook()
-            self.bars.update(self.overall, completed=self.num_ended, says=outlook)
+            self.bars.update(self.overall, completed=self.num_ended, status=outlook)
             style = _STYLE.get(record.status, "red")
-            took = f"{record.seconds_total:.0f} s"
+            time_text = f"{record.seconds_total:.0f} s"
             if (waits := self.waits.pop(run.run_name, None)) is not None:
-                took += escape(waits.at_the_end(record.seconds_total))
+                time_text += escape(waits.at_the_end(record.seconds_total))
             if kept:
-                took = f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force measures again)"
+                time_text = (
+                    f"kept from {record.started_at[:16].replace('T', ' ')} UTC (--force runs it again)"
+                )
             count = f"trial {self.num_ended}" if self.searching else f"{self.num_ended}/{len(self.runs)}"
-            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {took}"
+            line = f"{count}  {self._label(run)}  [{style}]{record.status}[/]  {time_text}"
             if outlook and not kept and not self.console.is_terminal:
                 line += f"  ({outlook})"
             if record.reason:
@@ -240,7 +243,7 @@ class Display:
                 self.console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
 
     def _outlook(self) -> str:
-        """Time left and cost so far, as far as they are known."""
+        """Return the time left and the cost so far, if known."""
         now, words = time.monotonic(), []
         running = [(run, now - began) for run, began, _ in self.running.values()]
         waiting = list(self.waiting.values())
@@ -252,7 +255,7 @@ class Display:
         return ", ".join(words)
 
     def _label(self, run: PlannedRun) -> str:
-        """The strategy, and what else of the grid tells this run from the others."""
+        """Return the strategy and the flags that vary between the runs of the grid."""
         repeat = re.search(r"-r(\d+)$", run.run_name)
         words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in self.varying)]
         if run.run_name.startswith(PARITY_REFERENCE):

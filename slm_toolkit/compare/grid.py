@@ -1,4 +1,4 @@
-"""A grid of runs: every model, batch, ... with every strategy, each a RunConfig and a Strategy."""
+"""Plans a grid of runs: all combinations of model, batch size, ... and strategy."""
 
 import dataclasses
 import itertools
@@ -30,38 +30,38 @@ PAIRS = (
     Pair("max_batch", "largest_batch", is_needed=True),
     Pair("probe_seconds", "probe_network", is_needed=True),
     SEARCH_HAS_NO_BATCH,
-    Pair("parity", "largest_batch", ", whose runs are short and of different batches"),
+    Pair("parity", "largest_batch", ", whose runs are short and have different batches"),
     Pair("repeats", "largest_batch", ", which runs each batch once"),
-    Pair("rehearse", "largest_batch", " and no GPU, where it never runs out of memory", on_cpu=True),
+    Pair("rehearse", "largest_batch", " and no GPU, because it never runs out of memory", on_cpu=True),
     Pair("skip_oom", "largest_batch", ", which starts from the estimate"),
-    Pair("dry_run", "largest_batch", ", where each run hangs on the last"),
-    Pair("max_steps", "parity", ", which says how many steps to do"),
-    Pair("num_train_epochs", "parity", ", which says how many steps to do"),
-    Pair("num_processes", "rehearse", ", which starts one process and says how many ranks"),
+    Pair("dry_run", "largest_batch", ", where each run depends on the last"),
+    Pair("max_steps", "parity", ", which sets the number of steps"),
+    Pair("num_train_epochs", "parity", ", which sets the number of steps"),
+    Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
     Pair("parity", "rehearse", ", whose losses mean nothing"),
-    Pair("repeats", "rehearse", ", which repeats to the byte without a GPU", on_cpu=True),
+    Pair("repeats", "rehearse", ", whose results are always the same without a GPU", on_cpu=True),
     Pair("profile", "rehearse", ", which computes nothing without a GPU", on_cpu=True),
     Pair("torch_compile", "rehearse", ", whose tensors can't be compiled without a GPU", on_cpu=True),
 )
-"flags of `slm compare` that don't go together"
+"flags of `slm compare` that need or exclude each other"
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One `accelerate launch` to do, and the folder where its record will lie."""
+    """One `accelerate launch` to run, and the folder for its record."""
 
     config: RunConfig
     spec: ModelSpec
     strategy: Strategy
     num_processes: int
-    "that are launched; a rehearsal is one, whatever the number of ranks that `asked` says"
+    "launched processes: 1 for a rehearsal, whose number of ranks is in `asked`"
     gpu: str | None
     asked: dict[str, Any]
     versions: dict[str, str]
     identity: str
     run_name: str
     taken_out: str | None = None
-    "a line on the optimizer and scheduler of the DeepSpeed JSON, where the flags decide"
+    "a line about the DeepSpeed JSON's optimizer and scheduler, if the flags replace them"
 
     @property
     def folder(self) -> Path:
@@ -77,20 +77,20 @@ def plan_runs(
     repeats: int = 1,
     parity_steps: int | None = None,
 ) -> list[PlannedRun]:
-    """All combinations of `given` (field name to a value or a list of values) with all strategies.
+    """Plan all combinations of `given` (field name to a value or a list of values) with all strategies.
 
-    `num_processes` None means all GPUs, or two CPU processes; a strategy that shards nothing gets one, in a
-    rehearsal too. Each run is planned `repeats` times; with `parity_steps` it does so many steps, and the
-    single processes that see the same batches come first, in fp32 and in the numerics asked. Raises one
-    ValueError with every problem of every combination.
+    `num_processes` None means all GPUs, or two CPU processes. A single-process strategy always gets one
+    process, also in a rehearsal. Each run is planned `repeats` times. With `parity_steps`, each run does that
+    many steps, and references come first: single processes that see the same batches, in fp32 and in the
+    requested numerics. Raises one ValueError with all problems of all combinations.
     """
     has_gpu = machine.num_gpus > 0
-    of_launches = {
+    launch_flags = {
         "num_processes": num_processes is not None,
         "repeats": repeats > 1,
         "parity": parity_steps is not None,
     }
-    names = names_given({**given, **of_launches})
+    names = names_given({**given, **launch_flags})
     if parity_steps is not None:
         task = (
             {"parity_task": True, "fp32_steps": min(FP32_STEPS, parity_steps)}
@@ -101,7 +101,7 @@ def plan_runs(
     configs = [
         config.with_defaults(has_gpu=has_gpu or config.rehearse is not None) for config in every_config(given)
     ]
-    # a hybrid shard has two copies of two
+    # hybrid sharding needs 4: two copies of two shards
     on_cpu = 4 if any(strategy.sharding.is_hybrid for strategy in strategies) else 2
     default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
@@ -109,14 +109,14 @@ def plan_runs(
     problems += pair_problems(names, PAIRS, has_gpu=has_gpu)
     most_rehearsed = max(config.rehearse or 0 for config in configs)
     if most_rehearsed > 1 and all(strategy.is_single for strategy in strategies):
-        problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which is one process")
+        problems.append(f"--rehearse {most_rehearsed} with {strategies[0].name}, which has only one rank")
     if processes < 1:
         problems.append(f"--num_processes is {processes}: at least 1")
     if 0 < machine.num_gpus < processes:
         problems.append(f"--num_processes is {processes}: this machine has {machine.num_gpus} GPUs")
     for strategy in strategies:
         if strategy.is_fsdp1 and not has_gpu:
-            problems.append(f"{strategy.path} asks for FSDP1, which needs a GPU: write `fsdp_version: 2`")
+            problems.append(f"{strategy.path} uses FSDP1, which needs a GPU: write `fsdp_version: 2`")
         for config in configs:
             problems += contradictions(strategy, config, has_gpu=has_gpu)
             problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
@@ -144,13 +144,13 @@ def plan_runs(
                 )
         run = _planned(config, strategy, count, machine.gpu, versions)
         runs.append(dataclasses.replace(run, taken_out=taken_out))
-    # in turn, so that what drifts with time does so for all strategies alike
+    # alternate the strategies, so that a drift over time affects all of them equally
     again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())
 
 
 def with_batch(run: PlannedRun, size: int) -> PlannedRun:
-    """The same run with another --per_device_train_batch_size."""
+    """Return the same run with another --per_device_train_batch_size."""
     config = dataclasses.replace(run.config, per_device_train_batch_size=size, run_name=None)
     return _planned(config, run.strategy, run.asked["num_processes"], run.gpu, run.versions)
 
@@ -163,9 +163,9 @@ def _repeated(run: PlannedRun, number: int) -> PlannedRun:
 
 
 def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -> RunConfig:
-    """One process that sees, step by step, the sequences that all ranks of `config` see together.
+    """Return a single-process run that sees in each step the same sequences as all ranks of `config`.
 
-    Rank r's batch number i is the data's batch i * num_processes + r, so more micro-steps do it.
+    Rank r's batch number i is the data's batch i * num_processes + r, so it needs only more micro-steps.
     """
     plain = config.attn_implementation in ("eager", "sdpa")  # flash-attn has no fp32
     return dataclasses.replace(
@@ -178,7 +178,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         torch_compile_mode="default",
         fsdp_prefetch=0,
         profile=False,
-        max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
+        max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
         resume_from_checkpoint=None,
         save_final_model=False,
@@ -197,7 +197,7 @@ def _planned(
     *,
     prefix: str = "",
 ) -> PlannedRun:
-    """`num_processes`: the ranks asked for."""
+    """Plan one run of `num_processes` ranks; raises ValueError if its model can't be trained."""
     spec = find_model(config.model)
     check_trainable(spec)
     check_adapter_base(config, spec)
@@ -205,7 +205,7 @@ def _planned(
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
-    folder = os.path.realpath(config.output_dir)  # which Path.resolve refuses for links in a circle
+    folder = os.path.realpath(config.output_dir)  # unlike Path.resolve, accepts circular links
     config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
     launched = 1 if config.rehearse is not None else num_processes
     return PlannedRun(config, spec, strategy, launched, gpu, asked, versions, identity, run_name)

@@ -1,4 +1,4 @@
-"""The largest per-device batch that really runs, found by trials: short runs in processes of their own."""
+"""Finds the largest per-device batch that fits, by short trial runs in separate processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,38 +12,38 @@ from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.strategy.strategy import Strategy
 
 TRIAL_STEPS = 3
-"the first makes the optimizer's states, the second is what all later ones are like"
-_FIRST_STRIDE = 1 / 16  # of where the search starts: the estimate is seldom farther off
+"the first step creates the optimizer's state; the second is like all later steps"
+_FIRST_STRIDE = 1 / 16  # fraction of the start batch: the estimate's error is rarely larger
 
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What trials found."""
+    """The result of trials."""
 
     largest_ok: int | None
-    "0: not even 1 runs; None: a trial failed otherwise, and nothing is known"
+    "0: batch 1 does not fit either; None: unknown, because a trial failed for another reason"
     smallest_oom: int | None
-    "None: none ran out of memory up to the most that was allowed"
+    "None: no allowed batch ran out of memory"
 
 
 def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
-    """Find the largest batch up to `most` for which `runs` says "ok"; larger ones say "oom".
+    """Find the largest batch up to `most` for which `runs` returns "ok"; larger batches return "oom".
 
-    From `start` by strides that double until both answers are known, then by halves. No batch is tried
-    twice; any other answer ends the search.
+    Goes from `start` in strides that double until there is an "ok" and an "oom", then bisects. No batch is
+    tried twice. Any other result ends the search.
     """
     ok, oom = 0, most + 1
     batch = min(max(1, start), most)
     stride = max(1, int(batch * _FIRST_STRIDE))
     while ok + 1 < oom:
-        answer = runs(batch)
-        if answer == "ok":
+        status = runs(batch)
+        if status == "ok":
             ok = batch
-        elif answer == "oom":
+        elif status == "oom":
             oom = batch
         else:
             return BatchSearch(None, oom if oom <= most else None)
-        if oom > most:  # nothing was too large yet
+        if oom > most:  # no batch was too large yet
             batch = min(ok + stride, most)
         elif ok == 0:
             batch = max(oom - stride, 1)
@@ -56,9 +56,10 @@ def search(runs: Callable[[int], str], *, start: int, most: int) -> BatchSearch:
 def find_largest_batch(
     run: PlannedRun, execute: Callable[[PlannedRun], RunRecord], *, most: int | None
 ) -> tuple[BatchSearch, PlannedRun, RunRecord]:
-    """Search for one planned run, from the estimate for its GPU (else from 1); `execute` does a trial.
+    """Search for one planned run's largest batch; `execute` runs a trial.
 
-    Returns the trial to show, too: the largest that ran, else batch 1, else the one that failed.
+    Starts at the estimate for the GPU, or at 1. Also returns the trial to show: the largest batch that ran;
+    if none ran, batch 1; if a trial failed for another reason, that trial.
     """
     trials: dict[int, tuple[PlannedRun, RunRecord]] = {}
 
@@ -67,13 +68,13 @@ def find_largest_batch(
         trials[batch] = trial, execute(trial)
         return trials[batch][1].status
 
-    found = search(runs, start=estimated_batch(run) or 1, most=most or LARGEST_BATCH_TRIED)
-    shown = list(trials)[-1] if found.largest_ok is None else max(1, found.largest_ok)
-    return found, *trials[shown]
+    result = search(runs, start=estimated_batch(run) or 1, most=most or LARGEST_BATCH_TRIED)
+    batch = list(trials)[-1] if result.largest_ok is None else max(1, result.largest_ok)
+    return result, *trials[batch]
 
 
 def estimated_batch(run: PlannedRun) -> int | None:
-    """The largest batch that fits on this machine's GPU, says the estimate; None where it can't say."""
+    """Return the estimate of the largest batch on this machine's GPU; None without an estimate."""
     setup = setup_of(run)
     return largest_batch(setup).per_device_train_batch_size if setup else None
 
@@ -85,15 +86,15 @@ def flags_of_trials(
     max_batch: int | None,
     has_gpu: bool,
 ) -> dict[str, Any]:
-    """The flags of a search's runs. Raises one ValueError with all that can't be asked of a search."""
+    """Return the flags of a search's trial runs. Raises one ValueError with all problems."""
     problems = fixed_batch_problems(strategies)
     if not has_gpu and max_batch is None:
         problems.append(
-            "--largest_batch without a GPU, where nothing but the machine ends it: add --max_batch"
+            "--largest_batch without a GPU needs --max_batch: nothing else ends the search on a CPU"
         )
     if problems:
         raise ValueError(
-            "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` runs nothing"
+            "\n".join(problems) + "\nhint: `slm estimate --largest_batch --gpu NAME` needs no trial runs"
         )
     trial = {"per_device_train_batch_size": 1}
     if "num_train_epochs" not in given:

@@ -1,4 +1,4 @@
-"""Run planned runs on this machine, each as a process tree of its own that ends as a record."""
+"""Executes planned runs on this machine; each run is a separate process tree and ends as a record."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord
 from slm_toolkit.record.saved_files import CHECKPOINTS_DIR, finished, model_damage, saved_model
 from slm_toolkit.strategy.strategy import config_options, write_resolved
 
-# Places where runs go on side by side: disjoint GPUs of this machine, or a share of its CPU cores.
+# Slots for runs that run at the same time: disjoint GPUs of this machine, or a share of its CPU cores.
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -44,29 +44,29 @@ class Slot:
     """Room for one run at a time."""
 
     num_slots: int = 1
-    "that share this machine"
+    "number of slots on this machine"
     visible_devices: tuple[str, ...] | None = None
-    "as CUDA_VISIBLE_DEVICES names them; None: all that are visible here"
+    "names for CUDA_VISIBLE_DEVICES; None: all GPUs that are visible here"
 
 
 def slots_of(
     machine: Machine, *, gpus_per_run: int | None, runs_at_once: int | None, num_processes: int | None
 ) -> list[Slot]:
-    """The slots asked for; one without either. Raises ValueError with all that can't be had."""
+    """Return the requested slots, by default one. Raises ValueError with all problems."""
     problems = []
     if gpus_per_run is not None and machine.num_gpus == 0:
         problems.append(
-            "--gpus_per_run without a GPU\nhint: --runs_at_once N runs CPU processes side by side"
+            "--gpus_per_run without a GPU\nhint: on a CPU, use --runs_at_once N to run N at the same time"
         )
     elif gpus_per_run is not None and gpus_per_run > machine.num_gpus:
         problems.append(f"--gpus_per_run is {gpus_per_run}: this machine has {machine.num_gpus}")
     if runs_at_once is not None and machine.num_gpus > 0:
         problems.append(
-            "--runs_at_once on a machine with GPUs\nhint: --gpus_per_run K says how many a run gets"
+            "--runs_at_once on a machine with GPUs\nhint: use --gpus_per_run K to give each run K GPUs"
         )
     if gpus_per_run is not None and num_processes is not None and num_processes > gpus_per_run:
         problems.append(
-            f"--num_processes is {num_processes}, --gpus_per_run {gpus_per_run}: a rank needs its own GPU"
+            f"--num_processes is {num_processes}, --gpus_per_run {gpus_per_run}: each rank needs its own GPU"
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -84,9 +84,9 @@ def slots_of(
 def run_in_slots(
     jobs: Sequence[Job], work: Callable[[Job, Slot], Result], slots: list[Slot], stop: threading.Event
 ) -> Iterator[tuple[int, Result]]:
-    """Do each job in a slot that is free, in order; yields a job's index and result as it ends.
+    """Run the jobs in order, each in a free slot. Yield a job's index and result when it ends.
 
-    Whatever ends this early, Ctrl-C or a bug in a job, sets `stop` and waits for those at work to heed it.
+    If Ctrl-C or a bug in a job ends this early, sets `stop` and waits for the running jobs to end.
     """
     free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
     for slot in slots:
@@ -104,9 +104,9 @@ def run_in_slots(
     pool = ThreadPoolExecutor(max_workers=len(slots))
     try:
         index_of = {pool.submit(in_a_slot, job): index for index, job in enumerate(jobs)}
-        left = set(index_of)
-        while left:
-            done, left = wait(left, return_when=FIRST_COMPLETED)
+        pending = set(index_of)
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in sorted(done, key=index_of.__getitem__):
                 yield index_of[future], future.result()
     except BaseException:
@@ -117,18 +117,18 @@ def run_in_slots(
 
 
 Progress = Callable[[dict[str, float] | None], None]
-"called several times a second with what the run last wrote about itself, None before the first step"
+"called several times a second with the content of the run's progress file, None before the first step"
 _PORT_TRIES = 3
 _GRACE_SECONDS = 20.0
-"for a run to end itself at its time limit, once its ranks have found out which of them hangs"
+"extra time at the time limit, in which the run names its hanging rank and ends itself"
 _PORTS = range(20_000, 32_768)
-"below those that Linux gives to outgoing connections, which could take a port before it is listened to"
+"Linux gives higher ports to outgoing connections, which could take a port before a run listens on it"
 
 
 def kept_record(run: PlannedRun) -> RunRecord | None:
-    """The record of an earlier run that asked the very same and ended ok or out of memory.
+    """Return the record of an earlier run with the same identity that ended ok or out of memory.
 
-    None too where this run is to leave something that the earlier one did not: a model, a tracker's log.
+    Returns None, too, if this run must save a model or a tracker's log that the earlier run did not save.
     """
     if (record := _earlier_record(run)) is None:
         return None
@@ -142,25 +142,25 @@ def kept_record(run: PlannedRun) -> RunRecord | None:
 
 
 def check_place(run: PlannedRun) -> None:
-    """Raises ValueError where a run that is to be done would replace an earlier one's checkpoints or model.
+    """Raise ValueError if this run would replace checkpoints or a model of an earlier run.
 
-    With --save_steps a run that did not come to its end goes on from its newest checkpoint instead.
+    With --save_steps, an unfinished run resumes from its newest checkpoint instead.
     """
     if run.config.overwrite_output_dir or kept_record(run) is not None:
         return
     record = _earlier_record(run)
-    goes_on = run.config.save_steps is not None and (record is None or record.status != "ok")
-    left = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
-    if left and not goes_on:
+    resumes = run.config.save_steps is not None and (record is None or record.status != "ok")
+    saved = [*finished(run.folder / CHECKPOINTS_DIR), *filter(None, [saved_model(run.folder)])]
+    if saved and not resumes:
         raise ValueError(
-            f"{left[-1]} is of an earlier run, which this comparison would replace\n"
-            "hint: --overwrite_output_dir does such runs again from the beginning, --force all runs; another "
-            "--output_dir keeps them"
+            f"this comparison would replace {saved[-1]} of an earlier run\n"
+            "hint: --overwrite_output_dir starts such runs again from the beginning, --force starts all runs "
+            "again; another --output_dir keeps them"
         )
 
 
 def _earlier_record(run: PlannedRun) -> RunRecord | None:
-    """None too for one of another version, or damaged: the run is done again."""
+    """Return the record in the run's folder; None if missing, damaged or of another version: run again."""
     try:
         return read_record(run.folder / RECORD_FILE)
     except ValueError:
@@ -176,10 +176,10 @@ def execute(
     stop: threading.Event,
     on_progress: Progress,
 ) -> RunRecord:
-    """Launch one run, again up to `retries` times while it fails or times out; returns its record.
+    """Launch one run; if it fails or times out, retry up to `retries` times. Return its record.
 
-    A port that another program took meanwhile is not the run's fault: it gets two more. With `stop` set the
-    run is ended, without a record: raises CancelledError.
+    If another program took the port meanwhile, up to two more ports are tried; these don't count as retries.
+    If `stop` is set, ends the run without a record and raises CancelledError.
     """
     port_tries = tries = 0
     while True:
@@ -193,12 +193,12 @@ def execute(
         tries += 1
         if tries > retries:
             return record
-        with suppress(OSError):  # a full disk leaves none
+        with suppress(OSError):  # on a full disk there is no log
             (run.folder / LOG_FILE).replace(run.folder / f"log-try{tries}.txt")
 
 
 def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
-    """The command line of a run; the record shows it as `accelerate launch ...`."""
+    """Return the command line of a run; the record shows it as `accelerate launch ...`."""
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *config_options(str(yaml_path)),
@@ -209,7 +209,7 @@ def launch_command(run: PlannedRun, yaml_path: Path, *, port: int) -> list[str]:
 
 
 def free_port() -> int:
-    """One that nobody listens to now; two comparisons seldom draw the same."""
+    """Return a free port. It is random, so that two comparisons rarely choose the same."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as listener:
@@ -221,13 +221,13 @@ def free_port() -> int:
 
 
 def forget(run: PlannedRun) -> None:
-    """Remove an earlier run's folder, checkpoints and all; the record first, lest half a folder counts."""
+    """Remove an earlier run's folder with its checkpoints; the record first, so no half folder counts."""
     (run.folder / RECORD_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def clear(folder: Path, *names: str) -> None:
-    """Remove `names`, and what runs write only for the while, half-written files too."""
+    """Remove `names`, the progress file and half-written files from `folder`."""
     for pattern in (*names, PROGRESS_FILE, "progress.new", f".{RECORD_FILE}.*"):
         for path in folder.glob(pattern):
             path.unlink()
@@ -249,14 +249,14 @@ def _execute_once(
         if (record := own_record(run, ended)) is not None:
             return record
         record = record_of(run, ended)
-    except OSError as error:  # of this run's folder: the others go on
+    except OSError as error:  # an error in this run's folder must not stop the other runs
         full = "no room on the disk: " if error.errno in DISK_FULL else ""
         record = record_of(
             run,
             Ended([], started_at, time.monotonic() - started, 1, None, None, ""),
             reason=f"{full}{error.strerror}: {error.filename or run.folder}",
         )
-    with suppress(OSError):  # then this comparison's table alone has it
+    with suppress(OSError):  # if it can't be written, only this comparison's table shows it
         write_record(record, run.folder)
     return record
 
@@ -270,7 +270,7 @@ def _launch(
     stop: threading.Event,
     on_progress: Progress,
 ) -> Ended:
-    """Start `command` and see it to its end, or end it."""
+    """Start `command` and wait until it ends, exceeds its time limit, or `stop` is set."""
     folder, before = run.folder, look_at_host_ram()
     least_available_bytes = before.available_bytes
     started_at, started = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
@@ -304,7 +304,7 @@ def _killed_by(before: RamState, least_available_bytes: int) -> str:
 
 
 def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[str, str]:
-    """As a user's shell, with CPU threads shared out among CPU processes, on the slot's GPUs alone."""
+    """Return the environment of a run: the slot's GPUs, and its share of CPU threads for each process."""
     env = safe_environment()
     env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env[TIME_LIMIT_VARIABLE] = f"{timeout_seconds} {time.monotonic() + timeout_seconds}"

@@ -1,4 +1,4 @@
-"""Whether a run fits, by the estimate, before it is launched."""
+"""Estimates before the launch whether a run fits in GPU memory."""
 
 from datetime import UTC, datetime
 
@@ -12,7 +12,7 @@ from slm_toolkit.record.run_record import RunRecord
 
 
 def setup_of(run: PlannedRun) -> Setup | None:
-    """The setup of a planned run; None where no closed form covers its GPU, flags or strategy."""
+    """Return the setup of a planned run; None if no closed form covers its GPU, flags or strategy."""
     gpu = find_gpu(run.gpu)
     if gpu is None or unknown_to_estimates(run.config):
         return None
@@ -34,37 +34,36 @@ def setup_of(run: PlannedRun) -> Setup | None:
 
 
 def check_skippable(runs: list[PlannedRun]) -> None:
-    """Raises ValueError where --skip_oom has nothing to go by."""
+    """Raise ValueError if --skip_oom can't estimate the memory of the runs."""
     gpu = runs[0].gpu
-    known = find_gpu(gpu)
     if gpu is None:
         raise ValueError(
-            "--skip_oom without a GPU, where runs take what RAM there is\n"
-            "hint: `slm estimate --gpu NAME` says which runs fit where"
+            "--skip_oom needs a GPU: the estimate does not cover host RAM\n"
+            "hint: `slm estimate --gpu NAME` estimates which runs fit on a GPU"
         )
     if unknown := [problem for run in runs for problem in unknown_to_estimates(run.config)]:
         raise ValueError(f"--skip_oom: {unknown[0]}\nhint: leave --skip_oom out")
-    if known is None:
-        raise ValueError(f"--skip_oom: no estimate knows the memory of {gpu}\nhint: leave it out")
+    if find_gpu(gpu) is None:
+        raise ValueError(f"--skip_oom: the memory of {gpu} is unknown\nhint: leave --skip_oom out")
 
 
 def skipped_record(run: PlannedRun) -> RunRecord | None:
-    """In the place of a launch that would not fit; None where it may fit, or nobody can say.
+    """Return a record for a run that would not fit; None if it may fit or there is no estimate.
 
-    A strategy that nobody has launched names no engine: all that was not observed stays unknown.
+    Fields such as the engine stay unknown, because nothing was launched.
     """
     setup = setup_of(run)
-    found = estimate(setup) if setup else None
-    if found is None or found.fits is not False:
+    estimated = estimate(setup) if setup else None
+    if estimated is None or estimated.fits is not False:
         return None
-    usable_bytes = found.headroom_bytes + found.peak_allocated_bytes
+    usable_bytes = estimated.headroom_bytes + estimated.peak_allocated_bytes
     return planned_record(
         run,
         status="skipped",
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        reason=f"not launched: out of memory, predicted: {found.peak_allocated_bytes / 2**30:.2f} GiB "
-        f"at the peak, of {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
+        reason=f"not launched: predicted peak memory {estimated.peak_allocated_bytes / 2**30:.2f} GiB "
+        f"is more than {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
         seconds_total=0.0,
         gpu=run.gpu,
-        predicted_peak_bytes=found.peak_allocated_bytes,
+        predicted_peak_bytes=estimated.peak_allocated_bytes,
     )

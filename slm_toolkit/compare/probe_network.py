@@ -1,4 +1,4 @@
-"""Launch `slm_toolkit.run.network_probe` on this machine, as runs are launched."""
+"""Launches `slm_toolkit.run.network_probe` on this machine."""
 
 import sys
 import time
@@ -15,20 +15,20 @@ from slm_toolkit.launch.processes import safe_environment
 from slm_toolkit.strategy.strategy import find_strategy, write_resolved
 
 
-def num_ranks_to_probe(asked: int | None, machine: Machine) -> int:
-    """`asked`, or all GPUs, or two CPU processes. Raises ValueError where nothing could be measured."""
-    num_processes = (machine.num_gpus or 2) if asked is None else asked
+def num_ranks_to_probe(requested: int | None, machine: Machine) -> int:
+    """Return `requested`, or the number of GPUs, or 2 CPU processes. Raises ValueError for less than two."""
+    num_processes = (machine.num_gpus or 2) if requested is None else requested
     if num_processes < 2:
-        of_gpu = " on this machine's one GPU" if machine.num_gpus == 1 else ""
+        on_gpu = " on this machine's only GPU" if machine.num_gpus == 1 else ""
         raise ValueError(
-            f"--probe_network with {num_processes} process{of_gpu}: nobody to send to\n"
-            "hint: --num_processes 2 or more, with a GPU each; several nodes: `python -m "
+            f"--probe_network with {num_processes} process{on_gpu}: it needs two or more\n"
+            "hint: --num_processes 2 or more, with a GPU each; for several nodes see `python -m "
             "slm_toolkit.run.network_probe --help`"
         )
     if 0 < machine.num_gpus < num_processes:
         raise ValueError(
             f"--num_processes is {num_processes}: this machine has {machine.num_gpus} GPUs\n"
-            "hint: a rank needs a GPU of its own"
+            "hint: each rank needs its own GPU"
         )
     return num_processes
 
@@ -41,9 +41,9 @@ def probe_network(
     timeout_seconds: float,
     on_progress: Callable[[str], None],
 ) -> str | None:
-    """Measure, and let rank 0 write `output`; returns None, or why there is no such file.
+    """Measure the network; rank 0 writes `output`. Return None, or the reason why that failed.
 
-    `on_progress` is called several times a second with what was measured last, "" before the first.
+    Calls `on_progress` several times a second with the line of the last measurement, "" before the first.
     """
     output = output.resolve()
     output.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Run planned runs as Slurm jobs: submitted ahead, found again, waited for, each ending as a record."""
+"""Executes planned runs as Slurm jobs: submits them, finds earlier jobs again, waits for their records."""
 
 import dataclasses
 import math
@@ -31,62 +31,62 @@ from slm_toolkit.record.files import read_record, write_record
 from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE, RunRecord, identity_of
 from slm_toolkit.strategy.strategy import Strategy, on_nodes, write_resolved
 
-# The Slurm job of a planned run as a script on disk, from a template that a person can read.
+# The script of a run's Slurm job, filled in from a readable template.
 
 SLURM_TEMPLATE = Path(__file__).parent / "slurm.sh"
 SCRIPT_FILE = "slurm.sh"
-"what a run's script is called, in the run's folder; Slurm's queue shows its path, by which jobs are found"
+"name of the script in the run's folder; jobs are found again by its path, which Slurm's queue shows"
 
 
 @dataclass(frozen=True)
 class SlurmNodes:
-    """What every job of a comparison asks Slurm for."""
+    """The nodes and options that every job of a comparison requests."""
 
     num_nodes: int
     gpus_per_node: int
     "0: CPU processes"
     options: tuple[str, ...]
-    "sbatch's, in the user's words"
+    "the user's options for sbatch"
     template: str
-    "the script, with {{names}} to be filled in"
+    "the script, with {{names}} to fill in"
 
     @property
     def machine(self) -> Machine:
-        """The nodes together. Nobody has asked their GPU's name: the options that choose it stand for it."""
+        """All nodes as one machine. The GPU's name is unknown; options that choose hardware replace it."""
         chosen = [word for word, name in _named(self.options) if name in _CHOOSES_HARDWARE]
         return Machine(self.num_nodes * self.gpus_per_node, shlex.join(chosen) or None)
 
 
 def slurm_nodes(*, num_nodes: int, gpus_per_node: int, options: str, template: Path) -> SlurmNodes:
-    """Raises ValueError with all that is wrong with the options or the template."""
+    """Check the options and the template. Raises ValueError with all problems."""
     try:
         words = tuple(shlex.split(options))
     except ValueError as error:  # a quote that is not closed
-        raise ValueError(f"--slurm_options {options!r}: {error}\nhint: as sbatch takes them") from None
-    text = read_text(template, hint=f"{SLURM_TEMPLATE} is ours")
+        raise ValueError(
+            f"--slurm_options {options!r}: {error}\nhint: write them as on sbatch's command line"
+        ) from None
+    text = read_text(template, hint=f"the default template is {SLURM_TEMPLATE}")
     problems = [
-        f"--slurm_options says {word}, which is for `slm compare` to say: {_OURS[ours]}"
+        f"--slurm_options has {word}, which `slm compare` sets itself: {_OURS[ours]}"
         for word, name in _named(words)
         if word.startswith("-") and (ours := _ours(word, name)) is not None
     ]
-    if not gpus_per_node and (asked := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
-        problems.append(f"--slurm_options says {min(asked)}: add --gpus_per_node, for as many ranks")
+    if not gpus_per_node and (gpu_options := {name for _, name in _named(words)} & _ASKS_FOR_GPUS):
+        problems.append(f"--slurm_options has {min(gpu_options)}: also set --gpus_per_node, one rank per GPU")
     if not options.isprintable():
-        problems.append(
-            "--slurm_options has a character that can't be shown: a line of the script ends there"
-        )
+        problems.append("--slurm_options has a character that can't be shown, such as a newline")
     if words and not words[0].startswith("-"):
-        problems.append(f"--slurm_options begins with {words[0]!r}, which is no option of sbatch")
-    found = re.findall(r"\{\{(.*?)\}\}", text)
-    problems += [f"{template}: unknown {{{{{name}}}}}" for name in dict.fromkeys(found) if name not in _NAMES]
-    problems += [f"{template} has no {{{{{name}}}}}" for name in _NEEDED if name not in found]
+        problems.append(f"--slurm_options begins with {words[0]!r}, which is not an option of sbatch")
+    names = re.findall(r"\{\{(.*?)\}\}", text)
+    problems += [f"{template}: unknown {{{{{name}}}}}" for name in dict.fromkeys(names) if name not in _NAMES]
+    problems += [f"{template} has no {{{{{name}}}}}" for name in _NEEDED if name not in names]
     if problems:
-        raise ValueError("\n".join(problems) + f"\nhint: {SLURM_TEMPLATE} has and explains them all")
+        raise ValueError("\n".join(problems) + f"\nhint: {SLURM_TEMPLATE} has and explains all names")
     return SlurmNodes(num_nodes, gpus_per_node, words, text)
 
 
 def strategy_on_nodes(strategy: Strategy, nodes: SlurmNodes) -> Strategy:
-    """The strategy for so many nodes; one process is on one."""
+    """Return the strategy for the number of nodes; a single-process strategy uses one node."""
     num_nodes = 1 if strategy.is_single else nodes.num_nodes
     return strategy if strategy.num_machines == num_nodes else on_nodes(strategy, num_nodes)
 
@@ -96,13 +96,13 @@ def script_path(run: PlannedRun) -> Path:
 
 
 def write_script(run: PlannedRun, nodes: SlurmNodes, *, timeout_seconds: float) -> Path:
-    """Write the run's YAML and its job's script; returns the script."""
-    check_name(str(run.folder), "a run's folder")  # in a line of #SBATCH, which a newline would end
+    """Write the run's YAML and its job's script. Return the script's path."""
+    check_name(str(run.folder), "a run's folder")  # a newline would end the script's #SBATCH line
     num_nodes = run.strategy.num_machines
     processes_per_node = run.num_processes // num_nodes
     filled = {
         "run_name": shlex.quote(run.run_name),
-        "log": shlex.quote(str(run.folder / LOG_FILE).replace("%", "%%")),  # Slurm's pattern
+        "log": shlex.quote(str(run.folder / LOG_FILE).replace("%", "%%")),  # % begins Slurm's patterns
         "num_nodes": str(num_nodes),
         "processes_per_node": str(processes_per_node),
         "num_processes": str(run.num_processes),
@@ -124,28 +124,28 @@ _NAMES = (
     *("config_file", "train_flags"),
 )
 _NEEDED = ("log", "num_nodes", "num_processes", "options", "config_file", "train_flags")
-"without these a job would not do what was asked, or nobody would see what it did"
+"without these, a job would run something else, or its output would be lost"
 _OURS = {
-    **dict.fromkeys(("nodes", "N"), "--num_nodes"),
-    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "one task per node, --num_processes for ranks"),
+    **dict.fromkeys(("nodes", "N"), "use --num_nodes"),
+    **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "one task per node; set ranks by --num_processes"),
     **dict.fromkeys(("output", "o", "error", "e", "job-name", "J"), "each run has its own"),
-    "cpus-per-gpu": "--cpus-per-task, all ranks of a node being one task",
-    **dict.fromkeys(("array", "a", "wrap", "wait", "W", "test-only"), "a job per run"),
-    **dict.fromkeys(("clusters", "M"), "a login node of that cluster, where its jobs are seen"),
+    "cpus-per-gpu": "use --cpus-per-task, because all ranks of a node are one task",
+    **dict.fromkeys(("array", "a", "wrap", "wait", "W", "test-only"), "each run is one job"),
+    **dict.fromkeys(("clusters", "M"), "run `slm compare` on a login node of that cluster"),
 }
-"sbatch's options that would contradict ours, and who says them"
+"sbatch's options that would contradict ours, with what replaces them"
 _ASKS_FOR_GPUS = {"gres", "gpus", "G", "gpus-per-node", "gpus-per-task"}
 _CHOOSES_HARDWARE = (
     *("partition", "p", "constraint", "C", "nodelist", "w", "reservation"),
     *_ASKS_FOR_GPUS,
 )
-"runs with other such options are other runs; a longer --time changes nothing that was measured"
+"these options are part of a run's identity; others, such as --time, change no measured number"
 _CORES_PER_GPU = 4
-"for a rank, its data loader and NCCL's threads, where --slurm_options has no --cpus-per-task"
+"default --cpus-per-task per GPU: for a rank, its data loader and NCCL's threads"
 
 
 def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float) -> str:
-    """What `slm compare` asks for where the user's options don't, then these."""
+    """Return the job's options: defaults for those that the user did not give, then the user's options."""
     given = {name for _, name in _named(nodes.options)}
     ours = []
     if not given & {"time", "t"}:
@@ -159,26 +159,26 @@ def _options(nodes: SlurmNodes, processes_per_node: int, timeout_seconds: float)
 
 
 def _ours(word: str, name: str) -> str | None:
-    """The option of ours that a user's is; sbatch takes the first letters of a long one."""
+    """Return the key of `_OURS` that a user's option matches; sbatch accepts abbreviated long options."""
     if name in _OURS:
         return name
     return next((ours for ours in _OURS if word.startswith("--") and ours.startswith(name)), None)
 
 
 def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each word with the name of the option that it is, or whose value it is."""
-    found, name = [], ""
+    """Return each word with the name of its option; a value belongs to the option before it."""
+    named, name = [], ""
     for word in words:
         if word.startswith("--"):
             name = word[2:].partition("=")[0]
         elif word.startswith("-"):
             name = word[1:2]
-        found.append((word, name))
-    return found
+        named.append((word, name))
+    return named
 
 
 UNKNOWN = "UNKNOWN"
-"the state, in our word, of a job that ended while nobody looked, on a cluster without accounting"
+"our state for a job that left the queue unobserved, on a cluster without accounting"
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ class SlurmJob:
 
     job_id: int
     state: str
-    "in Slurm's words: PENDING, RUNNING, COMPLETED, TIMEOUT, ..."
+    "Slurm's state: PENDING, RUNNING, COMPLETED, TIMEOUT, ..."
     reason: str
-    "why it waits, or ended"
+    "Slurm's reason why the job waits or ended"
     seconds: float
-    "that it has run"
+    "run time so far"
 
     @property
     def is_live(self) -> bool:
@@ -199,53 +199,53 @@ class SlurmJob:
 
 
 def queue() -> dict[str, SlurmJob]:
-    """This user's jobs by script, the newest of each, with those that ended some minutes ago."""
-    found: dict[str, SlurmJob] = {}
-    shown = command("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r|%M|%o")
-    for line in shown.splitlines():
+    """Return this user's newest job of each script, including jobs that ended a few minutes ago."""
+    jobs: dict[str, SlurmJob] = {}
+    output = command("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r|%M|%o")
+    for line in output.splitlines():
         number, state, reason, elapsed, script = line.strip().split("|", 4)
-        if not number.isdigit():  # of a job array, which is none of ours
+        if not number.isdigit():  # a job array: not one of our jobs
             continue
         job = SlurmJob(int(number), state, reason, _seconds(elapsed))
-        if script not in found or found[script].job_id < job.job_id:
-            found[script] = job
-    return found
+        if script not in jobs or jobs[script].job_id < job.job_id:
+            jobs[script] = job
+    return jobs
 
 
 def accounted(job: SlurmJob) -> SlurmJob:
-    """The end of a job that has left the queue, as accounting has it, where there is any."""
+    """Return a job that has left the queue with its final state from accounting, UNKNOWN if there is none."""
     words = ("--jobs", str(job.job_id), "--allocations", "--noheader", "--parsable2")
     try:
-        shown = command("sacct", *words, "--format=State,Elapsed").strip()
+        output = command("sacct", *words, "--format=State,Elapsed").strip()
     except ValueError:
-        shown = ""
-    state, _, elapsed = shown.partition("|")
+        output = ""
+    state, _, elapsed = output.partition("|")
     state = state.partition(" ")[0]  # "CANCELLED by 1000"
-    ended = state != "" and state not in _LIVE
+    has_ended = state != "" and state not in _LIVE
     return (
         SlurmJob(job.job_id, state, "", _seconds(elapsed))
-        if ended
+        if has_ended
         else dataclasses.replace(job, state=UNKNOWN)
     )
 
 
 def command(*words: str) -> str:
-    """What one of Slurm's commands prints. Raises ValueError with what it says where it fails."""
+    """Run one of Slurm's commands and return its stdout. If it fails, raises ValueError with its stderr."""
     try:
-        done = subprocess.run(  # a job gets the environment of its sbatch
+        done = subprocess.run(  # sbatch passes its environment to the job
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=safe_environment()
         )
     except FileNotFoundError:
         raise ValueError(
-            f"no {words[0]} here\nhint: --launcher slurm works where jobs are submitted, on a login node"
+            f"no {words[0]} on this machine\nhint: use --launcher slurm on a login node of the cluster"
         ) from None
     if done.returncode != 0:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ValueError(f"{words[0]}: {said}\nhint: --slurm_only_write shows the scripts")
+        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise ValueError(f"{words[0]}: {message}\nhint: --slurm_only_write only writes the scripts")
     return done.stdout
 
 
-# https://slurm.schedmd.com/squeue.html, JOB STATE CODES; all others are ends
+# https://slurm.schedmd.com/squeue.html, JOB STATE CODES; in all other states a job has ended
 _LIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "STAGE_OUT", "SIGNALING"),
     *("RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
@@ -253,7 +253,7 @@ _LIVE = (
 
 
 def _seconds(elapsed: str) -> float:
-    """Of Slurm's days-hours:minutes:seconds, of which the first parts may be left out."""
+    """Parse Slurm's days-hours:minutes:seconds; the first parts may be missing."""
     days, _, clock = elapsed.rpartition("-")
     seconds = 0.0
     for part in clock.split(":"):
@@ -262,65 +262,65 @@ def _seconds(elapsed: str) -> float:
 
 
 class SlurmJobs:
-    """The jobs of one comparison. Nothing about them is kept on disk: the queue shows each one's script."""
+    """The jobs of one comparison. Needs no file to find them again: the queue shows each job's script."""
 
     def __init__(self, nodes: SlurmNodes, console: Console, *, timeout_seconds: float) -> None:
         self.nodes, self.console, self.timeout_seconds = nodes, console, timeout_seconds
         self.waiting: list[PlannedRun] = []
-        "that Slurm does not have yet"
+        "runs that are not submitted yet"
         self.jobs: dict[str, SlurmJob] = {}
-        "ours, by script"
-        self.said, self.refusal = "", ""
+        "our jobs, by script"
+        self.last_line, self.refusal = "", ""
         self.pause_seconds, self.next_look = _FIRST_PAUSE_SECONDS, 0.0
         self.has_accepted = False
-        "whether Slurm ever took or showed a job of ours: what it refuses later it may take later still"
+        "True once Slurm accepted or showed a job of ours: a later refusal may be temporary"
         self.num_processes: dict[str, int] = {}
-        "by script"
+        "number of ranks, by script"
         self.gpu_seconds: dict[int, float] = {}
-        "that each job has used; a CPU process counts as one"
+        "GPU time used, by job id; a CPU process counts as a GPU"
         self.unseen: set[str] = set()
-        "scripts whose live job nobody knew at the last look"
+        "scripts whose live job was unknown to Slurm at the last look"
         self.ended_at: dict[str, float] = {}
-        "when a job was first seen to have ended, by script"
+        "time when a job was first seen to have ended, by script"
 
     def begin(self, runs: list[PlannedRun], *, force: bool) -> None:
-        """Find the jobs of an earlier comparison that still run or wait, and submit what is not done.
+        """Find the live jobs of an earlier comparison, and submit all runs that are not done.
 
-        Raises ValueError where Slurm does not answer, or takes none of them and never took any.
+        Raises ValueError if Slurm does not answer, or if it refuses a job and has never accepted one.
         """
-        mine = {str(script_path(run)) for run in runs}
-        found = {
+        scripts = {str(script_path(run)) for run in runs}
+        live_jobs = {
             script: job
             for script, job in queue().items()
-            if script in mine and job.is_live and job.state != "COMPLETING"  # what it was is decided already
+            if script in scripts and job.is_live and job.state != "COMPLETING"  # its result is decided
         }
-        self.has_accepted |= bool(found)
+        self.has_accepted |= bool(live_jobs)
         for run in runs:
             self.num_processes[str(script_path(run))] = run.num_processes
-            job = found.get(str(script_path(run)))
+            job = live_jobs.get(str(script_path(run)))
             if force:
                 self._forget(run, job)
             elif job is not None:
                 self.jobs[str(script_path(run))] = job
             if (force or job is None) and self.kept_record(run) is None:
                 self.waiting.append(run)
-        if found and not force:
-            self._say(f"found {_ids(found.values())} of an earlier comparison")
+        if live_jobs and not force:
+            self._say(f"found {_ids(live_jobs.values())} of an earlier comparison")
         self._submit_waiting()
 
     def kept_record(self, run: PlannedRun) -> RunRecord | None:
-        """As `local.kept_record`; the record says the nodes' GPU, unknown when the run was planned."""
+        """Like `local.kept_record`, but with the record's GPU, which was unknown when the run was planned."""
         path = run.folder / RECORD_FILE
         if str(script_path(run)) in self.jobs or not path.is_file():
             return None
         try:
             gpu = read_record(path).gpu
-        except ValueError:  # of another version, or damaged: run again
+        except ValueError:  # damaged or of another version: run again
             return None
         return local.kept_record(dataclasses.replace(run, identity=identity_of(run.asked, run.versions, gpu)))
 
     def forget(self, run: PlannedRun) -> None:
-        """Cancel an earlier comparison's job and remove its folder, unless this comparison began it anew."""
+        """Cancel an earlier comparison's job and remove its folder, unless this comparison started it."""
         if str(script_path(run)) not in self.jobs and run not in self.waiting:
             self._forget(run, queue().get(str(script_path(run))))
 
@@ -334,10 +334,10 @@ class SlurmJobs:
         stop: threading.Event,
         on_progress: Progress,
     ) -> RunRecord:
-        """Wait for a run's job, submitted here if not yet, again up to `retries` times; returns its record.
+        """Wait for a run's job, submit it if needed, retry up to `retries` times. Return the run's record.
 
-        Slurm knows where (`slot` is all of this machine) and when to end it: `timeout_seconds` is in the
-        job's script. With `stop` set the job is left to `cancel`: raises CancelledError.
+        Ignores `slot` and `timeout_seconds`: Slurm chooses the nodes, and the script has the time limit.
+        If `stop` is set, raises CancelledError; `cancel` then ends the job.
         """
         record = self._execute_once(run, stop, on_progress)
         while record.status in ("failed", "timeout") and retries > 0:
@@ -346,16 +346,17 @@ class SlurmJobs:
         return record
 
     def cancel(self) -> None:
-        """Ask scancel to end what is left of this comparison's jobs."""
-        mine = {*self.jobs, *(str(script_path(run)) for run in self.waiting)}  # one may be on its way
-        live = [job for script, job in queue().items() if script in mine and job.is_live]
+        """Cancel all live jobs of this comparison."""
+        # waiting runs, too: one may have been submitted just now
+        scripts = {*self.jobs, *(str(script_path(run)) for run in self.waiting)}
+        live = [job for script, job in queue().items() if script in scripts and job.is_live]
         if live:
             command("scancel", *(str(job.job_id) for job in live))
             self._say(f"cancelled {_ids(live)}")
 
     def _execute_once(self, run: PlannedRun, stop: threading.Event, on_progress: Progress) -> RunRecord:
         script = str(script_path(run))
-        if script not in self.jobs and run not in self.waiting:  # a trial of a search, or another try
+        if script not in self.jobs and run not in self.waiting:  # a trial of a search, or a retry
             self._begin_patiently(run, stop)
         while run in self.waiting or self.jobs[script].is_live:
             on_progress(local.progress_of(run.folder))
@@ -367,7 +368,7 @@ class SlurmJobs:
         return _record_of(run, self.jobs.pop(script))
 
     def _begin_patiently(self, run: PlannedRun, stop: threading.Event) -> None:
-        """Again while a Slurm that has taken jobs does not answer."""
+        """Submit a run; retry while Slurm does not answer, if it has accepted jobs before."""
         while True:
             try:
                 return self.begin([run], force=False)
@@ -378,7 +379,7 @@ class SlurmJobs:
                 _pause(stop, _FIRST_PAUSE_SECONDS)
 
     def _wait_for_record(self, run: PlannedRun, stop: threading.Event) -> None:
-        """Until this host sees what another one wrote in a shared folder, or must have seen it."""
+        """Wait until a record written on another host shows here, or the file system's delay has passed."""
         script = str(script_path(run))
         if self.jobs[script].state not in _ENDED_BY_ITSELF:
             return
@@ -392,37 +393,38 @@ class SlurmJobs:
             _pause(stop, 0.5)
 
     def _look(self) -> None:
-        """See what became of all jobs, say so, and submit what Slurm had refused before."""
+        """Update all jobs from the queue, print their states, and submit runs that Slurm refused before."""
         try:
-            shown = queue()
-        except ValueError:  # slurmctld restarts and is overloaded at times; its jobs go on
-            shown = None
-        if shown is not None:
+            jobs = queue()
+        except ValueError:  # slurmctld restarts and is overloaded at times; its jobs continue
+            jobs = None
+        if jobs is not None:
             for script, job in self.jobs.items():
                 if job.is_live:
-                    self.jobs[script] = self._now(script, job, shown.get(script))
+                    self.jobs[script] = self._now(script, job, jobs.get(script))
             self._submit_waiting()
-        says = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if shown is not None else _SILENT
+        line = _counts(self.jobs.values(), num_waiting=len(self.waiting)) if jobs is not None else _SILENT
         slower = min(self.pause_seconds * 1.5, _LONGEST_PAUSE_SECONDS)
-        self.pause_seconds = slower if says == self.said else _FIRST_PAUSE_SECONDS
+        self.pause_seconds = slower if line == self.last_line else _FIRST_PAUSE_SECONDS
         self.next_look = time.monotonic() + self.pause_seconds
-        self._say_once(says)
+        self._say_once(line)
 
-    def _now(self, script: str, job: SlurmJob, shown: SlurmJob | None) -> SlurmJob:
-        """A live job as Slurm knows it now; lost only where nobody knows it twice in a row."""
-        if shown is None or shown.job_id < job.job_id:  # an older one's: ours is not listed yet
-            shown = accounted(job)
-        if shown.state == UNKNOWN and script not in self.unseen:
+    def _now(self, script: str, job: SlurmJob, in_queue: SlurmJob | None) -> SlurmJob:
+        """Return a live job's present state. It counts as lost only if it is unknown twice in a row."""
+        now = in_queue
+        if now is None or now.job_id < job.job_id:  # an older job: ours is not listed yet
+            now = accounted(job)
+        if now.state == UNKNOWN and script not in self.unseen:
             self.unseen.add(script)
             return job
         self.unseen.discard(script)
-        self.gpu_seconds[shown.job_id] = shown.seconds * self.num_processes[script]
-        if not shown.is_live:
+        self.gpu_seconds[now.job_id] = now.seconds * self.num_processes[script]
+        if not now.is_live:
             self.ended_at[script] = time.monotonic()
-        return shown
+        return now
 
     def _submit_waiting(self) -> None:
-        """As many as Slurm takes. Raises ValueError where it refuses one and never took any."""
+        """Submit waiting runs until Slurm refuses one. Raises ValueError if it has never accepted a job."""
         submitted = []
         while self.waiting:
             run = self.waiting[0]
@@ -431,7 +433,7 @@ class SlurmJobs:
                 (run.folder / name).unlink(missing_ok=True)
             try:
                 answer = command("sbatch", "--parsable", str(script))
-            except ValueError as error:  # most often a limit on jobs per user: some must end first
+            except ValueError as error:  # usually a limit on jobs per user: some must end first
                 if not self.has_accepted:
                     raise
                 if str(error) != self.refusal:
@@ -447,9 +449,9 @@ class SlurmJobs:
             self._say(f"submitted {_ids(submitted)}")
 
     def _say_once(self, line: str) -> None:
-        """Not again while nothing else was said so."""
-        if line != self.said:
-            self.said = line
+        """Print `line` unless it was the last line printed here."""
+        if line != self.last_line:
+            self.last_line = line
             self._say(line)
 
     def _say(self, line: str) -> None:
@@ -462,33 +464,33 @@ class SlurmJobs:
 
 
 _ENDED_BY_ITSELF = ("COMPLETED", "FAILED", UNKNOWN)
-"then the run's own record says best how"
+"in these states the run's own record explains the end"
 _MEANING = {
     "COMPLETED": "it left no record; is its folder on a file system that all nodes share?",
     "FAILED": "its script failed",
-    "TIMEOUT": "its time limit ended it",
-    "DEADLINE": "its deadline ended it",
-    "OUT_OF_MEMORY": 'it wanted more host memory than it had; --slurm_options="--mem=..." asks for more',
+    "TIMEOUT": "it reached its time limit",
+    "DEADLINE": "it reached its deadline",
+    "OUT_OF_MEMORY": 'it ran out of host memory; --slurm_options="--mem=..." requests more',
     "NODE_FAIL": "a node failed",
     "BOOT_FAIL": "a node did not start",
-    "PREEMPTED": "another job took its place",
-    "CANCELLED": "somebody cancelled it",
-    UNKNOWN: "Slurm no longer knows how it ended",
+    "PREEMPTED": "another job preempted it",
+    "CANCELLED": "it was cancelled",
+    UNKNOWN: "Slurm no longer has its final state",
 }
-_SILENT = "slurm: no answer from squeue, asking on"
+_SILENT = "slurm: no answer from squeue, trying again"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 15.0
-"between two looks at the queue, which all users of the cluster share"
-_SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which a folder's new files must be seen
+"time between two looks at the queue; longer if nothing changes, because all users share the queue"
+_SHARED_FOLDER_SECONDS = 60.0  # nfs(5): acdirmax, after which new files in a folder must be visible
 
 
 def _pause(stop: threading.Event, seconds: float) -> None:
-    """Raises CancelledError where `stop` is set meanwhile."""
+    """Sleep; raise CancelledError if `stop` is set meanwhile."""
     if stop.wait(seconds):
         raise CancelledError
 
 
 def _record_of(run: PlannedRun, job: SlurmJob) -> RunRecord:
-    """What the run wrote about itself, or what Slurm says about its end."""
+    """Return the record that the run wrote, or a record of Slurm's reason for its end."""
     path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
     last = local.progress_of(run.folder)
     with suppress(OSError):
@@ -510,13 +512,13 @@ def _record_of(run: PlannedRun, job: SlurmJob) -> RunRecord:
         command=f"sbatch {script_path(run)}",
         seconds_total=job.seconds,
     )
-    with suppress(OSError):  # then this comparison's table alone has it
+    with suppress(OSError):  # if it can't be written, only this comparison's table shows it
         write_record(record, run.folder)
     return record
 
 
 def _counts(jobs: Iterable[SlurmJob], *, num_waiting: int) -> str:
-    """One line on all jobs, with why the first one waits."""
+    """Return a line with the number of jobs in each state, and Slurm's reason why the first waits."""
     jobs = list(jobs)
     numbers = Counter(job.state for job in jobs)
     reasons = [job.reason for job in jobs if job.state == "PENDING" and job.reason != "None"]

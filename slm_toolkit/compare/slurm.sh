@@ -1,8 +1,8 @@
 #!/bin/bash
-# One run of a comparison as a Slurm job, on one node or several, each of which starts its own `accelerate launch`.
-# `slm compare --launcher slurm` fills in what stands in double braces. Copy this file, change it (load modules,
-# activate an environment, set NCCL's variables) and give it back with --slurm_template. It is submitted with your
-# shell's environment, in the folder that you are in, and needs a file system that all nodes share.
+# One run of a comparison as a Slurm job on one or several nodes; each node starts its own `accelerate launch`.
+# `slm compare --launcher slurm` replaces the names in double braces. To change the script (load modules, activate
+# an environment, set NCCL's variables), copy this file, edit the copy and pass it as --slurm_template. The job gets
+# your shell's environment and working folder, and needs a file system that all nodes share.
 #SBATCH --job-name={{run_name}}
 #SBATCH --output={{log}}
 #SBATCH --nodes={{num_nodes}}
@@ -11,7 +11,8 @@
 #SBATCH {{options}}
 set -euo pipefail
 
-# Rank 0's node, and a port that two jobs on one node don't share; below 32768, where Linux takes ports at random.
+# Rank 0's node, and a port that depends on the job, so that jobs on one node don't share it. Below 32768, because
+# Linux gives ports above that to outgoing connections.
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000))
 
@@ -19,7 +20,7 @@ cores=$((SLURM_CPUS_PER_TASK / {{processes_per_node}}))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 
-# --cpus-per-task again: from Slurm 22.05 on srun does not take it from the job. SLURM_NODEID is 0 on the first node.
+# srun ignores the job's --cpus-per-task since Slurm 22.05, so it is repeated. SLURM_NODEID is 0 on the first node.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \
     'exec "$0" -m accelerate.commands.launch --machine_rank "$SLURM_NODEID" "$@"' {{python}} \
     --config_file {{config_file}} \

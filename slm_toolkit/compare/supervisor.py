@@ -1,9 +1,10 @@
-"""A process between `slm compare` and a launch, which ends the launch's whole process tree when either ends.
+"""The keeper: a process between `slm compare` and a launch that ends all processes when either of them ends.
 
     SLM_TOOLKIT_RUN_DIR=runs/a python -m slm_toolkit.compare.supervisor accelerate launch ...
 
-Each rank is a session of its own, so no signal to a group reaches them all, and nobody can handle a SIGKILL.
-But the kernel closes a dead process's files: its stdin is a pipe from `slm compare`, never written to.
+Each rank is its own session, so a signal to a process group does not reach all ranks. And `slm compare` can't
+handle a SIGKILL. But the kernel closes the files of a dead process, and the keeper's stdin is a pipe from
+`slm compare`. Nothing is written to the pipe; when it closes, the keeper ends the launch.
 """
 
 import os
@@ -27,31 +28,36 @@ _LONGEST_SECONDS = 30
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """All other processes of the run in `folder`, or of the runs right below it: not of folders further down,
-    where another comparison may be at work."""
-    found = []
+    """Return all other processes of the run in `folder`, or of runs directly below it.
+
+    Ignores folders further down, where another comparison may be running.
+    """
+    processes = []
     for process in psutil.process_iter():
         try:
             run_dir = process.environ().get(RUN_DIR_VARIABLE)
-        except (psutil.Error, OSError):  # another user's, or it ended meanwhile
+        except (psutil.Error, OSError):  # another user's process, or it has just ended
             continue
         if run_dir and process.pid != os.getpid() and folder in (Path(run_dir), Path(run_dir).parent):
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Process]:
-    """End them, by force where five seconds of asking were not enough; returns those that can't be ended."""
+    """End the processes of `processes_of`; kill them if SIGTERM does not end them within 5 seconds.
+
+    Returns the processes that can't be ended.
+    """
     started = time.monotonic()
-    while (left := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
-        for process in left:
+    while (remaining := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
+        for process in remaining:
             try:
                 process.terminate() if gently else process.kill()
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(left, timeout=_GENTLE_SECONDS)
-        gently = False  # and look again: one may have started another meanwhile
-    return left
+        psutil.wait_procs(remaining, timeout=_GENTLE_SECONDS)
+        gently = False  # and look again, because a process may have started another
+    return remaining
 
 
 LOCK_FILE = ".compare.lock"
@@ -59,28 +65,29 @@ LOCK_FILE = ".compare.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Hold `folder` until the end of this process, however it ends; yields how many processes were left over.
+    """Lock `folder` until this process ends, for any reason. Yield the number of leftover processes.
 
-    Raises ValueError where another comparison holds it, and where one's processes can't be ended.
+    Ends processes that an earlier comparison left over. Raises ValueError if another comparison has the lock,
+    or if leftover processes can't be ended.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = hold(folder / LOCK_FILE)
     except BlockingIOError as error:
         raise ValueError(
-            f"another `slm compare` ({error.strerror}) is at work in {folder}\n"
-            "hint: wait for it, or give another --output_dir"
+            f"another `slm compare` ({error.strerror}) is running in {folder}\n"
+            "hint: wait until it ends, or give another --output_dir"
         ) from None
     except OSError as error:
         raise ValueError(
-            f"can't write {error.filename}: {error.strerror}\nhint: --output_dir says where runs go"
+            f"can't write {error.filename}: {error.strerror}\nhint: choose another folder with --output_dir"
         ) from None
     with file:
         left_over = processes_of(folder)
         if stuck := end_processes_of(folder, gently=False):
             raise ValueError(
                 f"processes {', '.join(str(process.pid) for process in stuck)} of an earlier comparison in "
-                f"{folder} can't be ended\nhint: they hold memory; is a driver or a disk stuck?"
+                f"{folder} can't be ended and still use memory\nhint: check for a stuck driver or disk"
             )
         yield len(left_over)
 
@@ -88,7 +95,7 @@ def locked(folder: Path) -> Iterator[int]:
 def start_kept(
     command: list[str], run_dir: Path, log: BinaryIO, env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start `command` under a keeper, whose exit code is the command's: 128 + N where signal N ended it."""
+    """Start `command` under a keeper. The keeper's exit code is the command's, or 128 + N after signal N."""
     return subprocess.Popen(
         [sys.executable, "-m", "slm_toolkit.compare.supervisor", *command],
         stdin=subprocess.PIPE,
@@ -100,7 +107,7 @@ def start_kept(
 
 
 def end_kept(keeper: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """End all that `start_kept` started, and what a killed keeper would leave."""
+    """End the keeper and all processes of the run, even if the keeper was killed."""
     keeper.stdin.close()
     try:
         keeper.wait(timeout=15)
@@ -111,16 +118,16 @@ def end_kept(keeper: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def main() -> None:
-    to_end = threading.Event()
+    must_end = threading.Event()
 
     def wait_for_end_of_parent() -> None:
         os.read(sys.stdin.fileno(), 1)
-        to_end.set()
+        must_end.set()
 
-    signal.signal(signal.SIGTERM, lambda *_: to_end.set())
+    signal.signal(signal.SIGTERM, lambda *_: must_end.set())
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=wait_for_end_of_parent, daemon=True).start()
-    while child.poll() is None and not to_end.wait(0.05):
+    while child.poll() is None and not must_end.wait(0.05):
         pass
     code = child.returncode
     end_processes_of(Path(os.environ[RUN_DIR_VARIABLE]))

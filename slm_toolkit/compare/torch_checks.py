@@ -1,4 +1,4 @@
-"""What only torch can tell of planned runs, told before anything is launched."""
+"""Checks of planned runs that need torch, done before any launch."""
 
 from rich.console import Console
 
@@ -7,8 +7,8 @@ from slm_toolkit.config.run_config import SYNTHETIC
 
 
 def check_with_torch(runs: list[PlannedRun], console: Console) -> None:
-    """Raises ValueError for data, a tracker, a kernel or a package that can't serve."""
-    config = runs[-1].config  # the first may be references, which report to nobody
+    """Raise ValueError if the data, a tracker, a kernel or a package can't be used."""
+    config = runs[-1].config  # not the first: parity references use no tracker
     if config.report_to != "none":
         from slm_toolkit.run.engine.engine import check_tracker
 

@@ -1,1 +1,1 @@
-"""Starting `accelerate launch`, on one machine or several, and how launches end."""
+"""Starts `accelerate launch` on one machine or several, and reports how launches end."""

@@ -1,4 +1,4 @@
-"""The words of a launch: our script's flags, checked before torch is imported, and accelerate's options."""
+"""Parses the command line of a launch: our script's flags, and the options of `accelerate launch`."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,40 +23,45 @@ from slm_toolkit.strategy.strategy import Strategy, contradictions, on_nodes
 
 MODULE = "slm_toolkit.train"
 _FEWEST_OPEN_FILES = 64
-"twice what two ranks need on a CPU; with too few, torch's ranks wait an hour for each other without a word"
+"twice the need of two ranks on a CPU; with too few, torch's ranks silently wait an hour for each other"
 
 
 def training_config(words: list[str]) -> RunConfig:
-    """The RunConfig of the words after `-m slm_toolkit.train`; ends with exit code 2 for unknown flags."""
+    """Return the RunConfig for the words after `-m slm_toolkit.train`; exit with 2 for unknown flags."""
     parser = Parser(
         prog=f"python -m {MODULE}",
-        description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
+        description="Train one configuration under `accelerate launch` or `slm train`, and write its record.",
     )
     add_flags(parser, grid=False)
     return config_from_args(parser.parse_args(with_underscores(words)))
 
 
 def check_command_line(words: list[str]) -> None:
-    """End with one line and exit code 2 for what `check_training` finds; `--help` ends here, too."""
+    """Exit with a message and code 2 if `check_training` finds a problem. `--help` exits here, too."""
     with user_errors():
         check_training([training_config(words)])
 
 
 def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()) -> None:
-    """Raises ValueError for flags that make no sense, alone or under a strategy, and for models, datasets and
-    tokenizers that are not there. The hub is not asked: what may be a hub id passes."""
+    """Raise ValueError for invalid flags, flags that contradict a strategy, and missing files.
+
+    Checks models, datasets and tokenizers on disk only; a name that may be a hub id is accepted.
+    """
     _check_open_files()
-    configs = [config.with_defaults(has_gpu=False) for config in configs]  # the machine decides nothing here
+    configs = [config.with_defaults(has_gpu=False) for config in configs]  # no check here depends on a GPU
     problems = [problem for config in configs for problem in config.problems()]
     problems += [
-        problem for config in configs for each in strategies for problem in contradictions(each, config)
+        problem
+        for config in configs
+        for strategy in strategies
+        for problem in contradictions(strategy, config)
     ]
     if problems:
         hint = "`--help` explains each flag"
         if any("the DeepSpeed JSON says" in problem for problem in problems):
-            hint = 'write "auto" in the JSON, and let the flags say it'
+            hint = 'write "auto" in the JSON, so that the flag counts'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
-    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_here(name)}
+    specs = {name: find_model(name) for name in {config.model for config in configs} if _is_local(name)}
     for spec in specs.values():
         check_trainable(spec)
     for config in configs:
@@ -71,11 +76,13 @@ def _check_open_files() -> None:
         return
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
-        raise ValueError(f"only {soft} files may be open at once in this shell\nhint: `ulimit -n 1024`")
+        raise ValueError(
+            f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
+        )
 
 
-def _is_here(model: str) -> bool:
-    """False for what only the hub can know: `org/name` where no such file or folder is here."""
+def _is_local(model: str) -> bool:
+    """Return False if only the hub can have the model: `org/name` without such a file or folder."""
     return not is_hub_id(model) or model.endswith(".json") or exists(typed_path(model))
 
 
@@ -85,7 +92,7 @@ def _check_files(config: RunConfig) -> None:
             local_files(source.path)
     name = config.tokenizer_name or "byte"
     if (name[0] in "./~" or name.count("/") > 1) and not exists(typed_path(name)):
-        raise ValueError(f"no such tokenizer folder: {name}\nhint: --tokenizer_name byte needs none")
+        raise ValueError(f"no such tokenizer folder: {name}\nhint: --tokenizer_name byte needs no folder")
 
 
 # `accelerate launch`: the launcher's own options, and those of its script.
@@ -94,7 +101,7 @@ _LAUNCHING_MODULES = ("accelerate.commands.launch", "slm_toolkit.launch.launcher
 
 
 def launch_arguments(words: list[str]) -> list[str] | None:
-    """What follows `accelerate launch` in a command line; None where it is another command."""
+    """Return the words after `accelerate launch` in a command line; None for any other command."""
     for index, word in enumerate(words):
         if Path(word).name == "accelerate" and words[index + 1 : index + 2] == ["launch"]:
             return words[index + 2 :]
@@ -104,13 +111,13 @@ def launch_arguments(words: list[str]) -> list[str] | None:
 
 
 def arguments_of(words: list[str], module: str) -> list[str] | None:
-    """The words of the script after `-m module`; None where another script is launched."""
+    """Return the script's words after `-m module`; None if another script is launched."""
     split = next((index for index, word in enumerate(words) if word in _MODULE), len(words))
     return words[split + 2 :] if words[split + 1 : split + 2] == [module] else None
 
 
 def option(command: tuple[str, ...], name: str) -> str | None:
-    """The value of one of the launcher's own options; those after the script belong to the script."""
+    """Return the value of an option of the launcher; words after the script belong to the script."""
     for index, word in enumerate(command):
         if word in _MODULE:
             return None
@@ -120,46 +127,47 @@ def option(command: tuple[str, ...], name: str) -> str | None:
     return None
 
 
-def said_alike(
+def shared_launch_facts(
     command: tuple[str, ...], strategy: Strategy | None, *, num_machines: int, num_processes: int
 ) -> dict[str, Any]:
-    """What every machine of a launch must say alike, as JSON has it: all but its number and the addresses.
+    """Return, as JSON values, the facts that must be equal on all machines of a launch.
 
-    The YAML counts by its content. Of a script that is not given by -m, its options are not told from the
-    launcher's.
+    They include everything but each machine's rank and addresses. The YAML is compared by content. If a
+    script is not given by -m, its options count as options of the launcher.
     """
     split = next((index for index, word in enumerate(command) if word in _MODULE), len(command))
     launcher = {name: value for name, value in _by_flag(command[:split]).items() if name not in _OF_MACHINE}
-    said = {
+    facts = {
         "num_machines": num_machines,
         "num_processes": num_processes,
-        "launcher": {name: value for name, value in launcher.items() if name not in _SAID_APART},
+        "launcher": {name: value for name, value in launcher.items() if name not in _OWN_FACTS},
         "script": _by_flag(command[split + 1 :]),
         "versions": installed_versions(),
     }
     if strategy is not None and strategy.accelerate_config is not None:
         config = on_nodes(strategy, num_machines).accelerate_config
         deepspeed = {**(config.get("deepspeed_config") or {}), "deepspeed_config_file": None}
-        said["YAML"] = {**config, "num_processes": None, "deepspeed_config": deepspeed}
-        said["DeepSpeed JSON"] = strategy.deepspeed_config
-    return json.loads(json.dumps(said, default=str))
+        facts["YAML"] = {**config, "num_processes": None, "deepspeed_config": deepspeed}
+        facts["DeepSpeed JSON"] = strategy.deepspeed_config
+    return json.loads(json.dumps(facts, default=str))
 
 
 _MODULE = ("-m", "--module")
 _OF_MACHINE = ("config_file", "machine_rank", "main_process_ip", "main_process_port", "rdzv_conf")
-"the launcher's options that may differ from machine to machine"
-_SAID_APART = ("num_machines", "num_processes")
+"the launcher's options that may differ between machines"
+_OWN_FACTS = ("num_machines", "num_processes")
+"the launcher's options that are facts of their own above"
 
 
 def _by_flag(words: Iterable[str]) -> dict[str, str]:
-    """`--seed 1 --json`: {"seed": "1", "json": ""}; what comes before the first flag is under ""."""
-    found: dict[str, str] = {}
+    """Parse `--seed 1 --json` as {"seed": "1", "json": ""}; words before the first flag are under ""."""
+    values: dict[str, str] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = value
+            values[name] = value
         else:
-            found[name] = f"{found.get(name, '')} {word}".strip()
-    return found
+            values[name] = f"{values.get(name, '')} {word}".strip()
+    return values

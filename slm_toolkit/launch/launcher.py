@@ -1,13 +1,13 @@
-"""`accelerate launch` in this process, ended by one line and an exit code that say how the ranks ended.
+"""Runs `accelerate launch` in this process and exits with the exit code of its ranks.
 
-accelerate and torch show a traceback of their own for every end but a good one, and always exit with 1; a
-scheduler then can't tell a run that was stopped and saved (143) from one that failed.
+accelerate and torch alone print a traceback for every failure and always exit with 1. A scheduler then can't
+distinguish a run that was stopped and saved (143) from a failed run.
 """
 
 from slm_toolkit.base.interrupts import SAME_SECONDS, end_at_once
 
 if __name__ == "__main__":
-    end_at_once()  # accelerate is imported for seconds
+    end_at_once()  # importing accelerate takes seconds
 
 # isort: split
 import logging
@@ -34,49 +34,49 @@ _LOGS_OF_TORCH = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
 )
-"where torch's launcher reports each signal that it gets and passes on; how a run ended its ranks report"
+"torch's launcher logs each signal here; the ranks already report how the run ended"
 
 
 def launch(words: list[str]) -> int:
-    """Run `accelerate launch` with these words; returns the exit code: that of the rank that ended first.
+    """Run `accelerate launch` with these words. Return the exit code of the first rank that failed, else 0.
 
-    Of a launcher that got SIGTERM or SIGINT (Ctrl-C): what its ranks ended with, 143 or 130 where they saved,
-    1 where they could not; 128 + the signal where they ended before they could say.
+    After SIGTERM or SIGINT (Ctrl-C), return the exit code that the ranks wrote: 143 or 130 if they saved, 1
+    if they could not. If they ended without writing it, return 128 + the signal.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _pass_on)  # torch's launcher has its own handler instead
+            signal.signal(number, _pass_on)  # torch's launcher replaces this handler by its own
     _kill_at_second_interrupt()
     for name in _LOGS_OF_TORCH:
         logging.getLogger(name).addFilter(lambda record: " signal" not in record.getMessage())
-    with tempfile.NamedTemporaryFile() as said:
-        os.environ[EXIT_CODE_VARIABLE] = said.name
+    with tempfile.NamedTemporaryFile() as exit_code_file:
+        os.environ[EXIT_CODE_VARIABLE] = exit_code_file.name
         before = look_at_host_ram()
         try:
             launch_command(launch_command_parser().parse_args(words))
         except SignalException as error:
-            return int(Path(said.name).read_text() or 128 + error.sigval)
+            return int(Path(exit_code_file.name).read_text() or 128 + error.sigval)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            return _told(f"rank {rank} (pid {failure.pid})", failure.exitcode, before)
-        except subprocess.CalledProcessError as error:  # of a strategy with one process
-            return _told("the process", error.returncode, before)
+            return _shell_exit_code(f"rank {rank} (pid {failure.pid})", failure.exitcode, before)
+        except subprocess.CalledProcessError as error:  # raised for a strategy with one process
+            return _shell_exit_code("the process", error.returncode, before)
     return 0
 
 
-def _told(who: str, exit_code: int, before: RamState) -> int:
-    """The exit code as shells have it, after a line about a signal; all else the rank has told itself."""
+def _shell_exit_code(process: str, exit_code: int, before: RamState) -> int:
+    """Return a shell's exit code. If a signal ended the process, print that; the rank could not."""
     if exit_code >= 0:
         return exit_code
     name = signal.Signals(-exit_code).name
     cause = killed_for_ram(before, look_at_host_ram()) if name == "SIGKILL" else None
-    print(f"error: {who} was ended by {name}" + (f": {cause}" if cause else ""), file=sys.stderr)
+    print(f"error: {process} was ended by {name}" + (f": {cause}" if cause else ""), file=sys.stderr)
     return 128 - exit_code
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
     children = psutil.Process().children()
-    if not children:  # nothing was started yet
+    if not children:  # no rank was started yet
         raise SystemExit(128 + number)
     for child in children:
         child.send_signal(number)
@@ -85,8 +85,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def _kill_at_second_interrupt() -> None:
     """Start a thread that kills all ranks at a second Ctrl-C; torch's launcher would wait 30 s for them.
 
-    Python's C handler writes the number of each signal to a file of our choice: so the thread knows of it
-    whatever handler torch's launcher sets, and while that handler waits.
+    Python's C handler writes each signal's number to a pipe. So the thread sees every signal, even if torch's
+    launcher sets another handler, and while that handler waits.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -103,9 +103,7 @@ def _kill_at_second_interrupt() -> None:
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        print(
-            "error: ended at the second Ctrl-C; the steps since the last checkpoint are lost", file=sys.stderr
-        )
+        print("error: killed at the second Ctrl-C; steps since the last checkpoint are lost", file=sys.stderr)
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -114,4 +112,4 @@ def _kill_at_second_interrupt() -> None:
 if __name__ == "__main__":
     code = launch(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # torch's threads may abort a slow exit
+    os._exit(code)  # torch's threads may abort a normal exit

@@ -1,4 +1,4 @@
-"""What the Python processes that we start have in common: a safe import path, an end with their launcher."""
+"""Helpers for the Python processes that we start: a safe import path, and an end with their launcher."""
 
 import ctypes
 import os
@@ -12,14 +12,15 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def safe_environment(env: dict[str, str] | None = None) -> dict[str, str]:
-    """`env`, or this process's environment, under which a folder's `yaml.py` shadows no installed package.
+    """Return `env` (default: this process's) changed so that no file of the working folder can be imported.
 
-    This package is found where it lies, in a checkout that is not installed too. A script's own folder is
-    left out as well, so this is for our own modules, not for a user's script.
+    Otherwise a file `yaml.py` there would shadow the installed package. Python still finds this package, even
+    in a checkout that is not installed. A script's own folder is excluded, too, so use this for our modules
+    only, not for a user's script.
     """
     env = dict(os.environ if env is None else env)
     root = Path(__file__).parents[2]
-    # an empty entry stands for the working folder
+    # an empty entry means the working folder
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in map(Path, (*paths, sysconfig.get_path("purelib"))):
         paths.append(str(root))
@@ -32,8 +33,10 @@ def safe_environment(env: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def leave_out_working_folder() -> None:
-    """Import nothing from the working folder where `safe_environment` was asked for: accelerate's launcher of
-    DeepSpeed adds the folder to PYTHONPATH."""
+    """Remove the working folder from the import path if this process was started with `safe_environment`.
+
+    accelerate's DeepSpeed launcher adds the folder to PYTHONPATH.
+    """
     here = os.getcwd()
     if SAFE_PATH not in os.environ or here == str(Path(__file__).parents[2]):
         return
@@ -44,30 +47,31 @@ def leave_out_working_folder() -> None:
     )
 
 
-# A rank's launcher: whether this process has one, and the kernel's help in ending with it.
+# A rank's launcher: find it, and make the kernel end this process with it.
 
 _PR_SET_PDEATHSIG = 1
-"of Linux's prctl"
+"the option of Linux's prctl"
 _ONLY_LAUNCHERS_SET = "ACCELERATE_DYNAMO_MODE"
-"accelerate's launcher does for every script that it starts without torch's launcher"
+"accelerate's launcher sets this variable for every script that it starts without torch's launcher"
 _LAUNCHERS = ("accelerate", "accelerate.commands.launch", "slm_toolkit.launch.launcher")
 _STORE_SECONDS = 5.0
-"for torch's launcher to take a connection, which it does in milliseconds"
+"time limit for torch's launcher to accept a connection; normally it takes milliseconds"
 
 
 def launcher_pid() -> int | None:
-    """The process that started this one as a rank; None without a launcher."""
+    """Return the pid of the launcher that started this process as a rank; None without a launcher."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
-    return parent if _is_launcher(parent) else None  # one process: accelerate starts it without torch's
+    # accelerate starts a single process without torch's launcher
+    return parent if _is_launcher(parent) else None
 
 
 def end_with_launcher(*, how: bool = True) -> None:
-    """From now on the kernel kills this process when its launcher ends, in native code too; or no longer.
+    """Make the kernel kill this process when its launcher ends; `how` False turns that off. Linux only.
 
-    For the seconds of importing torch, in which no thread of ours can look. A launcher that has ended by now
-    ends this process, too. Linux only.
+    Works while torch is imported, which takes seconds and blocks our threads. If the launcher has already
+    ended, this process exits.
     """
     launcher = launcher_pid()
     if launcher is not None and (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
@@ -77,16 +81,16 @@ def end_with_launcher(*, how: bool = True) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends. Linux only."""
+    """Make the kernel kill this process when its parent ends. Linux only."""
     if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _has_lost_its_launcher() -> bool:
-    """Whether a launcher started this process and had ended by its first line, so that its parent is another.
+    """Return True if a launcher started this process but has ended, so that the parent is another process.
 
-    torch's launcher holds a store, which then refuses connections. accelerate alone would stand in the
-    parent's command line, or, of a script that it started, in the parent's environment.
+    torch's launcher serves a store, which refuses connections once the launcher has ended. Otherwise, if
+    accelerate started this process or its parent, the parent's command line or environment shows it.
     """
     if _is_launcher(os.getppid()) or not Path("/proc/self/environ").exists():
         return False
@@ -96,12 +100,12 @@ def _has_lost_its_launcher() -> bool:
         )
     if _ONLY_LAUNCHERS_SET not in os.environ:
         return False
-    of_parent = _read_of(os.getppid(), "environ")
-    return not any(entry.startswith(_ONLY_LAUNCHERS_SET.encode()) for entry in of_parent)
+    parent_environ = _read_proc(os.getppid(), "environ")
+    return not any(entry.startswith(_ONLY_LAUNCHERS_SET.encode()) for entry in parent_environ)
 
 
 def _is_launcher(pid: int) -> bool:
-    words = [os.fsdecode(word) for word in _read_of(pid, "cmdline")]
+    words = [os.fsdecode(word) for word in _read_proc(pid, "cmdline")]
     return any(word in _LAUNCHERS or Path(word).name == "accelerate" for word in words)
 
 
@@ -111,12 +115,12 @@ def _refuses(address: str, port: int) -> bool:
             return False
     except ConnectionRefusedError:
         return True
-    except OSError:  # a network's trouble is told where the ranks meet
+    except OSError:  # network errors are reported later, when the ranks connect
         return False
 
 
-def _read_of(pid: int, name: str) -> list[bytes]:
-    """The parts of /proc/`pid`/`name`; none where it is not for us."""
+def _read_proc(pid: int, name: str) -> list[bytes]:
+    """Return the null-separated parts of /proc/`pid`/`name`; empty if it can't be read."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     except OSError:

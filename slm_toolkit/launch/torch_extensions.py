@@ -1,4 +1,4 @@
-"""The folder in which torch compiles DeepSpeed's operators, and the lock files of compilers in it."""
+"""Sets the folder in which torch compiles DeepSpeed's operators, and removes stale lock files there."""
 
 import fcntl
 import hashlib
@@ -15,33 +15,33 @@ from typing import TextIO
 import psutil
 
 WAITING = "waiting: "
-"begins a line about a compile that a run waits for; `slm compare` shows the rest of it"
+"prefix of a line about a compile that a run waits for; `slm compare` shows the rest of the line"
 _LONG_SECONDS = 3.0
-"of a compile; an operator that was compiled before is locked for an instant, too"
+"report a compile after this time; an operator that is already compiled is locked only for an instant"
 
 
 def extensions_folder() -> Path:
-    """This environment's own folder on this machine, below TORCH_EXTENSIONS_DIR or torch's default.
+    """Return a folder for this machine and environment, below TORCH_EXTENSIONS_DIR or torch's default.
 
-    Environments that share a folder rebuild each other's operators, and a lock in a folder that several
-    machines share can't be told from one that a killed compiler left.
+    Environments that share a folder rebuild each other's operators. In a folder that several machines share,
+    another machine's lock looks like the lock of a killed compiler.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    of_environment = hashlib.sha256(f"{sys.prefix} {os.getuid()}".encode()).hexdigest()[:8]
-    name = f"{socket.gethostname()}-{of_environment}"
-    return root if root.name == name else root / name  # a process that a run starts inherits the folder
+    environment_hash = hashlib.sha256(f"{sys.prefix} {os.getuid()}".encode()).hexdigest()[:8]
+    name = f"{socket.gethostname()}-{environment_hash}"
+    return root if root.name == name else root / name  # child processes inherit the variable
 
 
 def use_extensions_folder() -> None:
-    """Let torch compile in `extensions_folder()`, in this process and those that it starts."""
+    """Make torch compile in `extensions_folder()`, in this process and its children."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
 
 
 def remove_stale_locks() -> None:
-    """Remove the locks in `extensions_folder()` that nobody holds, and write to stderr which.
+    """Remove locks in `extensions_folder()` that no process has open, and name them on stderr.
 
-    Below 2.15 torch takes the existence of the file `lock` for a compile that goes on, and waits for ever on
-    one that a killed compiler left. From 2.15 on the file stays, and the kernel releases its lock.
+    torch below 2.15 waits as long as the file `lock` exists, so it waits forever after a killed compiler.
+    From 2.15 on the file stays, but the kernel releases its lock when the process ends.
     """
     if not locks_by_existence():
         return
@@ -51,13 +51,13 @@ def remove_stale_locks() -> None:
 
 
 class CompilerNews:
-    """Writes a line to stderr for each operator that is being compiled, which takes minutes."""
+    """Writes a line to stderr for each operator whose compile takes long: it can take minutes."""
 
     def __init__(self) -> None:
         self._first_seen: dict[Path, float] = {}
 
     def look(self) -> None:
-        """To be called every second. Also removes the lock of a compiler that was killed meanwhile."""
+        """Look for compiles; call it every second. Also removes locks of compilers that were killed."""
         remove_stale_locks()
         holders = _holders(_locks())
         self._first_seen = {lock: seen for lock, seen in self._first_seen.items() if lock in holders}
@@ -65,24 +65,24 @@ class CompilerNews:
             first_seen = self._first_seen.setdefault(lock, time.monotonic())
             if time.monotonic() - first_seen <= _LONG_SECONDS:
                 continue
-            self._first_seen[lock] = math.inf  # is written once
+            self._first_seen[lock] = math.inf  # report it only once
             name = lock.parent.name
             if _is_of_this_run(holder):
-                _print(WAITING, f"{name} is compiled for DeepSpeed, once on this machine: up to some minutes")
+                _print(WAITING, f"compiling {name} for DeepSpeed, once on this machine: takes a few minutes")
             else:
-                _print(WAITING, f"another run, pid {holder.pid}, compiles {name}, which this run may need")
+                _print(WAITING, f"another run (pid {holder.pid}) is compiling {name}; this run may need it")
 
 
 def locks_by_existence() -> bool:
-    """Whether torch is older than 2.15, the first whose lock ends with the process that holds it."""
+    """Return True for torch below 2.15; later versions use a lock that ends with its process."""
     return tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 15)
 
 
 def _locks() -> list[Path]:
-    """Of operators that are being compiled, and those that killed compilers left."""
-    # torch puts one more level above the operators' folders, for the version of Python
-    found = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
-    return found if locks_by_existence() else [lock for lock in found if _is_locked(lock)]
+    """Return the locks of running compiles; for torch below 2.15 also those of killed compilers."""
+    # torch may add a level above the operators' folders, for the version of Python
+    locks = [lock for depth in ("*/lock", "*/*/lock") for lock in extensions_folder().glob(depth)]
+    return locks if locks_by_existence() else [lock for lock in locks if _is_locked(lock)]
 
 
 def _is_locked(lock: Path) -> bool:
@@ -95,39 +95,39 @@ def _is_locked(lock: Path) -> bool:
 
 
 def _holders(locks: list[Path]) -> dict[Path, psutil.Process]:
-    """The processes of this user that have a lock open, as torch does while it compiles.
+    """Return this user's processes that have a lock open: torch keeps it open while it compiles.
 
-    A process that has it open to append is one of ours that looks at it, see `_remove` and `_is_locked`.
+    Ignores processes that opened it for appending: these are ours, see `_remove` and `_is_locked`.
     """
     by_path = {os.path.realpath(lock): lock for lock in locks}
-    found = {}
+    holders = {}
     for process in psutil.process_iter() if locks else ():
         with suppress(psutil.Error, OSError):
             for file in process.open_files():
                 if file.path in by_path and not file.flags & os.O_APPEND:
-                    found[by_path[file.path]] = process
-    return found
+                    holders[by_path[file.path]] = process
+    return holders
 
 
 def _opened(lock: Path) -> TextIO:
-    """Open to append, see `_holders`, and never made anew where it is gone."""
+    """Open a lock for appending (see `_holders`); never create it."""
     return open(lock, "a", opener=lambda path, flags: os.open(path, flags & ~os.O_CREAT))
 
 
 def _is_of_this_run(holder: psutil.Process) -> bool:
-    """Whether it is a rank of the same launch."""
+    """Return True if `holder` is a rank of the same launch."""
     with suppress(psutil.Error):
         return holder.ppid() == os.getppid()
     return False
 
 
 def _remove(lock: Path) -> None:
-    """Remove a lock unless a process holds it, or has made it anew."""
-    with suppress(OSError), _opened(lock) as file:  # its inode is not used again while it is open
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or else another rank is removing it
+    """Remove a lock unless a process has it open or has created it again."""
+    with suppress(OSError), _opened(lock) as file:  # its inode is not reused while it is open
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if another rank is removing it
         if not _holders([lock]) and os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
             lock.unlink()
-            _print("note: ", f"removed {lock}: a compile of {lock.parent.name} was interrupted, and left it")
+            _print("note: ", f"removed {lock}: an interrupted compile of {lock.parent.name} left it behind")
 
 
 def _print(prefix: str, text: str) -> None:

@@ -7,11 +7,8 @@ import warnings
 import torch
 
 if not torch.cuda.is_available():
-    # or DeepSpeed, which accelerate imports, warns on every rank
+    # without this, DeepSpeed (which accelerate imports) warns on every rank
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-for name in (
-    "torchao",
-    "torch.utils._pytree",
-):  # their warnings are about parts that float8 training does not use
+for name in ("torchao", "torch.utils._pytree"):  # they warn about parts that float8 training does not use
     logging.getLogger(name).setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)

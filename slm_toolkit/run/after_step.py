@@ -1,4 +1,4 @@
-"""Between two steps: checkpoints are written, stop signals obeyed, bad steps and unequal ranks detected."""
+"""The work between two steps: write checkpoints, obey stop signals, detect bad steps and unequal ranks."""
 
 import dataclasses
 import json
@@ -27,20 +27,23 @@ from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
 
 MOST_SKIPPED = 10
-"bad steps in a row, with --on_bad_step skip: after that many, the data is not the cause"
+"with --on_bad_step skip, the run stops after this many bad steps in a row: bad data alone is unlikely then"
 _MOST_TOKENS_IN_REPORT = 64
-"of each sequence of a bad step"
+"how many tokens of each sequence a bad step's file shows"
 _MOST_NAMES = 5
-"of unequal tensors in a record: a fault in the exchange of gradients moves every tensor"
+"how many unequal tensors a record names: a fault in the gradient all-reduce changes every tensor"
 
 
 def largest_loss(config: RunConfig, vocab_size: int) -> float:
-    """The loss above which a step is bad; by default twice that of guessing each token, ln(vocabulary)."""
+    """Return the loss above which a step is bad: --max_loss, or twice the loss of random guessing, ln(V)."""
     return config.max_loss if config.max_loss is not None else 2 * math.log(vocab_size)
 
 
 class AfterStep:
-    """Called by every rank after each step and at the end; raises RunEnded, on all ranks alike."""
+    """Does the work between two steps. Every rank calls it after each step and at the end.
+
+    If it raises RunEnded, it does so on all ranks.
+    """
 
     def __init__(
         self,
@@ -57,30 +60,33 @@ class AfterStep:
         writer: CheckpointWriter | None,
         resumed_from: Path | None,
     ) -> None:
-        """`num_steps`: of the whole run; `writer`: None without --save_steps; `resumed_from`: its path."""
+        """Follow a run of `num_steps` steps in total.
+
+        `writer`: None without --save_steps. `resumed_from`: the folder of the checkpoint.
+        """
         self._config, self._accelerator, self._model, self._progress = config, accelerator, model, progress
         self._run_dir, self._num_steps, self._max_loss = run_dir, num_steps, max_loss
         self._exchange, self._bad_steps, self._writer = exchange, bad_steps, writer
         self.losses: list[float] = []
-        "of each step, the mean over the ranks; complete after `end`, empty in a rehearsal"
+        "each step's loss, the mean over the ranks; complete after `end`, empty in a rehearsal"
         self._grad_norms: list[float | None] = []
-        "of each step, as this rank knows it"
+        "each step's gradient norm, as this rank's engine reports it"
         self._skipped: list[int] = []
-        "steps that changed nothing, since a loss or gradient was not finite or too large"
+        "steps that did not change the weights, because a loss or gradient was not finite or too large"
         self._weights_of_ranks: list[dict[str, Any]] = []
-        "see weights_of_ranks: one entry for each checkpoint, one for the end"
-        self._signal = StopSignal(*_signals_obeyed(config))
+        "results of weights_of_ranks: one per checkpoint, and one for the end"
+        self._signal = StopSignal(*_stop_signals(config))
         self._begun_after = -1
-        "the step after which the last checkpoint was begun"
+        "the last checkpoint was begun after this step"
         self._last_saved = resumed_from
 
     def run(self, step: int, loss: torch.Tensor, norm: Any) -> bool:
-        """Whether a checkpoint was begun or finished, whose time is no part of a step.
+        """Return True if a checkpoint was begun or finished; its time must not count as time of a step.
 
-        `loss`: this rank's mean; `norm`: of all gradients before clipping, None if the engine has none. The
-        numbers of a step are read when the ranks have exchanged them: nothing of it stays on the device.
+        `loss`: this rank's mean. `norm`: the norm of all gradients before clipping, None if the engine has
+        none. The ranks exchange both in the background; they are checked one step later.
         """
-        if self._config.rehearse is not None:  # no other rank is there, and losses mean nothing
+        if self._config.rehearse is not None:  # a rehearsal has no other ranks, and its losses mean nothing
             return False
         writer, config = self._writer, self._config
         is_writing = writer is not None and writer.is_writing
@@ -99,7 +105,7 @@ class AfterStep:
         return finishes or saves
 
     def end(self, num_steps: int) -> None:
-        """After the last step, of `num_steps`."""
+        """Check the last steps and finish the last checkpoint, after `num_steps` steps."""
         self._signal.restore()
         if self._config.rehearse is not None:
             return
@@ -109,7 +115,7 @@ class AfterStep:
         self._compare_weights(num_steps)
 
     def observed(self) -> dict[str, Any]:
-        """Fields of the record; the lists are empty in a rehearsal, where no other rank sends gradients."""
+        """Return fields of the record. In a rehearsal the lists are empty."""
         return {
             "losses": [finite(loss) for loss in self.losses],
             "grad_norms": [None if norm is None else finite(norm) for norm in self._grad_norms],
@@ -118,8 +124,8 @@ class AfterStep:
         }
 
     def _compare_weights(self, step: int) -> None:
-        """Over all ranks, after `step` steps; every rank must call it."""
-        if any(compared["step"] == step for compared in self._weights_of_ranks):  # a checkpoint at the end
+        """Compare the weights of all ranks after `step` steps. Every rank must call it."""
+        if any(compared["step"] == step for compared in self._weights_of_ranks):  # done by a checkpoint
             return
         compared = weights_of_ranks(self._model, step=step)
         self._weights_of_ranks.append(compared)
@@ -127,7 +133,7 @@ class AfterStep:
             self._progress.say(sentence)
 
     def _begin_checkpoint(self, step: int) -> None:
-        """Begin to write the state after `step`, which is counted from 0, unless that step went wrong."""
+        """Begin to write the state after `step` (counted from 0). First end the run if that step was bad."""
         self._judge(self._exchange.rest(), step)
         self._finish_checkpoint()
         self._compare_weights(step + 1)
@@ -141,15 +147,15 @@ class AfterStep:
             self._progress.say(f"checkpoint: {saved}")
 
     def _judge(self, seen: list[Seen], step: int | None) -> None:
-        """Keep the numbers of steps that the ranks have exchanged, and end the run if one says so.
+        """Keep the exchanged losses and norms, and end the run after a bad step or a stop signal.
 
-        `step`: the one that has just ended; None after the last, when a stop signal changes nothing.
+        `step`: the step that has just ended. None after the last step, when a stop signal changes nothing.
         """
         for of_step in seen:
             self.losses.append(sum(of_step.losses) / len(of_step.losses))
             self._grad_norms.append(of_step.grad_norms[self._accelerator.process_index])
             if self._accelerator.mixed_precision == "fp16":
-                # its scaler tries scales until the gradients are finite: a norm that is not is no fault
+                # fp16's scaler lowers its scale until gradients are finite: an infinite norm is normal
                 of_step = dataclasses.replace(of_step, grad_norms=(None,) * len(of_step.losses))
             if of_step.bad_ranks(self._max_loss):
                 self._skip_or_end(of_step)
@@ -157,7 +163,7 @@ class AfterStep:
             self._stop(numbers[0], step)
 
     def _skip_or_end(self, seen: Seen) -> None:
-        """Skip a bad step, if --on_bad_step says so and there are not too many in a row; else end the run."""
+        """Skip a bad step if --on_bad_step is skip, unless too many come in a row; else end the run."""
         path = self._bad_steps.write(seen, seen.bad_ranks(self._max_loss))
         reason = self._describe_bad(seen)
         if self._config.on_bad_step == "skip":
@@ -167,10 +173,10 @@ class AfterStep:
             if self._skipped[-MOST_SKIPPED:] != in_a_row:
                 return
             reason = f"{MOST_SKIPPED} steps in a row were bad: {reason}"
-        helps = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip leaves such steps out"
+        skip_hint = "" if self._config.on_bad_step == "skip" else "; --on_bad_step skip skips such steps"
         self._end(
             f"step {seen.step + 1}: {reason}; its sequences: {path}",
-            f"a lower --learning_rate, other data{helps}",
+            f"lower --learning_rate or change the data{skip_hint}",
         )
 
     def _describe_bad(self, seen: Seen) -> str:
@@ -179,40 +185,40 @@ class AfterStep:
         if seen.is_loss_bad(self._max_loss):
             return f"the loss is {losses}"
         norm = seen.grad_norms[0]
-        known = "unknown" if norm is None else f"{norm:.4g}"
-        reason = f"the norm of the gradients is {known}, the loss {losses}"
+        norm_text = "unknown" if norm is None else f"{norm:.4g}"
+        reason = f"the norm of the gradients is {norm_text}, the loss {losses}"
         if self._config.on_bad_step == "skip":  # a loss above the limit makes the gradients NaN
             reason += f"; or the loss of a micro-step is above {self._max_loss:.4g} (--max_loss)"
         return reason
 
     def _stop(self, number: int, step: int) -> NoReturn:
-        """End the run after `step`, since a rank got signal `number`; with --save_steps, save it first."""
+        """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
         hints = []
         if self._writer is not None:
             self._begin_checkpoint(step)
             self._finish_checkpoint()
         else:
-            hints = ["nothing was saved; with --save_steps N a run that is stopped saves a checkpoint"]
+            hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
         name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
-        # shells and schedulers expect this exit code of a process that a signal ended
+        # shells and schedulers expect this exit code from a process that a signal ended
         message = f"{name} after step {step + 1} of {self._num_steps}"
         self._end(message, *hints, exit_code=128 + number)
 
     def _end(self, message: str, *hints: str, exit_code: int = 1) -> NoReturn:
-        self._signal.ignore()  # the launcher terminates all ranks once one exits: rank 0 has yet to print
+        self._signal.ignore()  # the launcher sends SIGTERM once a rank exits, but rank 0 must still print
         self._progress.stop()
         if self._last_saved is not None:
             saved = self._last_saved
-            is_here = saved.is_relative_to(self._run_dir)
-            helps = f"latest goes on from {saved}" if is_here else f"{saved} goes on from there"
-            hints = (f"--resume_from_checkpoint {helps}", *hints)
+            is_in_run_dir = saved.is_relative_to(self._run_dir)
+            resume_hint = f"latest resumes from {saved}" if is_in_run_dir else f"{saved} resumes from there"
+            hints = (f"--resume_from_checkpoint {resume_hint}", *hints)
         raise RunEnded("\n".join([message, f"hint: {'; '.join(hints)}"]), exit_code=exit_code)
 
 
-def _signals_obeyed(config: RunConfig) -> list[int]:
-    """The signals after which a run ends between two steps.
+def _stop_signals(config: RunConfig) -> list[int]:
+    """Return the signals that end a run at the end of a step.
 
-    Without --save_steps, SIGTERM ends it at once; in a rehearsal, SIGINT does so, too.
+    Without --save_steps, SIGTERM ends the run at once; in a rehearsal, SIGINT does, too.
     """
     if config.rehearse is not None:
         return []
@@ -230,12 +236,12 @@ class BadStepFiles:
         num_micro_steps: int,
         tokenizer: Any,
     ) -> None:
-        """`tokenizer`: None for synthetic tokens, which stay numbers."""
+        """`tokenizer`: None for synthetic tokens, which are written as numbers."""
         self._accelerator, self._run_dir, self._loader = accelerator, run_dir, loader
         self._num_micro_steps, self._tokenizer = num_micro_steps, tokenizer
 
     def write(self, seen: Seen, bad_ranks: list[int]) -> Path:
-        """The file of one step, which rank 0 writes. Every rank must call it."""
+        """Write the file of one step on rank 0 and return its path. Every rank must call it."""
         numbers = self._sequence_numbers(seen.step)
         sequences_of_ranks = gather_to_all([{"number": n, **self._start_of(n)} for n in numbers])
         path = self._run_dir / f"bad-step-{seen.step + 1}.json"
@@ -257,7 +263,7 @@ class BadStepFiles:
         return path
 
     def _sequence_numbers(self, step: int) -> Iterator[int]:
-        """The places in the data set, or in the stream, of this rank's sequences in one step."""
+        """Yield the index in the dataset or stream of each sequence that this rank read in `step`."""
         loader, num_micro_steps = self._loader, self._num_micro_steps
         epoch, skip = place_in_data(loader, step, num_micro_steps)
         if isinstance(loader.dataset, IterableDataset):
@@ -274,7 +280,7 @@ class BadStepFiles:
         loader.set_epoch(epoch_before)
 
     def _start_of(self, number: int) -> dict[str, Any]:
-        """The first tokens of a sequence, as text where there is a tokenizer; empty for a stream."""
+        """Return the first tokens of a sequence, decoded if there is a tokenizer; empty for a stream."""
         if isinstance(self._loader.dataset, IterableDataset):
             return {}
         tokens = self._loader.dataset[number]["input_ids"][:_MOST_TOKENS_IN_REPORT].tolist()
@@ -282,11 +288,11 @@ class BadStepFiles:
 
 
 def weights_of_ranks(model: torch.nn.Module, *, step: int) -> dict[str, Any]:
-    """Whether all ranks hold the same weights after `step`. Every rank must call it, all get the same answer.
+    """Compare the weights of all ranks after `step`. Every rank must call it, and all get the same result.
 
-    num_compared: tensors that several ranks hold, parameters and buffers. num_different: those of them that
-    are not equal, bit by bit, on all ranks; different: the names of the first. A shard that only one rank
-    holds can't differ from anything; under hybrid sharding, the copies of a shard are compared.
+    num_compared: the number of tensors (parameters and buffers) that several ranks have a copy of.
+    num_different: how many of them are not bit-identical on all ranks. different: the first of their names.
+    A shard that exists on one rank only is not compared; hybrid sharding's copies of a shard are.
     """
     checksums: dict[tuple[str, Any], list[int]] = {}
     for of_rank in gather_to_all(_checksums(model)):
@@ -304,7 +310,7 @@ def weights_of_ranks(model: torch.nn.Module, *, step: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _checksums(model: torch.nn.Module) -> dict[tuple[str, Any], int]:
-    """For each tensor that this rank holds, by name and shard, the sum of its bits, read as integers."""
+    """Return a checksum of each tensor on this rank, by name and shard: the sum of its bits as integers."""
     keys, sums = [], []
     flat = isinstance(model, FullyShardedDataParallel)  # FSDP1's parameters are shards without a mesh
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -316,7 +322,7 @@ def _checksums(model: torch.nn.Module) -> dict[tuple[str, Any], int]:
                 coordinate[dim] for dim, placed in enumerate(tensor.placements) if not placed.is_replicate()
             )
             tensor = tensor.to_local()
-        if tensor.numel():  # ZeRO-3's own parameters are empty: their pieces lie elsewhere
+        if tensor.numel():  # under ZeRO-3 parameters are empty: their shards are in another tensor
             keys.append((name.removeprefix("module."), shard))
             sums.append(_sum_of_bits(tensor))
     return dict(zip(keys, torch.stack(sums).tolist() if sums else [], strict=True))

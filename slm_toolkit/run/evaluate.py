@@ -1,4 +1,4 @@
-"""Evaluations: the loss on held-out sets while a run trains, and lm-eval on the model that it saved."""
+"""Evaluates a run: the loss on held-out sets during training, and lm-eval on the saved model."""
 
 import json
 import math
@@ -38,42 +38,42 @@ class Evaluations:
         tracker: Tracker,
         num_steps: int,
     ) -> None:
-        """`loaders`: of each held-out set, none without --eval_steps; `num_steps`: of the whole run."""
+        """`loaders`: one per held-out set, empty without --eval_steps. `num_steps`: the run's last step."""
         self._config, self._accelerator, self._num_steps = config, accelerator, num_steps
         self._model, self._loss_recorder, self._loaders = model, loss_recorder, loaders
         self._progress, self._tracker = progress, tracker
         self._losses: list[dict[str, float]] = []
-        "of each evaluation: its step, and the mean loss over the tokens of all sets"
+        "one entry per evaluation: its step, and the mean loss over the tokens of all sets"
         self._losses_by_set: dict[str, list[float | None]] = {name: [] for name in loaders}
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation follows after `step` steps."""
+        """Return True if an evaluation is due after `step` steps."""
         return bool(self._loaders) and (step % self._config.eval_steps == 0 or step == self._num_steps)
 
     def run(self, step: int) -> None:
-        """Evaluate after `step` steps and report it. Every rank must call it."""
-        of_sets = self._evaluate()
-        self._losses.append({"step": step, "loss": finite(mean_loss(of_sets))})
-        for name, (loss, _) in of_sets.items():
+        """Evaluate after `step` steps and report the losses. Every rank must call it."""
+        by_set = self._evaluate()
+        self._losses.append({"step": step, "loss": finite(mean_loss(by_set))})
+        for name, (loss, _) in by_set.items():
             self._losses_by_set[name].append(finite(loss))
-        self._progress.say(f"step {step}: eval loss {described(of_sets)}")
-        losses = {name: loss for name, (loss, _) in of_sets.items()}
-        self._tracker.log_evaluation(step, mean_loss(of_sets), losses)
+        self._progress.say(f"step {step}: eval loss {described(by_set)}")
+        losses = {name: loss for name, (loss, _) in by_set.items()}
+        self._tracker.log_evaluation(step, mean_loss(by_set), losses)
 
     def observed(self) -> dict[str, Any]:
-        """Fields of the record."""
+        """Return fields of the record."""
         return {"eval_losses": self._losses, "eval_losses_by_set": self._losses_by_set}
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, tuple[float, int]]:
-        """For each set, the mean loss over its tokens that have a label, and their number.
+        """Return each set's mean loss over its tokens that have a label, and the number of those tokens.
 
-        Uses the first `eval_batches` batches of every rank.
+        Every rank uses its first `eval_batches` batches.
         """
         config, accelerator, loss_recorder = self._config, self._accelerator, self._loss_recorder
         self._model.eval()
-        loss_recorder.divide_by(torch.ones((), device=accelerator.device))  # so that it is a sum
-        of_sets = {}
+        loss_recorder.divide_by(torch.ones((), device=accelerator.device))  # makes the loss a sum
+        by_set = {}
         for name, loader in self._loaders.items():
             total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
             for _, batch in zip(range(config.eval_batches), loader, strict=False):
@@ -82,25 +82,25 @@ class Evaluations:
                 self._model(**model_inputs(batch, config))
                 total += torch.stack([loss_recorder.last, num_labels(batch)])
             loss, count = accelerator.reduce(total, reduction="sum").tolist()
-            of_sets[name] = (loss / count if count else math.nan, int(count))
+            by_set[name] = (loss / count if count else math.nan, int(count))
         loss_recorder.divide_by(None)
         self._model.train()
-        return of_sets
+        return by_set
 
 
-def mean_loss(of_sets: dict[str, tuple[float, int]]) -> float:
-    """The mean over the tokens of all sets; NaN where no token has a label."""
-    with_labels = [(loss, count) for loss, count in of_sets.values() if count]
+def mean_loss(by_set: dict[str, tuple[float, int]]) -> float:
+    """Return the mean loss over the tokens of all sets; NaN if no token has a label."""
+    with_labels = [(loss, count) for loss, count in by_set.values() if count]
     num_tokens = sum(count for _, count in with_labels)
     return sum(loss * count for loss, count in with_labels) / num_tokens if num_tokens else math.nan
 
 
-def described(of_sets: dict[str, tuple[float, int]]) -> str:
-    """Loss and perplexity over all sets, then of each set where there are several."""
-    parts = [_loss_and_perplexity(mean_loss(of_sets))]
-    if len(of_sets) > 1:
-        each = (f"{name} {_loss_and_perplexity(loss)}" for name, (loss, _) in of_sets.items())
-        parts.append(", ".join(each))
+def described(by_set: dict[str, tuple[float, int]]) -> str:
+    """Return a line with loss and perplexity over all sets; if there are several, then of each set."""
+    parts = [_loss_and_perplexity(mean_loss(by_set))]
+    if len(by_set) > 1:
+        sets = (f"{name} {_loss_and_perplexity(loss)}" for name, (loss, _) in by_set.items())
+        parts.append(", ".join(sets))
     return "; ".join(parts)
 
 
@@ -109,7 +109,7 @@ def _loss_and_perplexity(loss: float) -> str:
     return f"{loss:.4f} (perplexity {perplexity:.4g})"
 
 
-# EleutherAI's lm-eval on the model that a run saved, in its own process after training.
+# EleutherAI's lm-eval on the saved model, in its own process after training.
 
 _LAUNCH_PREFIXES = (
     "RANK",
@@ -122,28 +122,31 @@ _LAUNCH_PREFIXES = (
     "FSDP_",
     "TORCHELASTIC_",
 )
-"prefixes of variables that would make lm-eval one more rank of the launch"
+"prefixes of environment variables that would make lm-eval join the launch as one more rank"
 
 
 def check_lm_eval(config: RunConfig) -> None:
-    """Raises ValueError if this run can't do `--lm_eval_tasks`."""
+    """Raise ValueError if this run can't evaluate `--lm_eval_tasks`."""
     if config.lm_eval_tasks is None:
         return
     if find_spec("lm_eval") is None:
         raise ValueError(f"--lm_eval_tasks needs lm-eval\nhint: {pip_install('lm_eval')}")
     missing = [task for task in _split(config.lm_eval_tasks) if _is_file(task) and not is_file(Path(task))]
     if missing:
-        raise ValueError(f"--lm_eval_tasks: no such file: {missing[0]}\nhint: a task's YAML, or its name")
+        raise ValueError(
+            f"--lm_eval_tasks: no such file: {missing[0]}\nhint: give a task's YAML file, or a task's name"
+        )
     if config.peft != "none" and not config.merge_adapter:
         raise ValueError(
-            f"--lm_eval_tasks with --peft {config.peft}: an adapter alone is no model\nhint: --merge_adapter"
+            f"--lm_eval_tasks with --peft {config.peft}: lm-eval needs a whole model, not an adapter alone\n"
+            "hint: add --merge_adapter"
         )
 
 
 def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
-    """The results by task, as lm-eval gives them; its own files stay in `folder`.
+    """Run lm-eval and return its results by task. lm-eval's own files stay in `folder`.
 
-    Raises ValueError with lm-eval's last line if it fails.
+    Raises ValueError with the last line of lm-eval's output if it fails.
     """
     command = lm_eval_command(tasks, model_dir, folder)
     print(f"lm-eval: {shlex.join(command)}", file=sys.stderr)
@@ -154,18 +157,23 @@ def lm_eval(tasks: str, model_dir: Path, folder: Path) -> dict[str, Any]:
     if done.returncode or not written:
         (folder / "lm_eval.log").write_text(done.stdout)
         last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
-        raise ValueError(f"lm-eval ended with {done.returncode}: {last}\nhint: {folder}/lm_eval.log has all")
+        raise ValueError(
+            f"lm-eval ended with exit code {done.returncode}: {last}\n"
+            f"hint: its whole output is in {folder}/lm_eval.log"
+        )
     return json.loads(written[-1].read_text())["results"]
 
 
 def lm_eval_command(tasks: str, model_dir: Path, folder: Path) -> list[str]:
-    """The command line of lm-eval, which takes a task by name: for a path, by the name in that YAML."""
+    """Return the command line of lm-eval. lm-eval takes names of tasks: a YAML's name stands in the file."""
     folder.mkdir(parents=True, exist_ok=True)
     named = _split(tasks)
     merged = model_dir / MERGED
     include = sorted({str(Path(task).resolve().parent) for task in named if _is_file(task)})
     if len(include) > 1:
-        raise ValueError(f"--lm_eval_tasks {tasks}: YAMLs of several folders\nhint: put them into one")
+        raise ValueError(
+            f"--lm_eval_tasks {tasks}: the YAML files are in several folders\nhint: put them into one folder"
+        )
     names = [_task_name(Path(task)) if _is_file(task) else task for task in named]
     return [
         *(sys.executable, "-m", "lm_eval", "--model", "hf"),
@@ -177,7 +185,7 @@ def lm_eval_command(tasks: str, model_dir: Path, folder: Path) -> list[str]:
 
 
 def lm_eval_described(results: dict[str, Any]) -> str:
-    """One line for each task: its metrics, with standard errors where lm-eval has them."""
+    """Return one line per task: its metrics, with their standard errors if lm-eval reports them."""
     lines = []
     for task, metrics in results.items():
         parts = []
@@ -200,10 +208,10 @@ def _is_file(task: str) -> bool:
 
 
 def _task_name(path: Path) -> str:
-    """The `task:` of a YAML; lm-eval's YAMLs have tags that no plain loader reads."""
+    """Return the `task:` of a YAML. lm-eval's YAMLs have tags that a plain YAML loader can't read."""
     lines = (
         line.partition(":")
-        for line in read_text(path, hint="a task's YAML").splitlines()
+        for line in read_text(path, hint="give a task's YAML file").splitlines()
         if line.startswith("task:")
     )
     return next((value.strip() for _, _, value in lines), path.stem)

@@ -1,4 +1,4 @@
-"""--fp32_steps: the first steps of a run in fp32, in a child of each rank, before the run itself."""
+"""--fp32_steps: before the run itself, a child process of each rank takes the run's first steps in fp32."""
 
 import dataclasses
 import os
@@ -19,19 +19,19 @@ from slm_toolkit.run.peers.peer_store import open_peer_store
 
 _ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 _ATTEMPT = 10**6
-"of the children: the run itself must not read what they left in the launcher's store"
+"restart count of the children: keeps their entries in the launcher's store apart from the run's"
 _FAILED = "the fp32 steps failed"
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]) -> dict[str, Any] | None:
-    """Do the fp32 steps; returns the fields of the record's fp32_pass on rank 0.
+    """Take the fp32 steps. Return the fields of the record's fp32_pass on rank 0.
 
-    None on other ranks, without --fp32_steps, and after a restart.
+    Returns None on other ranks, without --fp32_steps, and after a restart.
 
-    Each rank forks a child that builds everything anew in fp32, takes `fp32_steps` steps of the same batches
-    and ends, so that nothing of it is left in this process. Call it before this process has threads or has
-    opened a GPU. `train`: takes a command line and the number of steps, and never returns.
+    Each rank forks a child, so nothing of the pass stays in this process. The child builds model and data
+    again in fp32, takes `fp32_steps` steps on the same batches and ends. Call this before the process starts
+    threads or opens a GPU. `train` takes a command line and the number of steps, and never returns.
     """
     if not config.fp32_steps or os.environ.get(_ATTEMPT_VARIABLE, "0") != "0":
         return None
@@ -41,19 +41,19 @@ def in_fp32_first(config: RunConfig, train: Callable[[list[str], int], NoReturn]
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
-            _be_the_child(config, folder, train)
+            _train_in_child(config, folder, train)
         _wait_for(child)
         if os.environ.get("RANK", "0") != "0":
             return None
         return _result(folder)
 
 
-def _be_the_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
+def _train_in_child(config: RunConfig, folder: Path, train: Callable[[list[str], int], NoReturn]) -> NoReturn:
     end_with_parent()
     os.environ[_ATTEMPT_VARIABLE] = str(_ATTEMPT)
     os.environ.pop(EXIT_CODE_VARIABLE, None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "MASTER_PORT" in os.environ:
-        # rank 0 itself holds the store then: another port keeps it apart from the run's
+        # rank 0 serves the store itself then, so the child's store needs another port than the run's
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -62,7 +62,7 @@ def _be_the_child(config: RunConfig, folder: Path, train: Callable[[list[str], i
 
 
 def _in_fp32(config: RunConfig, folder: Path) -> RunConfig:
-    """The same training in fp32, which writes no file but its record."""
+    """Return the config of the same training in fp32 that writes only a record."""
     return dataclasses.replace(
         config,
         fp32_steps=0,
@@ -95,16 +95,15 @@ def _clipping_of(config: RunConfig) -> float:
 
 
 def _wait_for(child: int) -> None:
-    """Wait until the child ends. If another rank's child failed, this one would wait for it forever, so it is
-    killed."""
+    """Wait until the child ends. Kill it if another rank's child failed, because it would wait forever."""
     peer_store = open_peer_store()
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    while (pid_and_status := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if peer_store is not None and peer_store.read(_FAILED):
             os.kill(child, 9)
             os.waitpid(child, 0)
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    if ended[1] != 0 and peer_store is not None:
+    if pid_and_status[1] != 0 and peer_store is not None:
         peer_store.write(_FAILED, True)
 
 

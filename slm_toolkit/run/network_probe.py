@@ -1,11 +1,11 @@
-"""Measure collectives among the ranks of a launch: all_reduce, all_gather and reduce_scatter by message size.
+"""Time all_reduce, all_gather and reduce_scatter among the ranks of a launch, by message size.
 
     slm compare --probe_network                                          # this machine, with a table
     slm launch --config_file accel_configs/ddp.yaml --num_machines 2 --num_processes 16 \\
         --machine_rank 0 --main_process_ip node0 \\
         -m slm_toolkit.run.network_probe --output network.json           # on each node, with its own rank
 
-Tensors are bfloat16, as the gradients and weights that training sends by default.
+Tensors are bfloat16, like the gradients and weights that training sends by default.
 """
 
 import os
@@ -39,27 +39,29 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 _SMALLEST_BYTES = 64 * 2**10
 _LARGEST_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 _GROWTH = 4
-_ALIGNED_BYTES = 16  # NCCL is slower with shards that are no multiple of it
+_ALIGNED_BYTES = 16  # NCCL is slower if a shard is not a multiple of this
 _NUM_WARMUPS = 5
 _FEWEST_REPEATS, _MOST_REPEATS = 20, 100
-_SIZE_SECONDS = (
-    0.3  # more than the fewest repeats while they fit into it: a median over other programs' noise
-)
-_REPEAT_SECONDS = 0.002  # so many collectives in a row that a repeat is long beside its barrier's skew
+_SIZE_SECONDS = 0.3  # repeat for this long, so that the median is robust against other programs' noise
+_REPEAT_SECONDS = 0.002  # a repeat lasts this long, so that the barrier's skew does not matter
 _MOST_IN_A_ROW = 50
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="slm_toolkit.run.network_probe", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--output", type=Path, default=Path(NETWORK_FILE), metavar="FILE", help="rank 0 writes it"
+        "--output",
+        type=Path,
+        default=Path(NETWORK_FILE),
+        metavar="FILE",
+        help=f"file that rank 0 writes (default: {NETWORK_FILE})",
     )
     parser.add_argument(
         "--probe_seconds",
         type=positive_number,
         default=PROBE_SECONDS,
         metavar="S",
-        help=f"no larger messages than fit into it (default: {PROBE_SECONDS:g})",
+        help=f"stop before a message size that would exceed S seconds in total (default: {PROBE_SECONDS:g})",
     )
     arguments = with_underscores(sys.argv[1:] if argv is None else argv)
     with user_errors():
@@ -70,7 +72,8 @@ def main(argv: list[str] | None = None) -> None:
         state = PartialState(cpu=not torch.cuda.is_available())
         if state.num_processes < 2:
             raise ValueError(
-                "one process has nobody to send to\nhint: accelerate launch --num_processes 2 or more"
+                "the network probe needs two or more processes\n"
+                "hint: accelerate launch --num_processes 2 or more"
             )
     timings = measure(state.device, probe_seconds=args.probe_seconds)
     if state.is_main_process:
@@ -93,11 +96,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTiming]:
-    """Timings of growing sizes until the next one would not fit into `probe_seconds`; the same on all ranks.
+    """Time the collectives at growing sizes, as long as the next size fits into `probe_seconds`.
 
-    The two smallest sizes are measured always: a latency and a bandwidth need them.
+    Always times the two smallest sizes: latency and bandwidth need two points. Returns the same on all ranks.
     """
-    for collective in COLLECTIVES:  # the first collective of a kind connects the ranks, which takes seconds
+    for collective in COLLECTIVES:  # the first call of each collective connects the ranks and takes seconds
         _operation(collective, _SMALLEST_BYTES, device)[0]()
     timings: list[CollectiveTiming] = []
     began = time.perf_counter()
@@ -105,7 +108,7 @@ def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTim
     while size_bytes <= _LARGEST_BYTES[device.type]:
         timings += [_timing(collective, size_bytes, device) for collective in COLLECTIVES]
         before_seconds = used_seconds
-        used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide alike
+        used_seconds = max(gather_to_all(time.perf_counter() - began))  # all ranks must decide the same
         next_seconds = _GROWTH * (used_seconds - before_seconds)
         if size_bytes > _SMALLEST_BYTES and used_seconds + next_seconds > probe_seconds:
             break
@@ -116,12 +119,12 @@ def measure(device: torch.device, *, probe_seconds: float) -> list[CollectiveTim
 def _timing(collective: str, size_bytes: int, device: torch.device) -> CollectiveTiming:
     operation, num_bytes = _operation(collective, size_bytes, device)
     warmups = [_seconds_each(operation, device, num_in_a_row=1) for _ in range(_NUM_WARMUPS)]
-    pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must count alike
+    pilot_seconds = max(gather_to_all(min(warmups)))  # all ranks must repeat equally often
     num_in_a_row = min(max(round(_REPEAT_SECONDS / pilot_seconds), 1), _MOST_IN_A_ROW)
-    in_time = round(_SIZE_SECONDS / (num_in_a_row * pilot_seconds))
-    num_repeats = min(max(in_time, _FEWEST_REPEATS), _MOST_REPEATS)
-    own = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(num_repeats)]
-    all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(own), strict=True))
+    num_in_time = round(_SIZE_SECONDS / (num_in_a_row * pilot_seconds))
+    num_repeats = min(max(num_in_time, _FEWEST_REPEATS), _MOST_REPEATS)
+    rank_seconds = [_seconds_each(operation, device, num_in_a_row=num_in_a_row) for _ in range(num_repeats)]
+    all_seconds = tuple(max(of_ranks) for of_ranks in zip(*gather_to_all(rank_seconds), strict=True))
     timing = CollectiveTiming(collective, num_bytes, median(all_seconds), all_seconds)
     if dist.get_rank() == 0:
         rate = f"{bus_bytes_per_second(timing, dist.get_world_size()) / 1e9:.2f} GB/s"
@@ -131,7 +134,10 @@ def _timing(collective: str, size_bytes: int, device: torch.device) -> Collectiv
 
 
 def _operation(collective: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """What to call, and the bytes of its whole tensor: as many of `size_bytes` as make equal shares."""
+    """Return a function that runs the collective, and the bytes of its whole tensor.
+
+    The bytes are `size_bytes` rounded down to equal, aligned shares.
+    """
     world_size = dist.get_world_size()
     share_bytes = size_bytes // (world_size * _ALIGNED_BYTES) * _ALIGNED_BYTES
     share = torch.zeros(share_bytes // 2, dtype=torch.bfloat16, device=device)  # 2 bytes each
@@ -145,7 +151,7 @@ def _operation(collective: str, size_bytes: int, device: torch.device) -> tuple[
 
 
 def _seconds_each(operation: Callable[[], object], device: torch.device, *, num_in_a_row: int) -> float:
-    """Seconds on this rank of one of several in a row, which all ranks begin together."""
+    """Return this rank's mean seconds per call of `num_in_a_row` calls, which all ranks begin together."""
     dist.barrier()
     _finish(device)
     began = time.perf_counter()
@@ -156,7 +162,7 @@ def _seconds_each(operation: Callable[[], object], device: torch.device, *, num_
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what the device was given; a CPU's collectives return when they are done."""
+    """Wait for the GPU's queued work. On a CPU, collectives return only when they are done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

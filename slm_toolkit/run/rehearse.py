@@ -1,4 +1,4 @@
-"""One process plays rank 0 of N: the real script and engine, with collectives that send nothing."""
+"""Rehearsals: one process plays rank 0 of N with the real script and engine, but sends nothing."""
 
 import dataclasses
 import os
@@ -25,33 +25,33 @@ from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.strategy.strategy import Strategy
 
 NUM_TRACED_STEPS = 2
-"the first makes the optimizer's state (and DTensor's caches), the second is like all later ones"
+"the first step creates the optimizer's state (and DTensor's caches); the second is like all later steps"
 
 
 def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
-    """Make this process rank 0 of `num_ranks`, for accelerate and every engine; returns that launch.
+    """Make accelerate and every engine see this process as rank 0 of `num_ranks`. Return such a launch.
 
-    Call it before anything of accelerate. Raises ValueError if several processes were started.
+    Call it before any call to accelerate. Raises ValueError if several processes were started.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) != 1:
         raise ValueError(
-            f"--rehearse {num_ranks} in {os.environ['WORLD_SIZE']} processes: one plays rank 0\n"
+            f"--rehearse {num_ranks} in {os.environ['WORLD_SIZE']} processes: a rehearsal is one process\n"
             "hint: slm train --rehearse N, or accelerate launch --num_processes 1 --config_file ..."
         )
     strategy = launch.strategy
     if strategy.is_single and num_ranks > 1:
         if strategy.accelerate_config is not None:
             raise ValueError(
-                f"--rehearse {num_ranks} with {strategy.path or strategy.name}, which is one process\n"
-                "hint: ddp, fsdp_full_shard, ds_zero2, ... have ranks"
+                f"--rehearse {num_ranks} with {strategy.path or strategy.name}, which has only one rank\n"
+                "hint: choose a strategy of several ranks: ddp, fsdp_full_shard, ds_zero2, ..."
             )
-        strategy = dataclasses.replace(strategy, name="ddp", engine="ddp")  # started by python alone
+        strategy = dataclasses.replace(strategy, name="ddp", engine="ddp")  # no YAML: started by python
     if num_ranks > 1 or not strategy.is_replicated:
         local = min(num_ranks, REHEARSED_RANKS_PER_NODE)
         ranks = {"WORLD_SIZE": num_ranks, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")  # nothing listens there, nothing connects
+        os.environ.setdefault("MASTER_PORT", "29500")  # required, but nothing listens or connects there
         torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         if torch.__version__ < (2, 13):
             for name in ("reduce_scatter_tensor", "all_to_all_single"):
@@ -60,9 +60,10 @@ def pretend_ranks(launch: Launch, num_ranks: int) -> Launch:
 
 
 def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective whose output is a part of its input, and so finite, as in torch 2.13's fake process group.
+    """Return a collective that copies a part of its input to its output, like torch 2.13's fake group.
 
-    torch 2.11's leaves the output uninitialized; a NaN in it, read as a gradient, would stop every step.
+    torch 2.11's fake group leaves the output uninitialized. A NaN there would count as a bad gradient, and no
+    step would update the weights.
     """
 
     @wraps(collective)
@@ -74,52 +75,53 @@ def _filling(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_stepped(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises RunEnded if the rehearsal took no optimizer step: its peak is not that of training."""
+    """Raise RunEnded if the rehearsal took no optimizer step: its peak memory is not that of training."""
     if not training_state(accelerator, model, optimizer)["optimizer"]:
         raise RunEnded(
-            "the rehearsal took no optimizer step, since its gradients were not finite: memory and seconds "
+            "the rehearsal took no optimizer step, because its gradients were not finite: memory and seconds "
             "are not those of training\n"
-            "hint: --numerics fp16 leaves out its first steps, so more --max_steps; any other, with --seed 1?"
+            "hint: --numerics fp16 skips its first steps, so raise --max_steps; otherwise try --seed 1"
         )
 
 
 def is_fake(config: RunConfig) -> bool:
-    """Whether this run has tensors without memory: a rehearsal without a GPU."""
+    """Return True if this run uses fake tensors: a rehearsal without a GPU."""
     return config.rehearse is not None and not torch.cuda.is_available()
 
 
 def check_fake(config: RunConfig, strategy: Strategy) -> None:
-    """Raises ValueError for flags that tensors without memory can't follow, or would measure wrongly."""
-    on_gpu = "leave it out; a GPU rehearses it"
-    by_estimate = "`slm estimate` knows it; a GPU rehearses it"
+    """Raise ValueError for flags that fake tensors don't support, or would measure wrongly."""
+    on_gpu = "leave it out, or rehearse on a GPU"
+    by_estimate = "use `slm estimate`, or rehearse on a GPU"
     packs = config.packing not in ("auto", "concat")
-    where = strategy.path or strategy.name
+    name = strategy.path or strategy.name
+    on_host = "fake tensors are all on the CPU"
     cases = (
         (config.torch_compile, "with --torch_compile", "fake tensors can't be compiled", by_estimate),
-        (config.fp8 != "none", f"with --fp8 {config.fp8}", "float8 is emulated and takes more", on_gpu),
-        (packs, f"with --packing {config.packing}", "fake tokens are no documents", on_gpu),
+        (config.fp8 != "none", f"with --fp8 {config.fp8}", "emulated float8 takes more memory", on_gpu),
+        (packs, f"with --packing {config.packing}", "fake tokens have no documents", on_gpu),
         (config.peft == "qlora", "with --peft qlora", "fake tensors can't be quantized", by_estimate),
-        (strategy.offloads, f"with {where}, which offloads", "they know no host from device", by_estimate),
+        (strategy.offloads, f"with {name}, which offloads", on_host, by_estimate),
     )
-    for applies, what, why, hint in cases:
+    for applies, setting, reason, hint in cases:
         if applies:
-            raise ValueError(f"--rehearse {config.rehearse} {what} and no GPU: {why}\nhint: {hint}")
+            raise ValueError(f"--rehearse {config.rehearse} {setting} and no GPU: {reason}\nhint: {hint}")
 
 
 def tensors_of(config: RunConfig) -> AbstractContextManager[None]:
-    """The context in which a run's tensors are made and used."""
+    """Return the context in which a run must create and use its tensors."""
     return fake_tensors() if is_fake(config) else nullcontext()
 
 
 def fake_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of the right shape, without end."""
+    """Yield batches of the right shape forever."""
     while True:
         shape = (config.per_device_train_batch_size, config.seq_len)
         yield {"input_ids": torch.zeros(shape, dtype=torch.long)}
 
 
 class TraceWatch:
-    """Takes the place of RunWatch in `train_step`, and keeps the allocation trace at the current phase."""
+    """Replaces RunWatch in `train_step`: sets the current phase of the allocation trace."""
 
     def __init__(self, trace: AllocationTrace, gradients_reduced: Callable[[], None]) -> None:
         self.trace, self.gradients_reduced = trace, gradients_reduced
@@ -143,7 +145,7 @@ def trace_memory(
     optimizer: torch.optim.Optimizer,
     trace: AllocationTrace,
 ) -> MemoryTimeline:
-    """Do NUM_TRACED_STEPS steps under `trace`; returns the timeline of the last."""
+    """Run NUM_TRACED_STEPS steps under `trace`. Return the timeline of the last one."""
     engine = deepspeed_engine(accelerator)
 
     def at_gradients() -> None:
@@ -171,7 +173,7 @@ def trace_memory(
     return timeline_of(trace.events, first=first_event)
 
 
-# Real engines run on tensors without memory: patches for torch, accelerate and DeepSpeed.
+# Patches for torch, accelerate and DeepSpeed, so that the real engines run on fake tensors.
 
 _COMPARE_RANKS = {
     f"deepspeed.runtime.zero.{name}"
@@ -181,10 +183,10 @@ _COMPARE_RANKS = {
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have shape, dtype and storage size, but no memory, and nothing is computed.
+    """Inside this context, tensors have shape, dtype and storage size but no memory; nothing is computed.
 
-    The tensors are fake CPU tensors, on any machine: fake CUDA tensors abort a torch without CUDA, and meta
-    tensors take the unfused attention. Checked with torch 2.13, accelerate 1.15, deepspeed 0.19.8 and
+    They are fake CPU tensors on any machine: fake CUDA tensors abort a torch built without CUDA, and meta
+    tensors use the unfused attention. Checked with torch 2.13, accelerate 1.15, deepspeed 0.19.8 and
     transformers 5.23.
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -192,7 +194,7 @@ def fake_tensors() -> Iterator[None]:
 
     make_mesh = _fully_shard._init_default_mesh
 
-    def real_mesh(*args: Any, **options: Any) -> Any:  # the mesh holds numbers of ranks, which must be real
+    def real_mesh(*args: Any, **options: Any) -> Any:  # the mesh reads rank numbers from real tensors
         with _disable_current_modes():
             return make_mesh(*args, **options)
 
@@ -203,13 +205,13 @@ def fake_tensors() -> Iterator[None]:
         for context in (
             _mode(),
             patch.object(_fully_shard, "_init_default_mesh", real_mesh),
-            # it reads values; on real tensors of whole sequences it finds nothing either
+            # this function reads values of tensors; for whole sequences it returns None anyway
             patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-            # accelerate tells parameters apart by it
+            # accelerate identifies parameters by their address
             patch.object(FakeTensor, "data_ptr", _address, create=True),
             patch.object(torch.nn.parallel, "DistributedDataParallel", _FakeDistributedDataParallel),
-            patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),  # as `stay_in_place` says
-            # a GPU's mask is in bytes; a CPU's own would be in the input's dtype
+            patch.object(torch.nn.Module, "to", lambda module, *_, **__: module),  # see `stay_in_place`
+            # a GPU's dropout mask takes 1 byte per element; the CPU's has the input's dtype
             patch.object(torch.nn.functional, "dropout", _dropout),
         ):
             stack.enter_context(context)
@@ -217,7 +219,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """An address that differs for different memory, and is well aligned."""
+    """Return an aligned address that differs between tensors of different memory."""
     return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size()
 
 
@@ -231,17 +233,17 @@ def _dropout(
 
 @cache
 def _mode() -> FakeTensorMode:
-    """One mode for the whole process: tensors of two modes don't mix."""
+    """Return the process's only fake mode: tensors of two modes can't be combined."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def stay_in_place(model: torch.nn.Module) -> None:
-    """Turn the model's moves and casts into no-ops: fake parameters can't be swapped for others."""
+    """Make the model's moves and casts no-ops: fake parameters can't be replaced."""
     model.to = model.bfloat16 = lambda *_, **__: model
 
 
 class _FakeDistributedDataParallel(DistributedDataParallel):
-    """DDP whose C++ reducer never reads a bucket: nothing is broadcast, buckets keep their first order."""
+    """DDP that neither broadcasts weights nor rebuilds buckets: its C++ reducer would read the tensors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, init_sync=False)
@@ -252,7 +254,7 @@ class _FakeDistributedDataParallel(DistributedDataParallel):
 
 
 class _Reducer:
-    """The C++ reducer, without the rebuilding of its buckets, which would copy them."""
+    """Wraps the C++ reducer, but never rebuilds its buckets: that would copy them."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

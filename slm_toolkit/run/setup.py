@@ -1,4 +1,4 @@
-"""What `train` works on: a run that is set up and checked, then what the engine made of it."""
+"""Sets up and checks a run, then hands model, optimizer and data to the engine."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.secrets import without_secrets
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
-from slm_toolkit.launch.command_line import said_alike
+from slm_toolkit.launch.command_line import shared_launch_facts
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import check_adapter_base, find_model, has_weights
@@ -113,7 +113,10 @@ from slm_toolkit.strategy.strategy import as_flags_say, contradictions
 def deepspeed_estimate_of(
     spec: ModelSpec, *, zero_stage: int | None, world_size: int, local: int
 ) -> dict[str, int] | None:
-    """Bytes per GPU and per node's host, for `local` ranks on each node; None for other than ZeRO-2 and 3."""
+    """Return DeepSpeed's own estimate in bytes per GPU and per node's host; None unless ZeRO-2 or ZeRO-3.
+
+    `local`: the ranks on each node.
+    """
     needs = live_deepspeed_needs(
         spec.num_params,
         spec.largest_layer_params,
@@ -126,7 +129,7 @@ def deepspeed_estimate_of(
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is set up: all that a user can get wrong has been checked, nothing is written yet."""
+    """A run that is set up: all user input has been checked, and nothing has been written yet."""
 
     config: RunConfig
     spec: ModelSpec
@@ -134,46 +137,46 @@ class Job:
     accelerator: Accelerator
     run_dir: Path
     checkpoint: Checkpoint | None
-    "what the run goes on from"
+    "the checkpoint that the run resumes from"
     description: dict[str, Any]
-    "what a run that resumes from this one's checkpoints must have in common with it"
+    "the settings that must stay equal when a run resumes from this run's checkpoints"
     launch_description: dict[str, Any]
-    "what may change"
+    "the settings that may change when a run resumes"
     fingerprint_of_frozen: str | None
     data: Data | None
     "None in a rehearsal on fake tensors"
     model: PreTrainedModel
     gpu_before: GpuBefore
     batch_described: str
-    "how many sequences a step has, and what became of the learning rate"
+    "one line: the sequences per step, and the learning rate if it was scaled"
     search: BatchSizeFinder
     control_group: ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `accelerator.prepare` made of a job: each object is the engine's own from here on."""
+    """The objects of a job after `accelerator.prepare`, wrapped by the engine."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loader: DataLoader | None
     "None in a rehearsal on fake tensors"
     eval_loaders: dict[str, DataLoader]
-    "of each held-out set"
+    "by held-out set"
     loss_recorder: RecordedLoss
     num_steps: int
     num_micro_steps: int
-    "per optimizer step, as the engine counts them: in `stock` a DeepSpeed JSON's own value wins"
+    "per optimizer step, as the engine counts them: in `stock`, a DeepSpeed JSON's value overrides the flag"
     checkpoint_writer: CheckpointWriter | None
     "None without --save_steps"
     trace: AllocationTrace | None
-    "where allocations are followed; it has seen what the engine made so far"
+    "only if allocations are traced; already includes the engine's allocations in `accelerate.prepare`"
 
 
 def set_up(
     config: RunConfig, arguments: list[str], started: float, machines: Machines
 ) -> tuple[Job, RunRecord]:
-    """Check everything a user can get wrong, build data and model. Raises ValueError with a hint."""
+    """Check all user input, then build data and model. Raises ValueError with a hint."""
     request = _check_request(config)
     folder = _claim_folder(request, machines)
     start = _choose_start(request, folder)
@@ -200,7 +203,7 @@ def set_up(
 
 @dataclass(frozen=True)
 class _Request:
-    """Flags, model and launch, after all checks that need neither another rank nor the run's folder."""
+    """Flags, model and launch, after the checks that need neither other ranks nor the run's folder."""
 
     config: RunConfig
     spec: ModelSpec
@@ -208,7 +211,7 @@ class _Request:
 
 
 def _check_request(config: RunConfig) -> _Request:
-    """Raises ValueError for flags, a model or a YAML that is wrong, or that contradicts another of them."""
+    """Raise ValueError if flags, model or YAML are invalid or contradict each other."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
     check_trainable(spec)
@@ -228,8 +231,8 @@ def _check_request(config: RunConfig) -> _Request:
         has_gpu=torch.cuda.is_available(),
     )
     if problems:
-        of_json = any(" the DeepSpeed JSON says " in sentence for sentence in problems)
-        hint = 'write "auto" in the JSON, and let the flags say it' if of_json else "see --help of the flag"
+        in_json = any(" the DeepSpeed JSON says " in sentence for sentence in problems)
+        hint = 'write "auto" in the JSON, so that the flag counts' if in_json else "see --help of the flag"
         raise ValueError("\n".join(problems) + f"\nhint: {hint}")
     strategy, taken_out = as_flags_say(launch.strategy, config)
     if taken_out is not None:
@@ -243,7 +246,7 @@ def _check_request(config: RunConfig) -> _Request:
 
 @dataclass(frozen=True)
 class _ClaimedFolder:
-    """The run's folder, which rank 0 holds if it exists, and what gave the run its name."""
+    """The run's folder, locked by rank 0 if it exists, and the facts that make up the run's name."""
 
     run_dir: Path
     run_name: str
@@ -254,31 +257,31 @@ class _ClaimedFolder:
     gpu_before: GpuBefore
     machines: Machines
     has_ended: bool
-    "whether the folder holds the record of this very run, with all its steps done"
+    "True if the folder contains this run's record with all steps done"
 
 
 def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
-    """Meet the other machines, name the run and keep other trainings out of its folder.
+    """Meet the other machines, name the run and lock its folder against other trainings.
 
-    Raises ValueError where the run can't use the folder. Ends the process where --resume_from_checkpoint auto
-    finds that the run has ended.
+    Raises ValueError if the run can't use the folder. Exits if --resume_from_checkpoint is auto and the run
+    has already ended.
     """
     config, launch = request.config, request.launch
     if num_machines() > 1:
         counts = {"num_machines": num_machines(), "num_processes": launch.num_processes}
-        machines.meet(said_alike(launch.command, launch.strategy, **counts))
+        machines.meet(shared_launch_facts(launch.command, launch.strategy, **counts))
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     gpu = None
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpu_before = look_at_gpu(local_rank)
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)  # or all ranks would open GPU 0
+        torch.cuda.set_device(local_rank)  # without this, all ranks would open GPU 0
         gpu = torch.cuda.get_device_name()
     asked, versions = everything_asked(config, launch.strategy, launch.num_processes), installed_versions()
     identity = identity_of(asked, versions, gpu)
-    own_name = config.run_name or run_name_of(request.spec, launch.strategy, identity)
-    run_name = machines.of_rank_0("run_name", own_name)
+    local_name = config.run_name or run_name_of(request.spec, launch.strategy, identity)
+    run_name = machines.of_rank_0("run_name", local_name)
     run_dir = Path(os.path.realpath(config.output_dir), run_name)
     if _is_rank_0() and exists(run_dir):
         check_writable(run_dir)
@@ -288,10 +291,10 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
             hold_swap_folder(Path(folder))
     ended = has_ended(run_dir, identity)
     if config.resume_from_checkpoint == "auto" and ended:
-        lacks = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
-        again = f", but {lacks}, so it goes on to save its model again" if lacks else ""
-        _print_on_rank_0(f"note: this run has ended{again}: {run_dir / RECORD_FILE}")
-        if lacks is None:
+        damage = model_damage(run_dir / MODEL_DIR) if config.save_final_model else None
+        reason = f", but {damage}, so it resumes to save its model again" if damage else ""
+        _print_on_rank_0(f"note: this run has ended{reason}: {run_dir / RECORD_FILE}")
+        if damage is None:
             raise SystemExit(0)
     if config.save_final_model or config.overwrite_output_dir:
         check_replaceable(run_dir / MODEL_DIR)
@@ -315,24 +318,24 @@ def _claim_folder(request: _Request, machines: Machines) -> _ClaimedFolder:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where the run starts, on ranks that are connected."""
+    """The connected ranks and the point from which the run starts."""
 
     config: RunConfig
-    "with the batch size and learning rate of this attempt"
+    "with this attempt's batch size and learning rate"
     accelerator: Accelerator
     control_group: ProcessGroup | None
     checkpoint: Checkpoint | None
     description: dict[str, Any]
-    "as in Job, without the data"
+    "like Job.description, but without the data"
     launch_description: dict[str, Any]
     sequences_per_step: int
     batch_described: str
 
 
 def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
-    """Connect the ranks and choose the checkpoint to go on from, if any.
+    """Connect the ranks and choose the checkpoint to resume from, if any.
 
-    Raises ValueError where there is no such checkpoint, or where the run would replace another's files.
+    Raises ValueError if the checkpoint does not exist, or if the run would replace another run's files.
     """
     launch, run_dir = request.launch, folder.run_dir
     config = smaller_batch(request.config)
@@ -363,30 +366,30 @@ def _choose_start(request: _Request, folder: _ClaimedFolder) -> _Start:
         description=description,
         launch_description=launch_description(config, launch.strategy, launch.num_processes),
         sequences_per_step=per_step,
-        batch_described=describe_batch(config, per_step, launch),  # which names the rate before its scaling
+        batch_described=describe_batch(config, per_step, launch),  # shows the unscaled learning rate, too
     )
 
 
 @dataclass(frozen=True)
 class _Built:
-    """Data and model, and where their weights and tokenizer come from."""
+    """Data and model, and the origin of weights and tokenizer."""
 
     data: Data | None
     model: PreTrainedModel
     weights: str
     tokenizer: str
     description: dict[str, Any]
-    "as in Job"
+    "see Job.description"
 
 
 def _build(request: _Request, start: _Start) -> _Built:
-    """Load the data and build the model, with the checkpoint's weights where the run goes on from one."""
+    """Load the data and build the model; if the run resumes, load the checkpoint's weights."""
     config, spec, checkpoint = start.config, request.spec, start.checkpoint
     weights, tokenizer = _origins(config, spec)
     _print_on_rank_0(f"weights: {weights}; tokenizer: {tokenizer}")
     if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
-        most = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
-        _print_on_rank_0(f"note: --seq_len {config.seq_len} is beyond {most}")
+        trained_for = f"the {spec.max_position_embeddings} positions that {spec.name} was trained for"
+        _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     data, description = None, start.description
     if not is_fake(config):
         num_sequences = (config.steps_asked or 0) * start.sequences_per_step
@@ -415,18 +418,18 @@ def _record_at_start(
     arguments: list[str],
     started: float,
 ) -> RunRecord:
-    """The record before the first step. `requested`: the config before --find_batch_size changed it."""
-    # the batch that --find_batch_size found is a fact of the run; batch_size_search keeps the requested one
-    batch = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    shape = {name: getattr(job.config, name) for name in batch}
+    """Return the record before step 1. `requested`: the config before --find_batch_size changed it."""
+    # record the batch size that --find_batch_size chose; batch_size_search keeps the requested one
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    batch = {name: getattr(job.config, name) for name in names}
     typed = ("python", "-m", "slm_toolkit.train", *without_secrets(arguments))
     has_own_weights = job.checkpoint is None and job.config.rehearse is None
     return RunRecord(
         run_name=folder.run_name,
         identity=folder.identity,
-        status="failed",  # until it is ok
+        status="failed",  # becomes "ok" at the end
         strategy=job.launch.strategy.name,
-        asked={**folder.asked, "config": {**folder.asked["config"], **shape}},
+        asked={**folder.asked, "config": {**folder.asked["config"], **batch}},
         model=model_facts(job.spec),
         weights=built.weights,
         tokenizer=built.tokenizer,
@@ -443,7 +446,7 @@ def _record_at_start(
 
 
 def _is_rank_0() -> bool:
-    """Whether the launcher made this process rank 0; known before the ranks are connected."""
+    """Return True if the launcher made this process rank 0; works before the ranks are connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -453,25 +456,25 @@ def _print_on_rank_0(line: str) -> None:
 
 
 def _origins(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
-    """Where weights and tokenizer of a run come from: a folder's whole path or a hub id, else in words."""
+    """Return the origins of weights and tokenizer: an absolute path, a hub id, or a description."""
 
-    def named(path: str) -> str:
+    def absolute(path: str) -> str:
         folder = typed_path(path)
         return str(folder.resolve()) if exists(folder) else path
 
     weights = f"random, seed {config.seed}"
     if has_weights(spec) and config.rehearse is None:
-        weights = named(spec.path)
+        weights = absolute(spec.path)
     elif spec.path is not None and config.rehearse is None:
-        weights += f", as {named(spec.path)} holds none"
+        weights += f", because {absolute(spec.path)} has no weights"
     if config.dataset == SYNTHETIC:
         return weights, "none, synthetic tokens"
     tokenizer = tokenizer_of(config, spec)
-    return weights, "bytes" if tokenizer is None else named(tokenizer)
+    return weights, "bytes" if tokenizer is None else absolute(tokenizer)
 
 
 def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
-    """Hand everything to the engine, and go on only if it is the engine that the YAML asks for."""
+    """Hand everything to the engine. Exits with an error if the running engine is not the YAML's."""
     config, accelerator = job.config, job.accelerator
     trace = None
     if config.trace_memory or is_fake(config):
@@ -499,12 +502,12 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         prefetch_as_asked(model, config.fsdp_prefetch)
         num_micro_steps = accelerator.gradient_accumulation_steps
         num_steps = NUM_TRACED_STEPS if loader is None else count_steps(config, loader, num_micro_steps)
-        # killed after its last checkpoint, before its record: what comes after the steps is left to do
+        # a run that was killed between its last checkpoint and its record has no step left, but must finish
         may_end = {"auto": True, "latest": not has_ended(job.run_dir)}.get(config.resume_from_checkpoint)
         if record.first_step > num_steps or (record.first_step == num_steps and not may_end):
             raise ValueError(
                 f"{job.checkpoint.path} has all {num_steps} steps done\n"
-                f"hint: to go on, --max_steps above {record.first_step} "
+                f"hint: to train longer, give --max_steps above {record.first_step} "
                 f"and --resume_from_checkpoint {job.checkpoint.path}"
             )
         if job.checkpoint is not None:
@@ -520,7 +523,7 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         num_trainable_params=num_trainable(model) if config.peft != "none" else None,
         tokens_per_step=sequences_per_step(config, job.launch) * config.seq_len,
         deepspeed_estimate=None
-        if config.peft != "none"  # it knows of no frozen parameters
+        if config.peft != "none"  # DeepSpeed's estimate ignores frozen parameters
         else deepspeed_estimate_of(
             job.spec, zero_stage=running.zero_stage, world_size=running.world_size, local=local_world_size()
         ),
@@ -552,5 +555,5 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
 
 
 def local_world_size() -> int:
-    """Processes of this launch on this machine."""
+    """Return the number of this launch's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -216,7 +216,7 @@ ZERO = (
         ),
         "count bytes of master weights and gradients, and move a rank's stretches to and from checkpoints",
         "run/observe/measure.py: `_deepspeed_masters`, live_gradients; "
-        "run/engine/training_state.py: `_of_flat_partition`",
+        "run/engine/training_state.py: `_flat_partition_stretches`",
         _zero_flat,
     ),
     Leaning(
@@ -236,7 +236,7 @@ ZERO = (
         "count parameters and bytes, and move a rank's stretches to and from checkpoints",
         "run/observe/measure.py, run/observe/probe.py `_group_sizes`, run/engine/engine.py "
         "`_is_matrix`, run/model/model.py; "
-        "run/engine/training_state.py: `_of_zero3`",
+        "run/engine/training_state.py: `_zero3_stretches`",
         _zero_parts,
     ),
     Leaning(

@@ -23,7 +23,7 @@ from slm_toolkit.run.model.model import build_model
 def test_a_tied_head_gets_no_adapter() -> None:
     config = RunConfig(model="smollm2-135m", peft="lora", lora_target_modules="q_proj,lm_head", seq_len=8)
     pytest.importorskip("peft")
-    with pytest.raises(ValueError, match="tied: merged, both would change"):
+    with pytest.raises(ValueError, match="tied, so merging would change both"):
         build_model(dataclasses.replace(SPEC, tied=True), config)
 
 
@@ -182,7 +182,7 @@ def test_a_run_names_its_weights_and_tokenizer_and_an_adapter_its_base(base: Pat
     assert done.code == 0, done.err
     folder = (tmp_path / "base").resolve()
     assert f"weights: {folder}; tokenizer: bytes\n" in done.err
-    assert "note: --seq_len 2050 is beyond the 2048 positions that base was trained for\n" in done.err
+    assert "note: --seq_len 2050 is longer than the 2048 positions that base was trained for\n" in done.err
     record = record_under(tmp_path / "runs")
     assert (record["weights"], record["tokenizer"]) == (str(folder), "bytes")
     adapter = Path(record["model_dir"])
@@ -197,5 +197,5 @@ def test_weights_that_are_not_all_there_are_refused(base: Path, tmp_path: Path) 
         {name: w for name, w in weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
     )
     shutil.copyfile(base / "config.json", tmp_path / "config.json")
-    with pytest.raises(ValueError, match="holds no weights for lm_head.weight, which would be random"):
+    with pytest.raises(ValueError, match="has no weights for lm_head.weight; they would be random"):
         build_model(find_model(str(tmp_path)), RunConfig(seq_len=8))

@@ -42,7 +42,7 @@ FILES = {
         (["--timeout", "soon"], "invalid positive_number value: 'soon'"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),
         (["--attn_implementation", "magic"], "--attn_implementation magic"),
-        (["--report_to", "paper"], "--report_to paper: no such tracker"),
+        (["--report_to", "paper"], "--report_to paper: this tracker is not installed"),
     ],
 )
 def test_compare_says_what_is_wrong(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def is_one_line_with_a_hint(err: str) -> bool:
     [
         (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
-        (["--report_to", "paper"], "--report_to paper: no such tracker"),
+        (["--report_to", "paper"], "--report_to paper: this tracker is not installed"),
         (["--resume_from_checkpoint", "latest"], "no checkpoint under"),
         (["--max_steps", "5", "--num_train_epochs", "1"], "both say how long"),
     ],

@@ -140,7 +140,7 @@ def test_lm_eval_judges_the_saved_model(tmp_path: Path) -> None:
     words = ["python", "-m", "slm_toolkit.train", "--model", str(base), "--max_steps", "1", "--seq_len", "64"]
     asked = ["--dataset", str(chat), "--lm_eval_tasks", str(tmp_path / "sums.yaml"), "--peft", "lora"]
     done = run(*words, *asked, "--output_dir", str(tmp_path / "out"))
-    assert "error: --lm_eval_tasks with --peft lora: an adapter alone is no model" in done.err
+    assert "error: --lm_eval_tasks with --peft lora: lm-eval needs a whole model" in done.err
     done = run(*words, *asked, "--merge_adapter", "--output_dir", str(tmp_path / "out"))
     assert done.code == 0, done.err
     results = record_under(tmp_path / "out")["lm_eval"]["sums"]

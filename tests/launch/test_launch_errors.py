@@ -133,7 +133,7 @@ def test_an_engine_that_is_not_the_one_asked_for_is_refused(tmp_path: Path) -> N
     config = "accel_configs/fsdp_full_shard.yaml"
     done = launch(*QUICK, "--output_dir", str(tmp_path / "runs"), config=config, script=script)
     assert done.code != 0
-    assert "engine 'fsdp2' asked, 'ddp' runs" in done.err
+    assert "engine 'fsdp2' requested, 'ddp' running" in done.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -100,7 +100,7 @@ def test_a_second_comparison_in_the_same_folder_is_refused(tmp_path: Path) -> No
         refused = slm("compare", "--strategy", "single", "--output_dir", str(tmp_path))
     assert refused.code == 2
     assert "error: another `slm compare` (process " in refused.err
-    assert "hint: wait for it, or give another --output_dir" in refused.err
+    assert "hint: wait until it ends, or give another --output_dir" in refused.err
 
 
 def test_what_a_killed_comparison_left_running_is_ended_before_the_next(tmp_path: Path) -> None:

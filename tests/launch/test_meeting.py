@@ -16,7 +16,7 @@ import yaml
 from conftest import ENV, ROOT, own_strategy, slm
 
 from slm_toolkit.cli.launch import plan_launch
-from slm_toolkit.launch.command_line import option, said_alike
+from slm_toolkit.launch.command_line import option, shared_launch_facts
 from slm_toolkit.launch.rendezvous import (
     Machine,
     Patience,
@@ -83,7 +83,7 @@ def test_all_who_come_are_known_in_order_of_their_rank() -> None:
 def test_who_is_missing_is_told_to_all_who_came() -> None:
     meeting = Meeting(4, Patience(1.0, 0.0, "come"))
     here = meeting.come(2)
-    said = f"2 of 4 machines came within 1 s: nobody came to {meeting.at} as machines 1, 3\nhint: come"
+    said = f"2 of 4 machines came within 1 s: machines 1, 3 did not connect to {meeting.at}\nhint: come"
     for place in (meeting.peers, here):
         with pytest.raises(ValueError, match=re.escape(said)):
             place.result()
@@ -94,11 +94,11 @@ def test_what_differs_is_told_to_all() -> None:
     meeting = Meeting(2)
     other = meeting.come(1, num_processes=8, script={"seed": "1"})
     for place in (meeting.peers, other):
-        with pytest.raises(ValueError, match="hint: the same command") as refused:
+        with pytest.raises(ValueError, match="hint: use the same files") as refused:
             place.result()
         assert str(refused.value).splitlines()[:2] == [
             f"num_processes: 4 on machine 0, 8 on machine 1 ({HERE})",
-            f'script seed: not said on machine 0, "1" on machine 1 ({HERE})',
+            f'script seed: not given on machine 0, "1" on machine 1 ({HERE})',
         ]
 
 
@@ -120,7 +120,7 @@ def test_why_one_machine_can_not_start_is_told_to_all() -> None:
 @pytest.mark.parametrize("rank", [-1, 0, 3])
 def test_a_rank_that_no_machine_can_have_is_refused_and_the_others_go_on(rank: int) -> None:
     meeting = Meeting(3)
-    said = f"--machine_rank {rank} of {HERE}: 3 machines have 0 to 2\nhint: every machine"
+    said = f"--machine_rank {rank} of {HERE}: ranks of 3 machines are 0 to 2\nhint: every machine"
     with pytest.raises(ValueError, match=re.escape(said)):
         meeting.come(rank).result()
     first, second = meeting.come(1), meeting.come(2)
@@ -356,7 +356,7 @@ def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> No
     own = own_strategy(tmp_path, shipped.read_text().replace("ds_configs", str(ROOT / "ds_configs")))
 
     def said(words: list[str]) -> dict:
-        return plan_launch(words).machine.said
+        return plan_launch(words).machine.facts
 
     alike = words_of(own)
     alike[alike.index("--machine_rank") + 1] = "0"
@@ -368,7 +368,7 @@ def test_machines_may_differ_in_their_rank_and_paths_alone(tmp_path: Path) -> No
         words_of(ROOT / "accel_configs" / "ds_zero3.yaml"),
     ):
         assert said(words_of(shipped)) != said(changed)
-    assert said_alike((), None, num_machines=2, num_processes=4)["versions"]["torch"]
+    assert shared_launch_facts((), None, num_machines=2, num_processes=4)["versions"]["torch"]
 
 
 @pytest.mark.quick

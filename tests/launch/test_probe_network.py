@@ -33,7 +33,7 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: nobody to send to"),
+        (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: it needs two or more"),
         (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which trains nothing"),
         (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
     ],
@@ -50,4 +50,4 @@ def test_the_module_refuses_one_process(tmp_path: Path) -> None:
     words = (sys.executable, "-m", "slm_toolkit.run.network_probe")
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
-    assert "error: one process has nobody to send to\nhint: accelerate launch" in done.stderr
+    assert "error: the network probe needs two or more processes\nhint: accelerate launch" in done.stderr

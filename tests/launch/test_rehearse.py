@@ -153,7 +153,7 @@ def test_a_rehearsal_is_one_process_that_is_asked_for_many_ranks() -> None:
         ({"given": {"profile": True}}, "--profile with --rehearse"),
         ({"given": {"torch_compile": [False, True]}}, "--torch_compile with --rehearse"),
         ({"given": {"eval_steps": 5}, "rehearse": [8]}, "--eval_steps 5 with --rehearse 8"),
-        ({"strategies": ("single",)}, "--rehearse 8 with single, which is one process"),
+        ({"strategies": ("single",)}, "--rehearse 8 with single, which has only one rank"),
         ({"rehearse": [0]}, "--rehearse is 0: at least 1"),
     ],
 )
@@ -184,7 +184,7 @@ def test_several_processes_are_no_rehearsal(
     with pytest.raises(SystemExit, match="2"):
         train.main([*SMALL, "--rehearse", "8", "--output_dir", str(tmp_path / "runs")])
     error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: --rehearse 8 in 2 processes: one plays rank 0"
+    assert error == "error: --rehearse 8 in 2 processes: a rehearsal is one process"
     assert hint.startswith("hint: slm train --rehearse N, or accelerate launch --num_processes 1")
     assert not (tmp_path / "runs").exists()
 
@@ -232,7 +232,9 @@ def test_a_yaml_of_one_process_has_no_ranks_to_play() -> None:
     from slm_toolkit.run.peers.launch_info import Launch
     from slm_toolkit.run.rehearse import pretend_ranks
 
-    with pytest.raises(ValueError, match=r"--rehearse 8 with .*single.yaml, which is one process\nhint: ddp"):
+    with pytest.raises(
+        ValueError, match=r"--rehearse 8 with .*single.yaml, which has only one rank\nhint: choose"
+    ):
         pretend_ranks(Launch(find_strategy("single"), 1, ()), 8)
 
 

@@ -153,8 +153,8 @@ def test_a_comparison_goes_on_with_unfinished_runs_and_replaces_no_model(tmp_pat
     (folder / "model" / "config.json").write_text("{}")
     done = slm(*words)
     assert done.code == 2
-    assert f"error: {folder}/model is of an earlier run, which this comparison would replace" in done.err
-    assert "hint: --overwrite_output_dir does such runs again from the beginning, --force all" in done.err
+    assert f"error: this comparison would replace {folder}/model of an earlier run" in done.err
+    assert "hint: --overwrite_output_dir starts such runs again from the beginning, --force" in done.err
     assert (folder / "model" / "config.json").exists()
 
 

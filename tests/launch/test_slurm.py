@@ -233,7 +233,7 @@ def test_a_job_over_its_time_is_a_timeout(cluster: dict[str, str], tmp_path: Pat
     long = template(tmp_path, "sleep 300")
     done, rows = on_slurm(tmp_path, "--strategy", "ddp", "--timeout", "5", *long, env=cluster)
     assert (done.code, rows["ddp"]["status"]) == (1, "timeout")
-    assert "TIMEOUT: its time limit ended it" in rows["ddp"]["reason"]
+    assert "TIMEOUT: it reached its time limit" in rows["ddp"]["reason"]
 
 
 def start(folder: Path, *words: str, env: dict[str, str]) -> subprocess.Popen:

@@ -48,7 +48,7 @@ def test_sigterm_saves_and_exits_with_143_and_the_run_goes_on(
     assert process.returncode == 128 + 15
     found = re.search(r"error: SIGTERM after step (\d+) of 100000\nhint: (.*)\n", err)
     step = int(found[1])
-    assert found[2] == f"--resume_from_checkpoint latest goes on from {folder}/step_{step}"
+    assert found[2] == f"--resume_from_checkpoint latest resumes from {folder}/step_{step}"
     assert "Traceback" not in err
     assert left_over(tmp_path) == []
     record_property("fault", f"SIGTERM to `slm launch` of {strategy} (to its end: saved, exit code 143)")
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_terminal_saves_and_exits_with_130_and_the_run_goes_on(tmp_p
     lines = [line for line in said.splitlines() if not line.startswith("checkpoint: ")]
     assert lines[-2:] == [
         f"error: Ctrl-C (SIGINT) after step {step} of 100000",
-        f"hint: --resume_from_checkpoint latest goes on from {folder}/step_{step}",
+        f"hint: --resume_from_checkpoint latest resumes from {folder}/step_{step}",
     ]
     assert len(lines) == 5, "the command, weights and tokenizer, what a step is, error and hint"
     assert left_over(tmp_path) == []
@@ -135,9 +135,9 @@ def test_ctrl_c_of_one_process_ends_after_the_step_whoever_gets_it(to_all: bool,
     assert process.returncode == 128 + 2
     step = int(re.search(r"\nerror: Ctrl-C \(SIGINT\) after step (\d+) of 100000\nhint: ", said)[1])
     if to_all:
-        assert said.endswith(f"latest goes on from {tmp_path}/run/checkpoints/step_{step}\n")
+        assert said.endswith(f"latest resumes from {tmp_path}/run/checkpoints/step_{step}\n")
     else:
-        hint = "nothing was saved; with --save_steps N a run that is stopped saves a checkpoint"
+        hint = "nothing was saved; with --save_steps N, a stopped run saves a checkpoint"
         assert said.endswith(f"hint: {hint}\n")
     assert "Traceback" not in said
 
@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert process.returncode == 128 + 2
-    assert said.endswith("error: ended at the second Ctrl-C; the steps since the last checkpoint are lost\n")
+    assert said.endswith("error: killed at the second Ctrl-C; steps since the last checkpoint are lost\n")
     assert left_over(tmp_path) == []
 
 
@@ -203,7 +203,7 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
     assert stopping.messages == [f"error: {cause}"]
     assert stopping.record["reason"] == cause
     assert stopping.hint.startswith(
-        f"--resume_from_checkpoint latest goes on from {run}/checkpoints/step_2; a lower --learning_rate"
+        f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
     note(stopping, "the loss of rank 1 is no number in step 3", record_property)

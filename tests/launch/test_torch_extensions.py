@@ -71,8 +71,8 @@ def test_a_lock_that_nobody_holds_is_removed_at_once(
     assert not plain.exists()
     assert not versioned.exists()
     err = capsys.readouterr().err
-    assert f"note: removed {plain}: a compile of a was interrupted, and left it" in err
-    assert f"note: removed {versioned}: a compile of b was interrupted" in err
+    assert f"note: removed {plain}: an interrupted compile of a left it behind" in err
+    assert f"note: removed {versioned}: an interrupted compile of b" in err
 
 
 @needs_locks_by_existence
@@ -107,7 +107,7 @@ def test_a_compiler_of_another_run_is_named(
         for _ in range(3):
             news.look()
             time.sleep(0.3)
-    line = f"waiting: another run, pid {other.pid}, compiles a, which this run may need"
+    line = f"waiting: another run (pid {other.pid}) is compiling a; this run may need it"
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -134,7 +134,7 @@ def test_a_compile_that_takes_long_is_named_once(
             news.look()
             time.sleep(0.4)
     assert capsys.readouterr().err.splitlines() == [
-        "waiting: a is compiled for DeepSpeed, once on this machine: up to some minutes"
+        "waiting: compiling a for DeepSpeed, once on this machine: takes a few minutes"
     ]
 
 

@@ -117,7 +117,9 @@ def test_a_shell_that_allows_too_few_open_files_is_told(entry: str, without_torc
     words = [str(Path(sys.executable).parent / program), *arguments]
     done = run("sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *words, env=without_torch)
     assert done.code == 2
-    error = "error: only 16 files may be open at once in this shell\nhint: `ulimit -n 1024`\n"
+    error = (
+        "error: this shell allows only 16 open files at a time\nhint: raise the limit with `ulimit -n 1024`\n"
+    )
     assert done.err.endswith(error)
 
 

@@ -146,7 +146,7 @@ def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: H
     assert done.code == 2
     assert f"machine 0 of 2: waiting at {address}:29500 for machine 1, 0 of 2 s\n" in done.err
     assert (
-        f"error: 1 of 2 machines came within 2 s: nobody came to {address}:29500 as machine 1\n"
+        f"error: 1 of 2 machines came within 2 s: machine 1 did not connect to {address}:29500\n"
         "hint: the same command there, with that --machine_rank;" in done.err
     )
     shown = done.err.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
@@ -262,8 +262,8 @@ def test_ranks_that_fail_as_they_start_are_missed_on_the_other_host(hosts: Hosts
     first, second = on_both(hosts, tmp_path, SHIPPED.format("ddp"), "2", envs=(env, env))
     assert (first.code, second.code) == (2, 2)
     assert "error: planted\n" in second.err
-    assert "error: 1 of 2 machines came within 12 s: nobody came to " in first.err
-    assert "as machine 1\nhint: its launcher connected, so read its output" in first.err
+    assert "error: 1 of 2 machines came within 12 s: machine 1 did not connect to " in first.err
+    assert "\nhint: its launcher connected, so read its output" in first.err
 
 
 def hidden_on_the_second(folder: Path) -> tuple[str, ...]:

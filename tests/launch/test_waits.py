@@ -11,7 +11,7 @@ from test_long_grids import planned
 from slm_toolkit.compare.display import Display, Waits
 from slm_toolkit.compare.outcome import LOG_FILE
 
-COMPILES = "cpu_adam is compiled for DeepSpeed, once on this machine: up to some minutes"
+COMPILES = "compiling cpu_adam for DeepSpeed, once on this machine: takes a few minutes"
 STEP_1 = {"step": 1, "num_steps": 8, "loss": 5.5, "tokens_per_second": 1234.0}
 
 
@@ -30,8 +30,8 @@ def test_a_wait_is_shown_until_the_next_step(tmp_path: Path) -> None:
     add(log, "iled\nDeepSpeed says more\n")
     assert waits.look(None) == waits.look(None) == "cpu_adam is compiled"
     assert waits.look(STEP_1) is None
-    add(log, "waiting: another run, pid 7, compiles async_io, which this run may need\n")
-    assert waits.look(STEP_1) == "another run, pid 7, compiles async_io, which this run may need"
+    add(log, "waiting: another run (pid 7) is compiling async_io; this run may need it\n")
+    assert waits.look(STEP_1) == "another run (pid 7) is compiling async_io; this run may need it"
     assert waits.look({**STEP_1, "step": 2}) is None
     assert waits.at_the_end(283.0).endswith(" s of it before step 1: cpu_adam is compiled")
 

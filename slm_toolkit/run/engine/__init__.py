@@ -1,1 +1,1 @@
-"""The engine that a strategy asks for, its optimizer, and the state that each rank holds."""
+"""The engine of a strategy, its optimizer, and the training state on each rank."""

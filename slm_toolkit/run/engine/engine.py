@@ -1,4 +1,4 @@
-"""Starts the Accelerator of a launched strategy, on GPUs or CPUs, and checks which engine runs."""
+"""Starts the Accelerator of a launched strategy on GPUs or CPUs and checks which engine runs."""
 
 import os
 import sys
@@ -29,11 +29,11 @@ from slm_toolkit.strategy.strategy import Strategy, check_passed_on, precision_n
 
 
 def check_tracker(name: str) -> None:
-    """Raises ValueError unless accelerate has a tracker of this name and its package is installed."""
+    """Raise ValueError unless accelerate has a tracker of this name and its package is installed."""
     if name not in ("none", *(str(tracker) for tracker in get_available_trackers())):
         raise ValueError(
-            f"--report_to {name}: no such tracker is installed\n"
-            "hint: `pip install tensorboard` (or trackio, wandb, ...) installs one"
+            f"--report_to {name}: this tracker is not installed\n"
+            "hint: `pip install tensorboard` (or trackio, wandb, ...)"
         )
 
 
@@ -48,11 +48,11 @@ class RunningEngine:
 
 
 def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) -> Accelerator:
-    """The Accelerator of this process; without a GPU the same YAML runs over gloo.
+    """Return the Accelerator of this process. Without a GPU, the same YAML runs over gloo.
 
-    On a machine without a GPU, accelerate 1.15 ignores FSDP and takes DeepSpeed's world for one process. The
-    gloo backend, and for FSDP2 the type of distribution, set here, repair both.
-    Raises ValueError for settings of the YAML or the DeepSpeed JSON that are not passed on.
+    On a machine without a GPU, accelerate 1.15 ignores FSDP and starts DeepSpeed with a world size of 1. This
+    function sets the gloo backend, and the distributed type for FSDP2, so that both work.
+    Raises ValueError if the YAML or the DeepSpeed JSON has settings that are not passed on.
     """
     check_passed_on(launch.strategy)
     engine = launch.strategy.engine
@@ -62,7 +62,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         remove_stale_locks()
     options = {
         "mixed_precision": _mixed_precision(launch, config),
-        # Without this, the last batch of an epoch would end a step early and shift all that follow.
+        # by default, the last batch of an epoch would end a step early and shift all later steps
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=micro_steps(launch, config), sync_with_dataloader=False
         ),
@@ -80,7 +80,7 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         accelerator = Accelerator(kwargs_handlers=[gloo], **options)
     elif engine == "fsdp2":
         PartialState(backend="gloo", timeout=timeout)
-        # private: nothing public sets it
+        # private, but there is no public way to set it
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(**options)
         if accelerator.state.fsdp_plugin.cpu_offload:  # only a GPU has pinned memory
@@ -91,10 +91,10 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if not accelerator.deepspeed_plugin.zero3_init_flag:
-            # accelerate 1.15 announces ZeRO-3 to transformers even so, which would then build the model in
-            # pieces and draw other weights than under any other strategy
+            # accelerate 1.15 still tells transformers about ZeRO-3; transformers would then shard the model
+            # while building it, and draw other random weights than under every other strategy
             unset_hf_deepspeed_config()
-        check_passed_on(  # the JSON that accelerate has read: an option or a variable may name another
+        check_passed_on(  # the JSON that accelerate read: an option or variable may have replaced the YAML's
             replace(
                 launch.strategy,
                 path=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", launch.strategy.path),
@@ -110,20 +110,20 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
 
 
 def micro_steps(launch: Launch, config: RunConfig) -> int:
-    """Micro-steps per step: the flags', or in `stock` the DeepSpeed JSON's if it has a number."""
+    """Return the micro-steps per step: the flag's, or in `stock` the DeepSpeed JSON's if it has a number."""
     deepspeed = launch.strategy.deepspeed
-    in_json = deepspeed.num_micro_steps if deepspeed is not None else None
-    json_wins = config.numerics == "stock" and in_json is not None
-    return in_json if json_wins else config.gradient_accumulation_steps
+    json_steps = deepspeed.num_micro_steps if deepspeed is not None else None
+    json_wins = config.numerics == "stock" and json_steps is not None
+    return json_steps if json_wins else config.gradient_accumulation_steps
 
 
 def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> None:
     """Write the flags' batch size, accumulation, clipping and dtypes into DeepSpeed's configuration.
 
-    With "auto" or no value, DeepSpeed would clip at 1.0 whatever the script does (`stock` shows that), and
-    accumulate as the JSON says.
+    With "auto" or no value, DeepSpeed would always clip at 1.0 (visible with `--numerics stock`) and use the
+    JSON's gradient accumulation.
     """
-    for section in ("optimizer", "scheduler"):  # `set_up` has printed a note about them
+    for section in ("optimizer", "scheduler"):  # `set_up` has printed a note about these
         deepspeed.pop(section, None)
     deepspeed["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
     if config.numerics != "stock":
@@ -133,42 +133,42 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
         in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         deepspeed["bf16"] = {**deepspeed.get("bf16", {}), **in_bf16}
     zero = deepspeed.get("zero_optimization") or {}
-    if zero.get("zero_hpz_partition_size") == "auto":  # a second copy of the parameters on each node
+    if zero.get("zero_hpz_partition_size") == "auto":  # hpZ: a second copy of the parameters on each node
         zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if _reduces_in_fp32(config):  # one of the two alone changes nothing
+    if _reduces_in_fp32(config):  # needs both settings: either alone has no effect
         deepspeed["communication_data_type"] = "fp32"
         deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
 
 
 def _reduces_in_fp32(config: RunConfig) -> bool:
-    """Whether gradients of bf16 weights are reduced in fp32."""
+    """Return True if gradients of bf16 weights are reduced in fp32."""
     return config.reduce_dtype == "fp32" and config.numerics != "fp32"
 
 
 def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
-    """Set DDP's communication hook for `--reduce_dtype fp32`, or for a rehearsal, which has no other ranks.
+    """Set DDP's communication hook for `--reduce_dtype fp32`, and for a rehearsal, which has no other ranks.
 
-    FSDP2 and DeepSpeed have the dtype in their own configuration.
+    FSDP2 and DeepSpeed take the dtype from their own configuration.
     """
     if not isinstance(model, DistributedDataParallel):
         return
     if config.rehearse is not None:
         sizes = [param.numel() for param in model.parameters() if param.requires_grad]
-        in_a_bucket = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
-        largest = max(in_a_bucket, *sizes)
-        model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduced_already)
+        bucket_size = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
+        largest = max(bucket_size, *sizes)
+        model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduce_nothing)
     elif _reduces_in_fp32(config):
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
 
 
 def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
-    """FSDP2's explicit prefetching: each layer's unit starts the gathers of the next `num_layers`.
+    """Set FSDP2's explicit prefetching: each layer starts the all-gathers of the next `num_layers` layers.
 
     With 0, PyTorch gathers a layer when the host reaches it, and in backward one layer ahead.
     """
     if not num_layers:
         return
-    # FSDP's own checkpointing puts a wrapper around the unit that holds the layer's parameters
+    # FSDP's own activation checkpointing wraps the unit that has the layer's parameters
     layers = [units[0] for layer in model.model.layers if (units := _units_of(layer))]
     for index, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
@@ -176,7 +176,7 @@ def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
 
 
 def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
-    """The units in `module` that FSDP2 gathers, the outermost first."""
+    """Return the units in `module` that FSDP2 gathers, outermost first."""
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
     return [unit for unit in units if unit._get_fsdp_state()._fsdp_param_group is not None]  # private
 
@@ -184,18 +184,19 @@ def _units_of(module: torch.nn.Module) -> list[FSDPModule]:
 def _reduce_in_fp32(
     group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook: the mean over all ranks, summed in fp32."""
+    """Average gradients over all ranks in fp32; a DDP communication hook."""
     wide = bucket.buffer().float().div_(group.size())
     work = torch.distributed.all_reduce(wide, group=group, async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def _reduced_already(
+def _reduce_nothing(
     largest_copy: int, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook for ranks that don't exist; `largest_copy`: elements that are cast to fp32.
+    """Return the bucket unchanged; a rehearsal's DDP communication hook.
 
-    DDP's first bucket holds all parameters; the buckets of later steps, which fake tensors never see, don't.
+    `largest_copy`: the elements that a real hook would cast to fp32 at once. In DDP's first step one bucket
+    has all parameters; in later steps, which fake tensors never reach, buckets are smaller.
     """
     gradients = bucket.buffer()[:largest_copy]
     if largest_copy:
@@ -206,18 +207,21 @@ def _reduced_already(
 
 
 def _mixed_precision(launch: Launch, config: RunConfig) -> str:
-    """accelerate's mixed_precision for --numerics. Only `stock` takes the launch's; others print a note."""
+    """Return accelerate's mixed_precision for --numerics.
+
+    Only `stock` uses the launch's value; other numerics ignore it and may print a note about that.
+    """
     if config.numerics == "stock":
         return launch.mixed_precision or "bf16"
     note = precision_note(launch.mixed_precision, config)
     if note is not None and os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr)
-    # the module itself is bf16, with master weights in our optimizer; DeepSpeed has its own
+    # "no": the module itself is bf16, and our optimizer has the master weights; DeepSpeed has its own
     return "bf16" if config.numerics != "fp32" and launch.strategy.is_deepspeed else "no"
 
 
 def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strategy) -> torch.optim.Optimizer:
-    """AdamW, weight decay on matrices only; with master weights where the engine does not hold its own."""
+    """Return AdamW with weight decay on matrices only, and with master weights if the engine has none."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in params if _is_matrix(param)], "weight_decay": config.weight_decay},
@@ -237,7 +241,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
         master_dtype=master_dtype,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
-        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal plays a GPU
+        in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
         **options,
     )
 
@@ -254,11 +258,11 @@ def optimizer_step(
     *,
     max_grad_norm: float | None,
 ) -> torch.Tensor | float | None:
-    """Clip (unless 0 or None), step and clear; returns the gradient norm before clipping, over all ranks.
+    """Clip (unless 0 or None), step and clear gradients. Return the norm over all ranks before clipping.
 
-    Under every engine, a step with a NaN or infinite norm changes no weight. DeepSpeed has done all of it
-    inside accelerate's backward (its norm is None if it neither clips nor shards); our optimizer with master
-    weights clips in its own step.
+    Under every engine, a step whose norm is not finite changes no weight. DeepSpeed does all of this inside
+    accelerate's backward (its norm is None if it neither clips nor shards); our optimizer with master weights
+    clips in its own step.
     """
     if hasattr(model, "zero_optimization_stage"):
         return model.get_global_grad_norm()
@@ -271,7 +275,7 @@ def optimizer_step(
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if accelerator.scaler is None:
             _step_if_finite(optimizer, inner, norm)
-        else:  # fp16's gradient scaler leaves out such steps itself
+        else:  # fp16's gradient scaler skips steps that are not finite
             optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -280,9 +284,9 @@ def optimizer_step(
 def _step_if_finite(
     optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer, norm: torch.Tensor
 ) -> None:
-    """Step unless the norm is NaN or infinite. A fused kernel checks that itself, else the host does."""
+    """Step unless the norm is not finite. A fused kernel checks that on the device, else the host does."""
     param = inner.param_groups[0]["params"][0]
-    is_bad = ~torch.isfinite(norm)  # False for a fake tensor, whose step is traced
+    is_bad = ~torch.isfinite(norm)  # False for a fake tensor, so a rehearsal does step
     if inner.defaults["fused"] and not isinstance(param, DTensor):
         inner.found_inf = is_bad.float()
         optimizer.step()
@@ -291,17 +295,17 @@ def _step_if_finite(
 
 
 def probe_engine(model: torch.nn.Module) -> RunningEngine:
-    """Read engine, stage and world size off a prepared model, not off a configuration."""
+    """Read engine, ZeRO stage and world size from a prepared model, not from a configuration."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if hasattr(model, "zero_optimization_stage"):  # a DeepSpeedEngine; DDP need not import deepspeed
+    if hasattr(model, "zero_optimization_stage"):  # a DeepSpeedEngine; avoids importing deepspeed for DDP
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
         units = _units_of(model.model.layers)
         if not units:
             raise ValueError(
-                "FSDP2 sharded no decoder layer\nhint: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+                "FSDP2 sharded no decoder layer\nhint: set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
             )
         reshard = units[0]._get_fsdp_state()._fsdp_param_group._reshard_after_forward  # private
         return RunningEngine("fsdp2", None, reshard, world_size)
@@ -313,42 +317,40 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
 
 
 def check_engine(running: RunningEngine, launch: Launch) -> None:
-    """Raises ValueError unless the engine that runs is the one in the YAML."""
+    """Raise ValueError unless the running engine is the engine of the YAML."""
     strategy = launch.strategy
     requested = RunningEngine(
         strategy.engine, strategy.zero_stage, strategy.reshard_after_forward, launch.num_processes
     )
-    ddp_of_one = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
-    if running == requested or (ddp_of_one and launch.num_processes == 1):
+    is_single_ddp = strategy.engine == "ddp" and running == RunningEngine("single", None, None, 1)
+    if running == requested or (is_single_ddp and launch.num_processes == 1):
         return
     names = ("engine", "zero_stage", "reshard_after_forward", "world_size")
     differences = [
-        f"{name} {getattr(requested, name)!r} asked, {getattr(running, name)!r} runs"
+        f"{name} {getattr(requested, name)!r} requested, {getattr(running, name)!r} running"
         for name in names
         if getattr(requested, name) != getattr(running, name)
     ]
     raise ValueError(
         f"{strategy.path or strategy.name}: {'; '.join(differences)}\n"
-        "hint: an option of `accelerate launch` or a variable of the environment overrides the YAML: "
+        "hint: an option of `accelerate launch` or an environment variable overrides the YAML: "
         f"{', '.join(name for name in os.environ if name.startswith(('ACCELERATE_', 'FSDP_')))}"
     )
 
 
 def sequences_per_step(config: RunConfig, launch: Launch) -> int:
-    """The effective batch size, over all ranks and micro-steps."""
+    """Return the effective batch size, over all ranks and micro-steps."""
     return config.per_device_train_batch_size * micro_steps(launch, config) * launch.num_processes
 
 
 def describe_batch(config: RunConfig, per_step: int, launch: Launch) -> str:
-    """The effective batch size and learning rate, as a line."""
-    described = (
+    """Return one line: the effective batch size, and the learning rate if it is scaled."""
+    batch = (
         f"a step is {per_step} sequences of {config.seq_len} tokens: {config.per_device_train_batch_size} x "
         f"{micro_steps(launch, config)} micro-steps x {launch.num_processes} processes"
     )
     if config.scale_lr == "none":
-        return described
+        return batch
     base = config.base_batch_size or config.per_device_train_batch_size
     scaled, rate = config.learning_rate_of(per_step), config.learning_rate
-    return (
-        f"{described}; learning rate {scaled:.3g}: {rate:g} for {base} sequences, scaled by {config.scale_lr}"
-    )
+    return f"{batch}; learning rate {scaled:.3g}: {rate:g} for {base} sequences, scaled by {config.scale_lr}"

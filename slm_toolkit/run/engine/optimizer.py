@@ -9,16 +9,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 CHUNK_ELEMENTS = 2**25
-"gradients cast to fp32 at once: 128 MiB; all at once would add 4 bytes per parameter to the peak"
+"gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
 CPU_CHUNK_ELEMENTS = 2**20
-"the same on a CPU, which launches no kernels: 4 MiB fit into caches, and malloc reuses them"
+"the same on a CPU, which launches no kernels: chunks of 4 MiB fit into caches, and malloc reuses them"
 
 
 class AdamWWithMasterWeights(torch.optim.AdamW):
     """AdamW that updates a copy of each parameter in `master_dtype`, or the parameter if it has that dtype.
 
-    The state of a bf16 parameter under fp32 masters holds `master`, `exp_avg` and `exp_avg_sq` (fp32, its
-    shape; shards of a DTensor) and `step`: 12 bytes per parameter, as DeepSpeed's ZeRO holds them.
+    With fp32 masters, the state of a bf16 parameter is `master`, `exp_avg` and `exp_avg_sq` (fp32, the
+    parameter's shape; sharded like a DTensor) and `step`: 12 bytes per parameter, as in DeepSpeed's ZeRO.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
         in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
-        holds_flat_shards: parameters are plain tensors that hold this rank's share, as FSDP1's are.
+        holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
@@ -42,14 +42,14 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
         self.grad_norm: torch.Tensor | None = None
-        "of all gradients before clipping, fp32, set by each step"
+        "norm of all gradients before clipping, in fp32; each step sets it"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clip in fp32, like DeepSpeed (a norm of bf16 gradients would have 8 bits), then update.
+        """Clip in fp32, like DeepSpeed (a norm in bf16 would have 8 bits), then update the parameters.
 
-        Works on this rank's own shards: on DTensors, each operation would cost the host ten times as much.
-        If the norm is NaN or infinite, nothing is updated; a fused kernel on a GPU decides that by itself.
+        Works on this rank's local tensors: an operation on DTensors costs the host ten times as much.
+        If the norm is not finite, nothing is updated; a fused kernel checks that on the device.
         """
         assert closure is None
         chunks = [
@@ -66,7 +66,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
         )
-        is_bad = ~torch.isfinite(self.grad_norm)  # False for a fake tensor, whose step is traced
+        is_bad = ~torch.isfinite(self.grad_norm)  # False for a fake tensor, so a rehearsal does step
         if not self.defaults["fused"] and is_bad:
             return
         found_inf = is_bad.float() if self.defaults["fused"] else None
@@ -74,7 +74,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             self._update(group, pieces, clip, scratch, found_inf)
 
     def _scratch(self) -> torch.Tensor | None:
-        """With `in_pieces`, room for a chunk's gradients in fp32; one per step leaves malloc no holes."""
+        """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
         return torch.empty(CPU_CHUNK_ELEMENTS, dtype=torch.float32) if self.in_pieces else None
 
     def _update(
@@ -100,7 +100,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             [piece.of(state["exp_avg"]) for state, piece in zip(states, pieces, strict=True)],
             [piece.of(state["exp_avg_sq"]) for state, piece in zip(states, pieces, strict=True)],
             max_exp_avg_sqs=[],
-            # AdamW counts a step for each piece: only the last piece of a parameter may change its count
+            # adamw increments the count for each piece, so all pieces but the last get a copy
             state_steps=[
                 state["step"] if piece.is_last else state["step"].clone()
                 for state, piece in zip(states, pieces, strict=True)
@@ -124,7 +124,7 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             )
 
     def state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter's state, made before its first step."""
+        """Return a parameter's state; create it before the first step."""
         state = self.state[param]
         if not state:
             if param.dtype != self.master_dtype:
@@ -139,15 +139,15 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A parameter, or one stretch of the elements that this rank holds of a large one."""
+    """A parameter, or a slice of this rank's elements of a large parameter."""
 
     param: torch.Tensor
     stretch: slice | None = None
-    "None: all of it"
+    "None: all elements"
     is_last: bool = True
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This piece of the parameter or of its state, sharing memory."""
+        """Return a view of this piece in the parameter or in a tensor of its state."""
         local = local_part(tensor)
         return local if self.stretch is None else local.view(-1)[self.stretch]
 
@@ -158,9 +158,9 @@ class _Piece:
 
 
 def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Piece]]:
-    """Groups of parameters of at most CHUNK_ELEMENTS together (or one larger parameter alone).
+    """Yield groups of parameters of at most CHUNK_ELEMENTS together; a larger parameter is its own group.
 
-    `in_pieces`: of at most CPU_CHUNK_ELEMENTS; larger parameters are cut.
+    With `in_pieces`, the limit is CPU_CHUNK_ELEMENTS, and larger parameters are cut.
     """
     chunk_elements = CPU_CHUNK_ELEMENTS if in_pieces else CHUNK_ELEMENTS
     chunk: list[_Piece] = []
@@ -182,12 +182,12 @@ def _chunks(params: list[torch.Tensor], *, in_pieces: bool) -> Iterator[list[_Pi
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
+    """Return this rank's shard of a DTensor as a view; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _in_dtype(pieces: list[_Piece], dtype: torch.dtype, scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """The gradients of one chunk in `dtype`; copies go into `scratch`, if there is one."""
+    """Return the gradients of one chunk in `dtype`; copies are made in `scratch`, if given."""
     gradients = [piece.gradient for piece in pieces]
     if scratch is None or dtype != scratch.dtype or gradients[0].dtype == dtype:
         return [gradient.to(dtype) for gradient in gradients]
@@ -197,7 +197,7 @@ def _in_dtype(pieces: list[_Piece], dtype: torch.dtype, scratch: torch.Tensor | 
 
 
 def _norms(pieces: list[_Piece], scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """The 2-norm of each piece's gradient, summed in fp32."""
+    """Return the 2-norm of each piece's gradient, computed in fp32."""
     if scratch is not None:
         return torch._foreach_norm(_in_dtype(pieces, torch.float32, scratch), 2)
     return torch._foreach_norm([piece.gradient for piece in pieces], 2, dtype=torch.float32)
@@ -206,7 +206,7 @@ def _norms(pieces: list[_Piece], scratch: torch.Tensor | None) -> list[torch.Ten
 def _global_norm(
     norms: list[torch.Tensor], a_gradient: torch.Tensor, *, holds_flat_shards: bool
 ) -> torch.Tensor:
-    """The 2-norm of all gradients over all ranks, from the norms of this rank's pieces; an fp32 scalar."""
+    """Return the 2-norm of all gradients over all ranks, an fp32 scalar, from this rank's `norms`."""
     square = torch.linalg.vector_norm(torch.stack(norms)).square()
     if holds_flat_shards and torch.distributed.is_initialized():
         torch.distributed.all_reduce(square)

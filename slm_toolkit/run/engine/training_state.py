@@ -1,8 +1,8 @@
-"""The training state that a rank holds, as stretches of named tensors, the same under every engine.
+"""Reads and writes a rank's training state as stretches of named tensors, in the same way for every engine.
 
-Whether an engine shards rows (FSDP2) or elements of one flat buffer (ZeRO), a rank's share of a parameter's
-weights or moments is a stretch of its elements in their order. Checkpoints are written from such stretches
-and read into them, so every strategy can read the checkpoints of any other.
+FSDP2 shards rows, and ZeRO shards elements of one flat buffer. In both cases a rank's shard of a parameter's
+weights or moments is a contiguous range of the flattened tensor: a stretch. Checkpoints are written from
+stretches and read into stretches, so every strategy can read the checkpoints of every other strategy.
 """
 
 import math
@@ -18,51 +18,51 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
-"of a trained parameter: in the dtype that the optimizer updates (the master weights, where there are any)"
+"kinds of a trained parameter's tensors. Weights are those that the optimizer updates: master weights, if any"
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements `start` to `start + size` of one flattened tensor of the state, held by this rank."""
+    """Elements `start` to `start + size` of one flattened tensor of the state; this rank has them."""
 
     kind: str
     name: str
-    "the parameter's, in the model as Hugging Face has it"
+    "the parameter's name in the Hugging Face model"
     start: int
     size: int
     is_mine: bool
-    "whether this rank writes it: others may hold the same"
+    "True if this rank writes it; other ranks may have copies"
     tensor: torch.Tensor
-    "1-D, sharing memory with the state; valid until the next stretch"
+    "1-D; shares memory with the state; valid until the iterator yields the next stretch"
 
 
 def parameter_name(name: str) -> str:
-    """A parameter's name in the model before any engine wrapped it."""
+    """Return a parameter's name in the model before an engine wrapped it."""
     for wrapper in ("module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod."):
         name = name.replace(wrapper, "")
     return name
 
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Name and parameter of all trained parameters."""
+    """Yield name and parameter of each trained parameter."""
     for name, param in model.named_parameters():
         if param.requires_grad:
             yield parameter_name(name), param
 
 
 def num_elements(param: torch.Tensor) -> int:
-    """Elements of the whole parameter, over all ranks."""
+    """Return the number of elements of the whole parameter, over all ranks."""
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
 def optimizer_steps(model: torch.nn.Module, optimizer: Any) -> int:
-    """Steps that Adam has done, without those left out for a NaN or infinite gradient."""
+    """Return the number of steps that Adam has done; steps skipped for bad gradients don't count."""
     states = _inner(model, optimizer).state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) -> None:
-    """Let bias correction continue after `num_steps`. The moments must exist already."""
+    """Continue Adam's bias correction after `num_steps` steps. The moments must exist already."""
     for state in _inner(model, optimizer).state.values():
         if isinstance(state["step"], torch.Tensor):
             state["step"].fill_(num_steps)
@@ -73,42 +73,42 @@ def set_optimizer_steps(model: torch.nn.Module, optimizer: Any, num_steps: int) 
 
 
 def stretches(model: torch.nn.Module, optimizer: Any, *, rank: int, world_size: int) -> Iterator[Stretch]:
-    """All stretches that this rank holds of a prepared model's weights and moments; makes missing moments."""
+    """Yield this rank's stretches of a prepared model's weights and moments. Creates missing moments."""
     inner = _inner(model, optimizer)
     if any(hasattr(param, "ds_id") for _, param in trained(model)):
-        yield from _of_zero3(model)
+        yield from _zero3_stretches(model)
         return
     for number, (name, param) in enumerate(trained(model)):
-        writes_copy = number % world_size == rank  # of a tensor that all ranks hold
+        writes_copy = number % world_size == rank  # all ranks have this tensor: spread the writing
         if hasattr(param, "_hp_mapping"):
-            yield from _of_flat_partition(name, param, inner)
+            yield from _flat_partition_stretches(name, param, inner)
         else:
-            yield from _of_parameter(name, param, inner, writes_copy)
+            yield from _parameter_stretches(name, param, inner, writes_copy)
 
 
 def initial_weights(model: torch.nn.Module) -> Iterator[Stretch]:
-    """What this rank holds of the weights of a model that no engine has prepared yet."""
+    """Yield this rank's stretches of the weights of a model that no engine has prepared yet."""
     for name, param in trained(model):
-        if hasattr(param, "ds_tensor"):  # zero3_init_flag made the model in pieces
-            start, size = _piece(param)
+        if hasattr(param, "ds_tensor"):  # zero3_init_flag sharded the model while building it
+            start, size = _zero3_shard(param)
             part = param.ds_tensor.data.view(-1)[:size]
         else:
             start, part = 0, param.data.view(-1)
-        yield _in_memory(WEIGHTS, name, start, part, is_mine=True)
+        yield _stretch(WEIGHTS, name, start, part, is_mine=True)
 
 
 def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that holds the moments, inside accelerate's and DeepSpeed's."""
-    of_engine = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else optimizer
-    while hasattr(of_engine, "optimizer"):
-        of_engine = of_engine.optimizer
-    return of_engine
+    """Return the optimizer that has the moments, unwrapped from accelerate's and DeepSpeed's wrappers."""
+    wrapper = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else optimizer
+    while hasattr(wrapper, "optimizer"):
+        wrapper = wrapper.optimizer
+    return wrapper
 
 
-def _of_parameter(
+def _parameter_stretches(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer, writes_copy: bool
 ) -> Iterator[Stretch]:
-    """Under DDP or in one process: whole tensors, the same on all ranks. Under FSDP2: rows, as DTensors."""
+    """Yield a parameter's stretches under DDP or in one process (whole tensors), or under FSDP2 (rows)."""
     state = _adam_state(inner, param)
     start, is_mine = 0, writes_copy
     if isinstance(param, DTensor):
@@ -116,11 +116,11 @@ def _of_parameter(
     tensors = {WEIGHTS: state.get("master", param), **{kind: state[kind] for kind in MOMENTS}}
     for kind, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        yield _in_memory(kind, name, start, local.detach().view(-1), is_mine)
+        yield _stretch(kind, name, start, local.detach().view(-1), is_mine)
 
 
 def _rows(param: DTensor) -> tuple[int, bool]:
-    """The first element of this rank's shard, and whether no rank before this one holds the same shard."""
+    """Return the first element of this rank's shard, and True if no earlier rank has the same shard."""
     placements = param.placements
     assert all(not isinstance(place, Shard) or place.dim == 0 for place in placements), placements
     _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, placements)
@@ -131,23 +131,23 @@ def _rows(param: DTensor) -> tuple[int, bool]:
     return offset[0] * math.prod(param.shape[1:]), is_first
 
 
-def _of_flat_partition(
+def _flat_partition_stretches(
     name: str, param: torch.nn.Parameter, inner: torch.optim.Optimizer
 ) -> Iterator[Stretch]:
-    """Under ZeRO-1 and 2: parameters lie one after the other in a flat buffer; each rank has a part of it."""
+    """Yield a parameter's stretches under ZeRO-1 and 2, which shard a flat buffer of all parameters."""
     mapping = param._hp_mapping
-    if mapping is None:  # all of the parameter is on other ranks
+    if mapping is None:  # the whole parameter is on other ranks
         return
     flat = inner.param_groups[mapping.param_group_index]["params"][0]
-    where, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-    yield from _of_buffers(name, start, flat, _adam_state(inner, flat), where.start, where.numel)
+    fragment, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+    yield from _buffer_stretches(name, start, flat, _adam_state(inner, flat), fragment.start, fragment.numel)
 
 
-def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
-    """Under ZeRO-3: every rank has an equal part of each parameter; the last part is padded.
+def _zero3_stretches(model: torch.nn.Module) -> Iterator[Stretch]:
+    """Yield all stretches under ZeRO-3: every rank has an equal shard of each parameter, the last one padded.
 
-    Group by group, as ZeRO-Infinity keeps them on the disk: each group is read once, and stays in memory
-    until the next group's first stretch.
+    Goes group by group, because ZeRO-Infinity stores groups on disk: each group is read once and stays in
+    memory until the iterator reaches the next group.
     """
     groups: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in trained(model):
@@ -159,29 +159,29 @@ def _of_zero3(model: torch.nn.Module) -> Iterator[Stretch]:
             state = _adam_state(zero.optimizer, flat)
             for name, param in params:
                 _, offset, _ = zero.grad_position[zero.get_param_id(param)]
-                start, size = _piece(param)
-                yield from _of_buffers(name, start, flat, state, offset, size)
+                start, size = _zero3_shard(param)
+                yield from _buffer_stretches(name, start, flat, state, offset, size)
 
 
-def _piece(param: torch.nn.Parameter) -> tuple[int, int]:
-    """Start and size of this rank's piece of a parameter that ZeRO-3 holds in pieces, without padding."""
-    of_rank = param.ds_tensor.ds_numel
-    start = torch.distributed.get_rank(param.ds_process_group) * of_rank
-    return start, max(0, min(of_rank, param.ds_numel - start))
+def _zero3_shard(param: torch.nn.Parameter) -> tuple[int, int]:
+    """Return start and size of this rank's shard of a ZeRO-3 parameter, without padding."""
+    padded_size = param.ds_tensor.ds_numel
+    start = torch.distributed.get_rank(param.ds_process_group) * padded_size
+    return start, max(0, min(padded_size, param.ds_numel - start))
 
 
-def _of_buffers(
+def _buffer_stretches(
     name: str, start: int, flat: torch.Tensor, state: dict[str, Any], offset: int, size: int
 ) -> Iterator[Stretch]:
-    """A parameter's elements from `start` on, which lie at `offset` in the flat weights and moments."""
+    """Yield stretches of a parameter's elements from `start` on, at `offset` in flat weights and moments."""
     for kind, tensor in ((WEIGHTS, flat), *((kind, state[kind]) for kind in MOMENTS)):
         part = tensor.detach().narrow(0, offset, size)
-        yield _in_memory(kind, name, start, part, is_mine=True)
+        yield _stretch(kind, name, start, part, is_mine=True)
 
 
 @contextmanager
 def _in_ram(zero: Any, group: int) -> Iterator[None]:
-    """Keep a group's state in RAM that ZeRO-Infinity has on a disk; write it back afterwards."""
+    """Read a group's state from ZeRO-Infinity's disk into RAM; write it back afterwards."""
     on_disk = zero._swappable_optimizer_subgroup(group)
     if on_disk:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -190,18 +190,18 @@ def _in_ram(zero: Any, group: int) -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_out(group)
 
 
-def _in_memory(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
+def _stretch(kind: str, name: str, start: int, part: torch.Tensor, is_mine: bool) -> Stretch:
     return Stretch(kind, name, start, part.numel(), is_mine, part)
 
 
 def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """A parameter's moments; before the first step, made as Adam would make them."""
+    """Return a parameter's Adam state; before the first step, create it like Adam would."""
     if isinstance(inner, AdamWWithMasterWeights):
         return inner.state_of(param)
     state = inner.state[param]
     if not state:
         on_host = _is_on_host(inner)
-        # a bf16 master has fp32 moments on the host, unless the flags put them in bf16, too
+        # on the host, a bf16 master weight has fp32 moments, unless the flags choose bf16 for them, too
         dtype = torch.float32 if on_host and inner.fp32_optimizer_states else param.dtype
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(param.detach(), dtype=dtype)
@@ -212,12 +212,12 @@ def _adam_state(inner: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, 
 
 
 def _is_on_host(inner: torch.optim.Optimizer) -> bool:
-    """Whether this is DeepSpeed's own AdamW for states in the host's RAM."""
+    """Return True if this is DeepSpeed's own AdamW for optimizer states in host RAM."""
     return type(inner).__name__ == "DeepSpeedCPUAdam"
 
 
 def _replay_bias_correction(inner: Any, num_steps: int) -> None:
-    """Let DeepSpeed's CPU Adam multiply the powers of its betas again, step by step: pow rounds otherwise."""
+    """Replay the beta products of DeepSpeed's CPU Adam step by step, because pow would round differently."""
     group = inner.param_groups[0]
     beta1, beta2 = group["betas"]
     dummy = [torch.zeros(1) for _ in range(4)]

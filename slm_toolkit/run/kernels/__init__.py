@@ -1,1 +1,1 @@
-"""Kernels that take the place of transformers' own."""
+"""Kernels that replace those of transformers."""

@@ -1,6 +1,6 @@
-"""Kernels of a decoder layer that keep less for backward than transformers' own, and how they get there.
+"""Replaces a decoder layer's kernels by kernels that save less memory for backward, or are faster.
 
-In the counts of bytes below, e are the bytes of an element of the compute dtype: 2 in bf16, 4 in fp32.
+Byte counts below use e for the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ from slm_toolkit.run.kernels.loss_kernels import (
 
 
 class FusedRMSNorm(torch.nn.Module):
-    """transformers' RMSNorm, which keeps its input in its own dtype for backward, and 4 bytes per row.
+    """transformers' RMSNorm, but saves only the input in its own dtype for backward, and 4 bytes per row.
 
-    transformers' own keeps, per element, an fp32 copy of the input (4 bytes) and the normalised input in its
-    dtype: 6 bytes in bf16, 8 in fp32. Here 2 and 4, of the residual stream, which mostly lives anyway.
-    On a GPU this is torch's own kernel, which rounds once where transformers rounds twice and needs no fp32
-    copies. Elsewhere they exist while it runs: up to 10 bytes per element in forward, 12 in backward.
+    transformers' RMSNorm saves, per element, an fp32 copy of the input (4 bytes) and the normalised input in
+    its dtype: 6 bytes in bf16, 8 in fp32. This one saves 2 and 4, and its input is the residual stream, which
+    mostly stays in memory anyway.
+    On a GPU this is torch's kernel, which rounds once (transformers rounds twice) and needs no fp32 copies.
+    Otherwise fp32 copies exist while it runs: up to 10 bytes per element in forward, 12 in backward.
     """
 
     weight: torch.nn.Parameter
@@ -46,10 +47,10 @@ class FusedRMSNorm(torch.nn.Module):
 
 
 class FusedMLP(torch.nn.Module):
-    """transformers' gated MLP, which keeps gate and up for backward, and not the SiLU of the gate.
+    """transformers' gated MLP, but saves only gate and up for backward, not the SiLU of the gate.
 
-    Per token of an FFN width f, their product for the down projection included: 3 f e bytes, transformers'
-    own 4 f e. Backward computes the SiLU again, and to the last bit the same.
+    With FFN width f, it saves 3 f e bytes per token, including the input of the down projection;
+    transformers' MLP saves 4 f e. Backward recomputes the SiLU, bit-identically.
     """
 
     gate_proj: torch.nn.Module
@@ -67,7 +68,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         silu = functional.silu(gate)
-        # compiled by torch 2.11, an in-place product in forward has no gradient
+        # torch 2.11's compiler loses the gradient of an in-place product in forward
         return silu * up if torch.compiler.is_compiling() else silu.mul_(up)
 
     @staticmethod
@@ -80,7 +81,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Normalised in fp32, rounded to the input's dtype, then times the weight, as transformers does."""
+    """Normalises in fp32, rounds to the input's dtype, then multiplies by the weight, like transformers."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -107,10 +108,10 @@ _MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
 
 
 def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
-    """Put the kernels asked for into `model`, in place: names in the state dict stay, tied weights too.
+    """Put the configured kernels into `model`, in place. State dict names and tied weights stay the same.
 
-    With --torch_compile, what a fused loss does between its matrix products is left to torch.compile.
-    Raises ValueError where the model's head, norms or MLPs are not what the kernels compute.
+    With --torch_compile, torch.compile computes a fused loss between its matrix products.
+    Raises ValueError if a kernel does not fit the model's head, norms or MLPs.
     """
     if config.mlp_kernel == "fused" and model.config.hidden_act not in ("silu", "swish"):
         raise ValueError(
@@ -125,8 +126,8 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
         head = model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(
-                f"--loss_kernel fused_linear: the head of {type(model).__name__} is {head}, no plain matrix\n"
-                "hint: --loss_kernel fused_logits works with every head"
+                f"--loss_kernel fused_linear: the head of {type(model).__name__} is {head}, "
+                "not a plain matrix\nhint: --loss_kernel fused_logits works with every head"
             )
         head.__class__ = LossHead
         head.compiled, head.chunks = config.torch_compile, config.loss_chunks
@@ -138,28 +139,28 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     ):
         if kernel != "fused":
             continue
-        found = [module for module in model.modules() if type(module).__name__ in names]
-        if not found:
+        modules = [module for module in model.modules() if type(module).__name__ in names]
+        if not modules:
             raise ValueError(
                 f"--{flag} fused: {type(model).__name__} has none of {', '.join(names)}\nhint: --{flag} hf"
             )
-        for module in found:
+        for module in modules:
             module.__class__ = fused
 
 
 # Kernels of optional packages: Liger's in Triton, torchao's float8 matrix products.
 
-_WITHOUT_LIGER = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile need nothing"
+_WITHOUT_LIGER = "hint: --norm_kernel fused, --mlp_kernel fused and --torch_compile work without Liger"
 _FP8_CAPABILITY = (8, 9)
 
 
 def check_optional(config: RunConfig) -> None:
-    """Raises ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
+    """Raise ValueError if this machine lacks the GPU or the package that a flag of `config` needs."""
     if config.tf32 and not torch.cuda.is_available():
-        raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16 on a CPU, too")
+        raise ValueError("--tf32 needs a GPU\nhint: --numerics aligned computes in bf16, on a CPU, too")
     if config.use_liger_kernel:
         if not torch.cuda.is_available():
-            raise ValueError(f"--use_liger_kernel needs a GPU: its kernels are Triton's\n{_WITHOUT_LIGER}")
+            raise ValueError(f"--use_liger_kernel needs a GPU, because Liger uses Triton\n{_WITHOUT_LIGER}")
         if find_spec("liger_kernel") is None:
             raise ValueError(f"--use_liger_kernel needs Liger\nhint: {pip_install('liger')}")
     if config.fp8 != "none" and find_spec("torchao") is None:
@@ -167,26 +168,27 @@ def check_optional(config: RunConfig) -> None:
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Put Liger's RMSNorm, RoPE and SwiGLU into `model`, in place; the loss stays `--loss_kernel`'s.
+    """Put Liger's RMSNorm, RoPE and SwiGLU into `model`, in place; `--loss_kernel` still chooses the loss.
 
-    Raises ValueError for an architecture that it does not know.
+    Raises ValueError if Liger does not support the architecture.
     """
-    from transformers.integrations.liger import apply_liger_kernel  # imports much
+    from transformers.integrations.liger import apply_liger_kernel  # slow to import
 
     before = {type(module).forward for module in model.modules()}
     loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     apply_liger_kernel(model, {"rope": True, "rms_norm": True, "swiglu": True, **loss})
     after = {getattr(module.forward, "__func__", None) for module in model.modules()}
     if after <= before:
-        raise ValueError(f"--use_liger_kernel: Liger knows no {type(model).__name__}\n{_WITHOUT_LIGER}")
+        name = type(model).__name__
+        raise ValueError(f"--use_liger_kernel: Liger does not support {name}\n{_WITHOUT_LIGER}")
 
 
 def use_fp8(model: PreTrainedModel, recipe: str) -> None:
-    """Let the decoder layers' linear modules multiply in float8, in place; weights and names stay.
+    """Make the decoder layers' linear modules multiply in float8, in place; weights and names stay.
 
-    `recipe`: torchao's, tensorwise or rowwise. Widths that are no multiple of 16 stay as they are. On a CPU,
-    and on a GPU without float8, the rounding is emulated: right losses, no speed.
-    Raises ValueError where no width is a multiple of 16.
+    `recipe`: a torchao recipe, tensorwise or rowwise. Modules stay unchanged if a width is not a multiple of
+    16. On a CPU, and on a GPU without float8, the rounding is emulated: same losses, but no speedup.
+    Raises ValueError if no module fits.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -196,7 +198,7 @@ def use_fp8(model: PreTrainedModel, recipe: str) -> None:
     if not any(fits_fp8(module) for module in layers.modules()):
         raise ValueError(
             f"--fp8 {recipe}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"
-            "hint: a preset that ends in -hw"
+            "hint: choose a preset that ends in -hw"
         )
     convert_to_float8_training(layers, config=config, module_filter_fn=lambda module, _: fits_fp8(module))
 

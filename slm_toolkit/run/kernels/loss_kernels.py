@@ -1,7 +1,7 @@
-"""Losses that keep less for backward than transformers' own: logits in chunks, or never whole.
+"""Losses that save less memory for backward than transformers' loss, by computing in chunks.
 
-In the counts of bytes below, N is the tokens of a micro-step, V the vocabulary, h the hidden size and e the
-bytes of an element of the compute dtype: 2 in bf16, 4 in fp32.
+In the byte counts below, N is the tokens of a micro-step, V the vocabulary size and h the hidden size. e is
+the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
 """
 
 import functools
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from slm_toolkit.config.loss_chunks import LossChunks
 
 IGNORE_INDEX = -100
-"label of a token that has no loss, as transformers has it"
+"the label of a token without loss, same as in transformers"
 _BY_RULE = LossChunks()
 _Chunk = Callable[..., torch.Tensor]
-"`_chunk_losses_`, as it is or compiled"
+"`_chunk_losses_` or `_compiled_chunk_losses_`"
 
 
 def fused_logits_loss(
@@ -30,13 +30,13 @@ def fused_logits_loss(
     compiled: bool = False,
     chunks: LossChunks = _BY_RULE,
 ) -> torch.Tensor:
-    """transformers' causal LM loss over logits [batch, tokens, V], of which it keeps one copy, not three.
+    """Compute transformers' causal LM loss over logits [batch, tokens, V], with one copy of them, not three.
 
-    Peak: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB whatever N is (none
-    in fp32; on a CPU, where torch converts dtypes apart, another as large). Forward saves the logits' own
-    storage, which then holds their gradient: who reads the logits of a training step reads that. Backward
-    allocates nothing. Without gradients, as in evaluation, the logits stay what they are. `compiled`: one
-    kernel of torch.compile's reads the logits twice and writes their gradient, with no fp32 copy of a chunk.
+    Peak memory: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB for any N
+    (none in fp32; two of them on a CPU, where torch converts dtypes in a separate step). Forward overwrites
+    the logits with their gradient, so a training step's logits can't be read afterwards. Backward allocates
+    nothing. Without gradients, as in evaluation, the logits stay unchanged. `compiled`: a kernel made by
+    torch.compile reads the logits twice and writes their gradient, without an fp32 copy of a chunk.
     """
     targets = _next_tokens(labels).to(logits.device)
     num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
@@ -47,12 +47,12 @@ def fused_logits_loss(
 
 @torch.no_grad()
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The fp32 loss of each token, labels' shape, 0 where it has none; one pass over the logits."""
+    """Return each token's fp32 loss in the shape of `labels`, 0 without a label; reads the logits once."""
     losses = torch.empty(labels.numel(), device=logits.device, dtype=torch.float32)
     targets, flat = _next_tokens(labels).to(logits.device), logits.reshape(-1, logits.shape[-1])
-    one = torch.ones((), device=logits.device)
+    num_items = torch.ones((), device=logits.device)
     _sum_of_losses_(
-        *(flat, targets, one),
+        *(flat, targets, num_items),
         chunks=_BY_RULE,
         kernel=_chunk_losses_,
         with_gradient=False,
@@ -62,33 +62,32 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class LossHead(torch.nn.Linear):
-    """An output head that gives the loss, not logits, where it has labels: logits are never whole.
+    """An output head that returns the loss if it has labels, and never computes all logits at once.
 
-    It is the head's own forward that does it, because FSDP2 and ZeRO-3 gather the head's weight for that
-    alone. transformers then calls the loss `logits`, and `_loss_of_head` hands it on.
+    The head's forward computes the loss, because FSDP2 and ZeRO-3 gather the head's weight only for its
+    forward. transformers then calls the loss `logits`, and `loss_of_head` returns it.
 
-    Peak in forward, beside hidden states [N, h] and weight [V, h]: their gradients, N x h x e and V x h x e
-    bytes, which are all that is kept for backward; one chunk of logits, `LossChunks.of_logits` x V x e; and
-    of its fp32 probabilities at most 64 MiB, as in `fused_logits_loss` (none in fp32, none where compiled).
-    Both buffers serve every chunk. Backward allocates nothing: it scales both gradients in place and hands
-    them on.
-    Under autocast, bf16 copies of hidden states and weight come first, as for any matrix product there.
+    Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
+    and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `LossChunks.of_logits` x
+    V x e; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none if
+    compiled). All chunks share these two buffers. Backward allocates nothing: it scales both gradients in
+    place. Under autocast, hidden states and weight are first copied to bf16, as for every matrix product.
 
-    The gradient of the weight is summed over chunks in the weight's dtype, by the matrix product itself,
-    which rounds once per chunk, V / h times at most: in bf16 its error is 0.3 to 0.6 %, where one product's
-    is 0.15 %, beside the 1 % that bf16 costs all gradients. An fp32 sum would take V x h x 4 bytes more.
+    The matrix product itself sums the weight's gradient over chunks in the weight's dtype. It rounds once per
+    chunk, V / h times at most. In bf16 the error is 0.3 to 0.6 %; a single product has 0.15 %, and bf16 costs
+    all gradients 1 % anyway. An fp32 sum would take V x h x 4 bytes more.
     """
 
     labels: torch.Tensor | None = None
-    "of the forward pass that runs"
+    "labels of the current forward pass"
     last_loss: torch.Tensor | None = None
-    "in fp32, before an engine's output cast rounds it"
+    "the loss in fp32, before an engine's output cast rounds it"
     num_items: torch.Tensor | None = None
-    "what the sum over tokens is divided by; None: tokens with a label"
+    "divisor of the sum over tokens; None: the number of tokens with a label"
     token_losses: torch.Tensor | None = None
-    "where it is a tensor, of one value per token, the next forward writes each token's loss into it"
+    "if set, a tensor of one value per token; the next forward writes each token's loss into it"
     compiled: bool = False
-    "whether the arithmetic between the matrix products is torch.compile's"
+    "True if torch.compile computes the arithmetic between the matrix products"
     chunks: LossChunks = _BY_RULE
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,7 +125,7 @@ class _FusedLogitsLoss(torch.autograd.Function):
             flat, targets, num_items, chunks=chunks, kernel=kernel, with_gradient=with_gradient
         )
         if with_gradient:
-            ctx.save_for_backward(logits)  # by now their gradient
+            ctx.save_for_backward(logits)  # now contains their gradient
         return total / num_items
 
     @staticmethod
@@ -152,7 +151,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden_size)
         rows = chunks.of_logits(len(flat), vocab_size=vocab_size, hidden_size=hidden_size)
         grad_hidden = torch.empty_like(flat) if with_gradient else None
-        # a frozen head has no gradient, nor the memory for one
+        # a frozen head needs no gradient
         grad_weight = torch.zeros_like(weight) if with_gradient and ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         buffer = flat.new_empty(rows, vocab_size)
@@ -187,7 +186,7 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: labels reach the head beside transformers' forward, which keeps them for itself."""
+    """Pass the labels to the head, because transformers' forward does not; a forward pre-hook."""
     model.get_output_embeddings().labels = kwargs.get("labels")
 
 
@@ -197,13 +196,13 @@ def loss_of_head(
     vocab_size: int,
     num_items_in_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """transformers' loss function where the head has computed the loss: what it calls logits is that."""
+    """Return `logits`, which is the loss that LossHead computed; replaces transformers' loss function."""
     assert logits.dim() == 0, logits.shape
     return logits
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """The label that each token predicts, flat; the last of a sequence predicts none, as in transformers."""
+    """Return the label that each token predicts, flat; as in transformers, a sequence's last has none."""
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
 
 
@@ -222,14 +221,14 @@ def _sum_of_losses_(
     wide: torch.Tensor | None = None,
     token_losses: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy in fp32, summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
+    """Return the fp32 cross-entropy summed over valid rows of logits [rows, V]; `wide`: see `_chunk_losses_`.
 
-    With `with_gradient`, the logits become the gradient of that sum over `num_items`. `token_losses` takes
-    each row's loss.
+    With `with_gradient`, overwrites the logits with the gradient of that sum divided by `num_items`. Writes
+    each row's loss to `token_losses`, if given.
     """
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
     if wide is None and not with_gradient and kernel is _chunk_losses_:
-        wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay what they are
+        wide = torch.empty_like(logits[:rows], dtype=torch.float32)  # the logits must stay unchanged
     elif wide is None:
         wide = _fp32_buffer(logits[:rows], chunks, kernel)
     total = torch.zeros((), device=logits.device, dtype=torch.float32)
@@ -249,7 +248,7 @@ def _sum_of_losses_(
 
 
 def _fp32_buffer(logits: torch.Tensor, chunks: LossChunks, kernel: _Chunk) -> torch.Tensor | None:
-    """Where probabilities of a chunk of logits can stand in fp32; None: they are fp32, or compiled away."""
+    """Return a buffer for a chunk's fp32 probabilities; None for fp32 logits or a compiled kernel."""
     if logits.dtype == torch.float32 or kernel is not _chunk_losses_:
         return None
     rows = chunks.of_probabilities(len(logits), vocab_size=logits.shape[1])
@@ -264,7 +263,7 @@ def _chunk_losses_(
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """Each row's loss, 0 without a label; `wide` takes the fp32 probabilities, without it fp32 logits do."""
+    """Return each row's loss, 0 without a label. Probabilities go into `wide`; if None, into fp32 logits."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     target = targets.clamp(min=0).unsqueeze(1)
     top = logits.amax(dim=1, keepdim=True).float()
@@ -273,9 +272,9 @@ def _chunk_losses_(
         unscaled = logits.sub_(top)
     elif logits.is_cuda:
         unscaled = torch.sub(logits, top, out=wide)
-    else:  # a CPU would convert the logits apart, in a temporary as large
+    else:  # on a CPU, torch.sub would convert the logits into a temporary tensor of the same size
         unscaled = wide.copy_(logits).sub_(top)
-    unscaled.exp_()  # probabilities, but for their sum
+    unscaled.exp_()  # probabilities, not yet divided by their sum
     partition = unscaled.sum(dim=1, keepdim=True)
     if with_gradient:
         share = valid / num_items
@@ -283,7 +282,7 @@ def _chunk_losses_(
             torch.mul(unscaled, share / partition, out=logits)
         else:
             logits.copy_(unscaled.mul_(share / partition))
-        # p - 1 of the target in fp32, then rounded: bf16 has no digits left for it near p = 1
+        # compute the target's p - 1 in fp32, then round: near p = 1, bf16 has no digits left for it
         logits.scatter_(1, target, ((picked.exp() / partition - 1) * share).to(logits.dtype))
     return ((partition.log() - picked) * valid).squeeze(1)
 
@@ -296,13 +295,13 @@ def _compiled_chunk_losses_(
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """The same as one would write it down, for torch.compile to make two passes over the logits of."""
+    """`_chunk_losses_` in plain form; torch.compile turns it into two passes over the logits."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     exact = logits.float()
     top = exact.amax(dim=1, keepdim=True)
     partition = (exact - top).exp().sum(dim=1, keepdim=True)
     of_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    # no gather: torch 2.11's compiler moves it behind copy_, where logits are gradients already
+    # no gather: torch 2.11's compiler moves it after copy_, when logits already contain gradients
     picked = (torch.where(of_target, exact, 0).sum(dim=1, keepdim=True) - top) * valid
     if with_gradient:
         share = valid / num_items

@@ -1,4 +1,4 @@
-"""Adds peft's adapters, small trained weights, to a frozen model, which --peft qlora holds in 4 bits."""
+"""Adds peft's adapters (small trained weights) to a frozen model; --peft qlora also quantizes the model."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -14,11 +14,11 @@ from transformers.utils import check_peft_version
 from slm_toolkit.config.run_config import RunConfig
 
 MERGED = "merged"
-"the folder, inside the adapter's, of the base model with the adapter merged in"
+"subfolder of the adapter's folder, with the base model into which the adapter is merged"
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Raises ValueError if a package that `--peft` needs is not installed, or too old for transformers."""
+    """Raise ValueError if a package that `--peft` needs is not installed or too old for transformers."""
     needed = {"none": (), "qlora": ("peft", "bitsandbytes")}.get(config.peft, ("peft",))
     if missing := [package for package in needed if find_spec(package) is None]:
         raise ValueError(
@@ -31,17 +31,16 @@ def check_adapters(config: RunConfig) -> None:
     except ValueError:
         raise ValueError(
             f"--peft {config.peft}: transformers {version('transformers')} needs peft {MIN_PEFT_VERSION}, "
-            f"this is {version('peft')}\nhint: pip install -U peft; while PyPI has none so new, "
+            f"but peft {version('peft')} is installed\nhint: pip install -U peft; if PyPI has no newer peft, "
             f'pip install "transformers<{version("transformers")}"'
         ) from None
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Quantize the decoder layers' linear weights to 4 bits (NF4, scales in 8), in place, and freeze them.
+    """Quantize the decoder layers' linear weights to 4 bits (NF4, 8-bit scales), in place, and freeze them.
 
-    Their storage is in bf16, which FSDP and DeepSpeed can shard and cast without knowing its content
-    (bitsandbytes' default, uint8, stops both). They are quantized where they stay: on this rank's GPU, if
-    there is one.
+    The 4-bit values are stored in bf16 tensors, which FSDP and DeepSpeed can shard and cast (they fail with
+    bitsandbytes' default, uint8). Quantization runs on this rank's GPU, if there is one.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -77,23 +76,23 @@ def quantize(model: PreTrainedModel) -> None:
 def _without_scales(
     module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *rest: Any
 ) -> None:
-    """Do not load the scales of quantized weights: a checkpoint has the same weights, so the same scales."""
+    """Drop the scales of quantized weights when loading: the checkpoint has the same weights and scales."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
         del state_dict[name]
 
 
 def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) -> None:
-    """Freeze `model` and put trained adapters into it, in place; its class and its modules' names stay.
+    """Freeze `model` and add trained adapters, in place; its class and module names stay the same.
 
-    `base`: the place of the frozen weights, which is saved with the adapter.
-    Raises ValueError if peft does not fit, or finds none of the modules in --lora_target_modules.
+    `base`: the folder or hub id of the frozen weights; it is saved with the adapter.
+    Raises ValueError if peft is missing or too old, or if no module matches --lora_target_modules.
     """
     check_adapters(config)
     from peft import IA3Config, LoraConfig
 
     names = config.lora_target_modules
     targets: Any = names if names == "all-linear" else [name.strip() for name in names.split(",")]
-    if config.peft == "ia3":  # with None, peft takes its paper's modules for each architecture
+    if config.peft == "ia3":  # with None, peft uses the paper's modules for each architecture
         chosen = None if targets == "all-linear" else targets
         down = [name for name in chosen or () if name.endswith(("down_proj", "fc2"))]
         feedforward = None if chosen is None else down
@@ -114,24 +113,26 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, base: str | None) 
     except ValueError as error:
         raise ValueError(
             f"--peft {config.peft} with --lora_target_modules {names}: {str(error).splitlines()[0]}\n"
-            "hint: all-linear, or names such as q_proj,v_proj"
+            "hint: give all-linear, or names such as q_proj,v_proj"
         ) from None
     wrapped = ends != (model.get_input_embeddings(), model.get_output_embeddings())
     if wrapped and (model.config.tie_word_embeddings or config.loss_kernel == "fused_linear"):
-        why = "tied: merged, both would change" if model.config.tie_word_embeddings else "part of the loss"
+        is_tied = model.config.tie_word_embeddings
+        reason = "tied, so merging would change both" if is_tied else "part of the loss"
         raise ValueError(
-            f"--lora_target_modules {names}: embedding and head are {why}\nhint: modules of the layers"
+            f"--lora_target_modules {names}: embedding and head are {reason}\n"
+            "hint: choose only modules of the decoder layers"
         )
-    # a folder's whole path, since peft looks for it from wherever the adapter is loaded
+    # an absolute path, because the adapter may be loaded from any working folder
     is_folder = base is not None and Path(base).expanduser().exists()
     adapter.base_model_name_or_path = str(Path(base).expanduser().resolve()) if is_folder else base
 
 
 def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], adapter_dir: Path) -> Path:
-    """Write the base model with the adapter of `adapter_dir` merged in, in the dtype of the computation.
+    """Merge the adapter of `adapter_dir` into the base model, and write that model in the compute dtype.
 
-    `state_dict`: all of `model`, gathered. 4-bit weights are merged as dequantized: the adapter has learnt to
-    correct those, not the weights before quantization. They are added in fp32, then rounded once.
+    `state_dict`: all tensors of `model`, gathered. 4-bit weights are dequantized before merging, because the
+    adapter was trained on these, not on the original weights. The sum is computed in fp32 and rounded once.
     """
     from peft import PeftModel
 
@@ -157,7 +158,7 @@ def save_merged(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], ada
 def _dequantized(
     model: PreTrainedModel, state_dict: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and fp32 weights of the modules whose weights are in 4 bits."""
+    """Yield name and fp32 weights of each module with 4-bit weights."""
     if find_spec("bitsandbytes") is None:
         return
     from bitsandbytes.functional import dequantize_4bit

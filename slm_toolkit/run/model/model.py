@@ -1,4 +1,4 @@
-"""Builds the Hugging Face model of a ModelSpec, with random or loaded weights, in the numerics' dtype."""
+"""Builds the Hugging Face model of a ModelSpec, with random or loaded weights, in the dtype of --numerics."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed  # transformers' own imports peft and bitsandbytes, where they are
+from accelerate.utils import set_seed  # that of transformers also imports peft and bitsandbytes
 from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,11 +34,11 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 
 def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
-    """The transformers configuration of `spec`; a user's own configuration stays as it is."""
+    """Return the transformers configuration of `spec`; a user's own configuration stays unchanged."""
     if spec.path is not None:
         try:
             return AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
-        except Exception as error:  # checks of a user's file raise KeyErrors, TypeErrors and others
+        except Exception as error:  # an invalid config.json raises KeyError, TypeError and others
             raise _not_loaded(spec.path, error) from None
     return AutoConfig.for_model(
         spec.model_type,
@@ -56,13 +56,13 @@ def hf_config(spec: ModelSpec, *, seq_len: int) -> PretrainedConfig:
 
 
 def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = False) -> PreTrainedModel:
-    """The model in training mode on CPU; the same weights on every rank and under every strategy.
+    """Return the model in training mode on CPU, with the same weights on every rank and under every strategy.
 
-    A folder or hub id that holds weights is fine-tuned; any other model starts from the seed, from weights
-    that bf16 can hold, so that runs of every numerics start from the same. The dtype is bf16 for `--numerics
-    aligned` and `pure_bf16` (where the master weights start from the same rounding under every engine), else
-    fp32. `documents_apart`: batches have position_ids that start again with each document.
-    Raises ValueError if the attention kernel is unknown or not installed, or a fused kernel does not fit.
+    A folder or hub id with weights is fine-tuned. Any other model gets random weights from the seed, rounded
+    to bf16, so that runs with all numerics start from the same weights. The dtype is bf16 for `--numerics
+    aligned` and `pure_bf16` (so master weights start from the same rounding under every engine), else fp32.
+    `documents_apart`: batches have position_ids that restart with each document.
+    Raises ValueError if the attention kernel is unknown or not installed, or if a fused kernel does not fit.
     """
     set_seed(config.seed)
     check_attention(spec, config)
@@ -75,7 +75,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
         model = drawn_model(shape, config, options)
     model.config.use_cache = False
     if model.generation_config is not None:
-        model.generation_config.use_cache = True  # in the saved model, which will generate
+        model.generation_config.use_cache = True  # the saved model will generate text
     enable_checkpointing(model, config.gradient_checkpointing, compiled=config.torch_compile)
     use_kernels(model, config)
     if config.use_liger_kernel:
@@ -87,26 +87,26 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)
     if config.numerics in ("aligned", "pure_bf16"):
-        for param in _whole_params(model):  # not the buffers: RoPE's frequencies in bf16 are another model
+        for param in _whole_params(model):  # not the buffers: rounding RoPE's frequencies changes the model
             param.data = param.data.bfloat16()
     if config.torch_compile:
-        # DDP reduces what a layer's backward gave as one graph; else Dynamo would cut each layer every 25 MB
+        # keeps each layer's backward one graph under DDP; by default Dynamo splits it at every 25 MB bucket
         torch._dynamo.config.optimize_ddp = False  # private
         for layer in model.model.layers:
-            # in place: names in the state dict stay, and every engine wraps the same module
+            # in place: state dict names stay the same, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)
     return model.train()
 
 
 def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights that bf16 can hold, the same for a seed under every strategy.
+    """Return the model with random weights rounded to bf16, equal under every strategy for the same seed.
 
     Under zero3_init_flag, transformers draws each tensor in the compute dtype, on a GPU if there is one, so
-    its numbers differ. Rank 0 then draws the whole model on its CPU, as under every other strategy, and all
-    ranks take their pieces of it, tensor by tensor. A rehearsal, which has no losses, keeps its numbers.
+    the weights differ. Rank 0 therefore draws the whole model again on its CPU, as other strategies do, and
+    all ranks copy their shards of each tensor. A rehearsal has no losses and keeps the first weights.
     """
     model = AutoModelForCausalLM.from_config(shape, **options)
-    draw_again = partial(_draw_apart, seed=config.seed) if config.parity_task else nullcontext
+    draw_again = partial(_draw_sensitive, seed=config.seed) if config.parity_task else nullcontext
     if len(_whole_params(model)) == len(list(model.parameters())):
         draw_again(model)
         for param in model.parameters():
@@ -117,26 +117,26 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
         whole = None
         if torch.distributed.get_rank() == 0:
             set_seed(config.seed)
-            with set_zero3_state():  # not in pieces
+            with set_zero3_state():  # not sharded
                 whole = AutoModelForCausalLM.from_config(shape, **options)
             draw_again(whole)
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 if whole is not None:
                     param.data.copy_(whole.get_parameter(name).bfloat16())
-        # so that the next random numbers, as of adapters, are the same as under other strategies
+        # the next random numbers (of adapters, for example) must be the same as under other strategies
         torch.set_rng_state(gather_to_all(torch.get_rng_state())[0])
     return model
 
 
 @torch.no_grad()
-def _draw_apart(model: PreTrainedModel, *, seed: int) -> None:
-    """Random weights with which every part of the model matters for the loss, for `--parity_task`.
+def _draw_sensitive(model: PreTrainedModel, *, seed: int) -> None:
+    """Draw weights with which an error in any part of the model changes the loss, for `--parity_task`.
 
-    With transformers' own (deviation 0.02), attention is nearly uniform and norms do nothing: wrong
-    positions, masks or scales would hardly change the loss. Here attention's logits have a deviation of about
-    2 (queries and keys of 1.5 each), norms scale each channel by 0.5 to 1.5, and each block adds about as
-    much to the residual stream as there is.
+    With transformers' weights (standard deviation 0.02), attention is nearly uniform and norms do nothing.
+    Wrong positions, masks or scales would hardly change the loss. Here the attention logits have a standard
+    deviation of about 2 (queries and keys 1.5 each). Norms scale each channel by 0.5 to 1.5. Each block's
+    output is about as large as its input, the residual stream.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
@@ -152,9 +152,9 @@ def _draw_apart(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with its own weights; no code of the folder, the hub or a pickle runs.
+    """Load the model with its weights. No code from the folder, the hub or a pickle is executed.
 
-    Raises ValueError for weights that can't be read or are incomplete: transformers would draw the rest.
+    Raises ValueError if weights can't be read or are missing; transformers would draw missing ones at random.
     """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -165,8 +165,8 @@ def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
     if missing := sorted(loading["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"model {path!r} holds no weights for {missing[0]}{more}, which would be random\n"
-            "hint: is it a language model, with its head?"
+            f"model {path!r} has no weights for {missing[0]}{more}; they would be random\n"
+            "hint: use a causal language model that was saved with its head"
         )
     return model
 
@@ -174,36 +174,36 @@ def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
 def _not_loaded(path: str, error: Exception) -> ValueError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return ValueError(
-        f"can't load model {path!r}: {reason}\nhint: is the folder whole, and its model a Llama?"
+        f"can't load model {path!r}: {reason}\nhint: the folder needs all files of a Llama-like model"
     )
 
 
 def check_attention(spec: ModelSpec, config: RunConfig) -> None:
-    """Raises ValueError if the attention kernel is unknown, not installed or not for this architecture."""
+    """Raise ValueError if the attention kernel is unknown, not installed or not for this architecture."""
     kernel = config.attn_implementation
     if kernel == "flex_attention" and config.rehearse is None and not torch.cuda.is_available():
         raise ValueError(
-            "--attn_implementation flex_attention trains on a GPU only: PyTorch has no backward for a CPU\n"
+            "--attn_implementation flex_attention needs a GPU: PyTorch has no backward for it on a CPU\n"
             "hint: sdpa works everywhere"
         )
     shape = hf_config(spec, seq_len=config.seq_len)
     name = transformers_name(kernel, shape)
     try:
-        with torch.device("meta"), set_zero3_state():  # the state: not in pieces, even with zero3_init_flag
+        with torch.device("meta"), set_zero3_state():  # not sharded, even with zero3_init_flag
             AutoModelForCausalLM.from_config(shape, attn_implementation=name)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"--attn_implementation {kernel}: {str(error).splitlines()[0]}\n"
-            "hint: sdpa works everywhere; flash_attention_2 comes with `pip install flash-attn`"
+            "hint: sdpa works everywhere; flash_attention_2 needs `pip install flash-attn`"
         ) from None
 
 
 def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Parameters that zero3_init_flag did not make in pieces; pieces have the dtype of the JSON."""
+    """Return parameters that zero3_init_flag did not shard; shards already have the JSON's dtype."""
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
 
 
-# Registers attention with transformers: SDPA without building a mask, on the backend of the flag.
+# Attention functions registered with transformers: SDPA on the flag's backend, without building a mask.
 
 SDPA_BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
@@ -211,30 +211,32 @@ SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"values of --attn_implementation; sdpa itself takes the fastest backend that fits"
+"by value of --attn_implementation; with sdpa itself, PyTorch chooses the fastest backend that fits"
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
 def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
-    """The name by which transformers knows the attention; registers SDPA and its backends under our names.
+    """Register SDPA or its backend with transformers. Return the name of the attention there.
 
-    If every layer of `config` attends to all earlier tokens, which batches without padding allow,
-    transformers gets no mask function: to find out whether it needs a mask, it would read position ids off
-    the device in every forward, and the host would wait for the GPU. `documents_apart`: sequences hold
-    several documents that must not see each other, so transformers has to find out.
-    Raises ValueError if this machine's PyTorch has no such backend for training.
+    If every layer of `config` attends to all earlier tokens, no mask function is registered. Batches have no
+    padding, so none is needed; it would read position ids from the device in every forward, and the host
+    would wait for the GPU. `documents_apart`: sequences have several documents that must not see each other,
+    so a mask function is needed.
+    Raises ValueError if this machine's PyTorch can't train with the backend.
     """
     if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
         return kernel
     if kernel in SDPA_BACKENDS and kernel not in _ON_CPU and not torch.cuda.is_available():
-        raise ValueError(f"--attn_implementation {kernel} needs a GPU\nhint: a CPU has {', '.join(_ON_CPU)}")
+        raise ValueError(
+            f"--attn_implementation {kernel} needs a GPU\nhint: on a CPU, use {' or '.join(_ON_CPU)}"
+        )
     if kernel == "sdpa_flash" and documents_apart and torch.cuda.is_available():
         raise ValueError(
-            "--attn_implementation sdpa_flash takes no mask on a GPU, which keeps packed documents apart\n"
-            "hint: sdpa, or flash_attention_2"
+            "--attn_implementation sdpa_flash can't separate packed documents on a GPU: it takes no mask\n"
+            "hint: use sdpa or flash_attention_2"
         )
     backend = SDPA_BACKENDS.get(kernel)
-    # with "flash" in the name, transformers would look for a package
+    # a name with "flash" in it would make transformers look for the flash-attn package
     name = f"causal_{'sdpa' if backend is None else f'backend_{backend.value}'}"
     if documents_apart or _has_windows(config):
         name = f"masked_{name}"
@@ -244,21 +246,21 @@ def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart:
 
 
 def _has_windows(config: PretrainedConfig) -> bool:
-    """Whether some layers see only a part of the sequence."""
+    """Return True if some layers attend only to a part of the sequence."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
 
 
 def _attention(backend: SDPBackend | None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    held: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
-    with held:
+    backend_context: AbstractContextManager = nullcontext() if backend is None else sdpa_kernel(backend)
+    with backend_context:
         return sdpa_attention_forward(*args, **kwargs)
 
 
-# Activation checkpointing: backward recomputes some decoder layers, or some operators in them.
+# Activation checkpointing: backward recomputes some decoder layers, or some of their operators.
 
 # torchtitan's policy: https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/activation_checkpoint.py
-_MATMULS = ("aten::mm", "aten::addmm", "aten::linear")  # a linear layer: without bias, with, or whole
+_MATMULS = ("aten::mm", "aten::addmm", "aten::linear")  # linear layers: without bias, with bias, undecomposed
 _ALWAYS_SAVED = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -272,12 +274,12 @@ _ALWAYS_SAVED = (
 
 
 def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -> None:
-    """Let backward recompute activations, as `--gradient_checkpointing` says.
+    """Make backward recompute activations, according to `--gradient_checkpointing`.
 
-    full: everything in every decoder layer but its input. selective_layer: everything in every second layer,
-    the second, the fourth, ... as torchtitan counts. selective_op: in every layer everything but its input
-    and the results of attention and of every second matrix product: query, value, gate and down are saved;
-    key, output and up are recomputed. (Backward does not need down's result; torchtitan saves it, too.)
+    full: save only the input of each decoder layer. selective_layer: the same, but only in every second layer
+    (the second, the fourth, ...), as in torchtitan. selective_op: in every layer, save its input, the result
+    of attention and the results of every second matrix product (query, value, gate and down); recompute the
+    rest, such as key, output and up. (Backward does not need down's result, but torchtitan saves it, too.)
     """
     if mode == "none":
         return
@@ -289,11 +291,11 @@ def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A layer's forward that backward recomputes, inside of torch.compile's and the engine's hooks.
+    """Return a layer's forward that backward recomputes, inside the hooks of torch.compile and the engine.
 
-    transformers 5.17 puts its own checkpoint outside of them, where compiled layers can't choose operators
-    ("Tensor cached during selective activation checkpoint has been mutated"). This is a function, since
-    torch.compile does not look into a partial of `checkpoint`.
+    transformers 5.17 checkpoints outside these hooks, and compiled layers then can't choose operators
+    ("Tensor cached during selective activation checkpoint has been mutated"). It returns a function, because
+    torch.compile can't trace a partial of `checkpoint`.
     """
 
     @wraps(forward)
@@ -304,18 +306,18 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _contexts() -> tuple["_Save", "_Replay"]:
-    """Two contexts, for a layer's forward and for its recomputation.
+    """Return two contexts, for a layer's forward and for its recomputation.
 
-    PyTorch's own pair requires the same operators in both. Under ZeRO-3 a layer's forward also gathers
-    parameters, more in one than in the other, and PyTorch's pair fails.
+    PyTorch's pair of contexts requires the same operators in both passes. Under ZeRO-3, the two passes gather
+    different numbers of parameters, so PyTorch's pair fails.
     """
     results: deque[Any] = deque()
     return _Save(results), _Replay(results)
 
 
 def _contexts_for_compiler() -> tuple[Any, Any]:
-    """PyTorch's own pair, the only one from which torch.compile learns what to save."""
-    # by whether it is the recomputation, for which torch 2.13 does not call the policy
+    """Return PyTorch's own pair of contexts, the only kind that torch.compile supports."""
+    # one policy for forward, one for recomputation (for which torch 2.13 does not call the policy)
     is_saved = {False: _policy(), True: _policy()}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -326,7 +328,7 @@ def _contexts_for_compiler() -> tuple[Any, Any]:
 
 
 def _policy() -> Callable[[Any], bool]:
-    """A function that decides whether to save an operator's result; call it for all operators in order."""
+    """Return a function that decides if an operator's result is saved; call it for all operators in order."""
     num_matmuls = 0
 
     def is_saved(op: Any) -> bool:
@@ -346,23 +348,23 @@ class _Save(TorchDispatchMode):
         self.results, self.is_saved = results, _policy()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        changes = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
-        if changes:  # in place, as DeepSpeed's linear layer adds its bias
-            self._keep(args[0])
+        is_in_place = op.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
+        if is_in_place:  # DeepSpeed's linear layer adds its bias in place, for example
+            self._copy_saved(args[0])
         result = op(*args, **(kwargs or {}))
-        if self.is_saved(op):  # detached, since the tensor itself is about to join autograd's graph
+        if self.is_saved(op):  # detached, because autograd is about to track the tensor itself
             self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
         return result
 
-    def _keep(self, changing: torch.Tensor) -> None:
-        """Replace a saved result that is about to change by a copy."""
+    def _copy_saved(self, changing: torch.Tensor) -> None:
+        """Replace saved results by copies if they share memory with `changing`."""
         memory = changing.untyped_storage()._cdata
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if tensor.untyped_storage()._cdata == memory else tensor
 
         for number, result in enumerate(self.results):
-            self.results[number] = tree_map_only(torch.Tensor, kept, result)
+            self.results[number] = tree_map_only(torch.Tensor, copied, result)
 
 
 class _Replay(TorchDispatchMode):

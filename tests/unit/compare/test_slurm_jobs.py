@@ -32,11 +32,11 @@ def planned(folder: Path) -> PlannedRun:
 @pytest.mark.parametrize(
     ("state", "status", "words"),
     [
-        ("OUT_OF_MEMORY", "failed", "it wanted more host memory than it had"),
-        ("TIMEOUT", "timeout", "its time limit ended it at step 2 of 4"),
-        ("PREEMPTED", "failed", "another job took its place"),
+        ("OUT_OF_MEMORY", "failed", "it ran out of host memory"),
+        ("TIMEOUT", "timeout", "it reached its time limit at step 2 of 4"),
+        ("PREEMPTED", "failed", "another job preempted it"),
         ("LAUNCH_FAILED", "failed", "LAUNCH_FAILED: why Slurm thinks so"),
-        (UNKNOWN, "failed", "Slurm no longer knows how it ended"),
+        (UNKNOWN, "failed", "Slurm no longer has its final state"),
     ],
 )
 def test_slurms_word_the_step_and_the_log_are_in_the_reason(

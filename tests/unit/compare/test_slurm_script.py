@@ -61,10 +61,10 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     )
     assert done.code == 2
     for problem in (
-        "--slurm_options says --nodes=3, which is for `slm compare` to say: --num_nodes",
-        "--slurm_options says -J, which is for `slm compare` to say",
-        "--slurm_options says --job-nam=x, which is for `slm compare` to say",  # sbatch takes it, too
-        "--slurm_options says -M, which is for `slm compare` to say: a login node of that cluster",
+        "--slurm_options has --nodes=3, which `slm compare` sets itself: use --num_nodes",
+        "--slurm_options has -J, which `slm compare` sets itself",
+        "--slurm_options has --job-nam=x, which `slm compare` sets itself",  # sbatch accepts it, too
+        "--slurm_options has -M, which `slm compare` sets itself: run `slm compare` on a login node",
         "own.sh: unknown {{optoins}}",
         "own.sh has no {{options}}",
         "hint: ",
@@ -79,7 +79,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         (("--num_nodes", "3"), "2 processes on 3 nodes"),
         (("--num_nodes", "2", "--rehearse", "8"), "a rehearsal is one process"),
         (("--slurm_template", "nowhere.sh"), "can't read nowhere.sh"),
-        (("--slurm_options=--gres=gpu:8",), "--slurm_options says gres: add --gpus_per_node"),
+        (("--slurm_options=--gres=gpu:8",), "--slurm_options has gres: also set --gpus_per_node"),
         (("--slurm_options='",), "No closing quotation"),
     ],
 )
