@@ -159,7 +159,7 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
     no_weights.mkdir()
     (no_weights / "config.json").write_text(json.dumps(SMALL_LLAMA))
     config = RunConfig(model=str(no_weights), peft="lora", dataset="README.md")
-    with pytest.raises(ValueError, match="shape holds no weights, and an adapter"):
+    with pytest.raises(ValueError, match="shape has no weights, and an adapter"):
         check_adapter_base(config, find_model(str(no_weights)))
     assert list(tmp_path.iterdir()) == [no_weights]
     # what only measures goes on
