@@ -195,7 +195,7 @@ def _is_cached(hub_id: str, kind: str) -> bool:
 
 
 def _plain(hub_id: str) -> str:
-    """Return a hub id without capitals and underscores, which the datasets library changes in folder names."""
+    """Return a hub id without capitals and underscores: the datasets library changes them in folder names."""
     return hub_id.lower().replace("_", "")
 
 

@@ -146,10 +146,10 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
         "weights is useless",
     )
     assert hint.startswith(
-        "hint: --model HuggingFaceTB/SmolLM2-135M has them; synthetic tokens measure speed"
+        "hint: --model HuggingFaceTB/SmolLM2-135M has weights; synthetic tokens measure speed"
     )
     saved = run(*train, "--model", "slm-1m", "--save_final_model", "true")
-    assert (saved.code, "hint: --model takes a folder with weights or a hub id" in saved.err) == (2, True)
+    assert (saved.code, "hint: give --model a folder with weights or a hub id" in saved.err) == (2, True)
     compared = slm("compare", "--peft", "qlora", "--model", "slm-1m", "--dataset", "README.md", "--dry_run")
     assert (compared.code, "--peft qlora: the weights of preset slm-1m are random" in compared.err) == (
         2,
