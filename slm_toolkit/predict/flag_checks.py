@@ -16,7 +16,7 @@ from slm_toolkit.strategy.strategy import Strategy
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
 "flags that `slm estimate` does not have"
 SEARCH_HAS_NO_BATCH = Pair(
-    "per_device_train_batch_size", "largest_batch", ", which searches for it: give one"
+    "per_device_train_batch_size", "largest_batch", ", which searches for it: give only one"
 )
 _LARGEST_MODEL = 10**15
 

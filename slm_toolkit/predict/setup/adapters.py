@@ -12,7 +12,7 @@ FFN = ("gate_proj", "up_proj", "down_proj")
 _IA3_OF = {"qwen2": ("q_proj", "v_proj", "down_proj")}  # peft 0.21, utils/constants.py
 _IA3 = ("k_proj", "v_proj", "down_proj")  # the same for llama and mistral
 NF4_BLOCK, SCALE_BLOCK = 64, 256
-"64 weights share an 8-bit scale, 256 scales share an fp32 scale: bitsandbytes 0.50, functional.quantize_4bit"
+"64 weights share an 8-bit scale, 256 scales an fp32 scale: bitsandbytes 0.50, functional.quantize_4bit"
 CODE_BYTES = (16 + 256) * 4 + 4
 "per quantized matrix, in fp32: NF4's 16 values, the 256 values of its scales, and the mean of its scales"
 

@@ -56,7 +56,7 @@ def _accumulates_in_fp32(strategy: Strategy) -> bool:
         return False
     if strategy.zero_stage == 1:
         raise ValueError(
-            f"{strategy.path}: no closed form for grad_accum_dtype fp32 with ZeRO-1: it uses another optimizer\n"
+            f"{strategy.path}: no closed form for grad_accum_dtype fp32 with ZeRO-1 (another optimizer)\n"
             "hint: measure it in a rehearsal: --rehearse N"
         )
     return True

@@ -72,7 +72,7 @@ MODELS = {
         ),
         (
             ["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"],
-            "but --largest_batch searches for it",
+            "--largest_batch searches for it",
         ),
         (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
         (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
