@@ -139,7 +139,6 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         )
     times = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
-
     sent.append(
         transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=times, ranks=shard_ranks)
     )
