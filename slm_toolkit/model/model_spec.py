@@ -187,7 +187,7 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
 
     hidden = 1951.37 x^0.353 and layers = 18.93 x^0.318, x in billions. Layers are rounded. The width is the
     nearest multiple of 96; the FFN is int(2.7 x width). Heads are 64 wide: the hidden size is then rounded
-    down to a multiple of 64. As in the paper, the nominal size excludes the two vocabulary matrices.
+    down to a multiple of 64. As in the paper, a small model's nominal size excludes its vocabulary matrices.
     """
     if not SMALLEST_FIT_BILLIONS <= billions <= LARGEST_FIT_BILLIONS:
         raise ValueError(

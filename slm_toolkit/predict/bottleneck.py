@@ -12,6 +12,7 @@ from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 ALIGNED_TO = 64
 "widths that are not multiples of 8 are rounded to this: the edge of a tile, at most 32 elements away"
 WORTH_SAYING = 1.01
+"smallest speedup that is reported: predictions are not more precise"
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
 def aligned_sibling(spec: ModelSpec) -> ModelSpec:
     """Return the same shape with all widths in multiples of 8, as tensor cores need; an aligned spec as is.
 
-    FFN and hidden size are rounded to the nearest multiple of 64, and a head's width to the nearest multiple
-    of 8, so that the model keeps its size. The vocabulary is rounded up: every token needs its row.
+    FFN and hidden size are rounded to the nearest multiple of 64, a head's width to the nearest multiple of
+    8: the model keeps its size. The vocabulary is rounded up: every token needs its row.
     """
     changes = {}
     if not is_aligned(spec.ffn_size):

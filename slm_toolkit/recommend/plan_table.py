@@ -104,7 +104,7 @@ def reasons(plans: list[Plan], *, objective: str) -> list[str]:
             lines.append(f"{name}: without a price it can't be compared in dollars")
             continue
         if reason.ratio - 1 < TIE:
-            lines.append(f"{name}: a tie within {TIE:.0%}, as far as estimates can tell")
+            lines.append(f"{name}: a tie within {TIE:.0%}: estimates are not more precise")
             continue
         unit = "hours" if objective == "time" else "dollars" if plan.usd is not None else "GPU-hours"
         parts = ", ".join(f"{part.replace('_', ' ')} {more:+.0%}" for part, more in reason.parts[:3])

@@ -355,8 +355,8 @@ def best_plans(
 ) -> list[Plan]:
     """Return the best plan within the limits for each model, GPU, count and strategy, ranked.
 
-    `objective` is cost or time. Plans with a tight fit come after all others; by cost, GPUs without a price
-    come last.
+    `objective` is cost or time. A plan with a tight fit is taken only if no other one fits, and is ranked
+    after all others. By cost, GPUs without a price come last.
     """
     within = [
         plan

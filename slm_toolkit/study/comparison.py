@@ -5,10 +5,10 @@ Ashkboos et al., "Computational Bottlenecks of Training Small-scale Large Langua
 its figure leaves open. A point at zero means out of memory. The values in `paper_figures.csv` were read from
 the figures' vector graphics.
 
-The paper does not print the number of heads. With heads 64 wide (13, 24, 30, 39 heads, as in our presets),
-vanilla attention would take three times as long per layer and sequence in the 2B model as in the 100M model,
-but the points show the same time in all four models. 32 heads, LlamaConfig's default, explain both the times
-and the OOMs, so this module uses 32 heads.
+The paper does not print the number of heads. Our presets have heads 64 wide: 13, 24, 30 and 39 heads. With
+these, vanilla attention per layer and sequence would take three times as long in the 2B model as in the 100M
+model. The points show the same time in all four models. 32 heads, LlamaConfig's default, explain both the
+times and the OOMs, so this module uses 32 heads.
 """
 
 import csv

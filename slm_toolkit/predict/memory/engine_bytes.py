@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction, Where, backward_of
+from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
@@ -56,7 +56,7 @@ class Step:
     at_optimizer: At
     at_arrival: Callable[[int, str], At | None] | None = None
     "when the gradient of a layer's matrix is computed; None: `at_layer` includes it"
-    at_reductions: tuple[tuple[Where, At], ...] = ()
+    at_reductions: tuple[tuple[Instant, At], ...] = ()
     "when gradients are copied together to be sent"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
@@ -289,7 +289,7 @@ def _of_step(backward: Backward, reduction: Reduction, dtypes: Dtypes, share: fl
     return max(norm, flat + cast, (cast or flat) + foreach - freed)
 
 
-def _at(held: Held, temporary: float = 0.0) -> At:
+def _at(held: Allocated, temporary: float = 0.0) -> At:
     return At(0, held.gradients, held.communication, temporary)
 
 

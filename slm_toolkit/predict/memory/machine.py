@@ -77,8 +77,8 @@ def reserved_band(allocated: int, slack: int) -> Band:
 def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> int:
     """Return the bytes that the allocator holds unused at the peak.
 
-    They are blocks of freed gradients (unless the peak is the optimizer's step, which uses the gradients), a
-    block of logits that transformers' loss leaves, and rounding.
+    They are rounding, a block of logits that transformers' loss leaves, and blocks of freed gradients. At a
+    peak in the optimizer's step the gradients are not freed yet.
     """
     gradients = 0.0
     if setup.placement.optimizer_device == "none" and memory.peak_instant != "optimizer step":

@@ -27,7 +27,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
     zero_3,
 )
 from slm_toolkit.predict.memory.loss import loss_memory
-from slm_toolkit.predict.memory.zero_gradients import Where
+from slm_toolkit.predict.memory.zero_gradients import Instant
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
 
 BATCH_BYTES_PER_TOKEN = 24
@@ -143,7 +143,7 @@ def peak(setup: Setup) -> MemoryEstimate:
     return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
 
 
-def _in_hook(layer: LayerMemory, where: Where, made_at: Callable[[Moment], float]) -> float:
+def _in_hook(layer: LayerMemory, where: Instant, made_at: Callable[[Moment], float]) -> float:
     """Return a layer's bytes per token during the hook of a gradient."""
     for arrival in layer.arrivals:
         if arrival.place == where.place:

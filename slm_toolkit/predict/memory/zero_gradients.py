@@ -60,7 +60,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Held:
+class Allocated:
     """Bytes allocated at one instant."""
 
     gradients: float = 0.0
@@ -72,19 +72,19 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Made:
+class GradientBytes:
     """The bytes on rank 0 around the instant when a gradient is computed."""
 
     tensor: Tensor
-    before: Held
+    before: Allocated
     "when backward computes the gradient, without its own bytes"
-    reducing: Held
+    reducing: Allocated
     "the peak in DeepSpeed's hook, with the gradient"
-    after: Held
+    after: Allocated
 
 
 @dataclass(frozen=True)
-class Where:
+class Instant:
     """An instant at which DeepSpeed reduces a bucket or allocates its buffers."""
 
     place: str
@@ -98,12 +98,12 @@ class Where:
 class Layer:
     """The backward of one decoder layer."""
 
-    made: dict[str, Made]
+    made: dict[str, GradientBytes]
     "keyed by the matrix's name"
-    progress: tuple[tuple[int, Held], ...]
+    progress: tuple[tuple[int, Allocated], ...]
     "pairs: number of elements of its matrices that have gradients, and the bytes at that instant"
 
-    def held_at(self, num_elements: float) -> Held:
+    def held_at(self, num_elements: float) -> Allocated:
         """Return the bytes once at least `num_elements` elements of its matrices have gradients."""
         return self.progress[bisect_left(self.progress, num_elements, key=itemgetter(0))][1]
 
@@ -112,12 +112,12 @@ class Layer:
 class Backward:
     """The backward of a step. With several micro-steps, each instant has the largest bytes among them."""
 
-    at_loss: Held
-    at_norm: Held
+    at_loss: Allocated
+    at_norm: Allocated
     layers: dict[int, Layer]
-    at_embedding: Held
+    at_embedding: Allocated
     "before the embedding's gradient is computed; a tied head's part of the gradient exists already"
-    reductions: tuple[tuple[Where, Held], ...]
+    reductions: tuple[tuple[Instant, Allocated], ...]
     crowded_layer: int
     "the layer in whose backward the buffer for reduced gradients is allocated"
     kept: float
@@ -238,12 +238,12 @@ class _Rank:
         "with overlap_comm and without contiguous_gradients, the next reduction frees these"
         self.communication_bytes = 0
         self.crowded_layer: int | None = None
-        self.most = Held()
+        self.most = Allocated()
         "the peak since the last `forget`"
 
     @property
-    def held(self) -> Held:
-        return Held(self.outside_bytes + self.kept_bytes, self.communication_bytes)
+    def held(self) -> Allocated:
+        return Allocated(self.outside_bytes + self.kept_bytes, self.communication_bytes)
 
     def look(self, temporary_bytes: int = 0) -> None:
         """Update the peak with the bytes of now."""
@@ -251,9 +251,9 @@ class _Rank:
         if held.total + temporary_bytes > self.most.total:
             self.most = replace(held, communication=held.communication + temporary_bytes)
 
-    def forget(self) -> Held:
+    def forget(self) -> Allocated:
         """Return the peak and reset it."""
-        most, self.most = self.most, Held()
+        most, self.most = self.most, Allocated()
         return most
 
     def put_outside(self, index: int) -> None:
@@ -393,7 +393,7 @@ def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_
         at_norm=outside["norm"].after if "norm" in outside else at_loss,
         layers=_layers(made),
         at_embedding=outside["embed_tokens"].before if "embed_tokens" in outside else at_end,
-        reductions=(*_reductions(made, waiting, reduction), (Where("end"), at_end)),
+        reductions=(*_reductions(made, waiting, reduction), (Instant("end"), at_end)),
         crowded_layer=rank.crowded_layer or 0,
         kept=kept,
         largest_piece=max(
@@ -403,7 +403,7 @@ def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_
     )
 
 
-def _layers(made: list[Made]) -> dict[int, Layer]:
+def _layers(made: list[GradientBytes]) -> dict[int, Layer]:
     layers: dict[int, Layer] = {}
     for gradient in made:
         tensor = gradient.tensor
@@ -420,13 +420,15 @@ def _layers(made: list[Made]) -> dict[int, Layer]:
     return layers
 
 
-def _reductions(made: list[Made], waiting_bytes: int, reduction: Reduction) -> list[tuple[Where, Held]]:
+def _reductions(
+    made: list[GradientBytes], waiting_bytes: int, reduction: Reduction
+) -> list[tuple[Instant, Allocated]]:
     """Return the hooks in which rank 0 needs more bytes than when the gradient was computed.
 
     A hook counts only if it needs more than the same module's hooks in the layers above: a lower layer has
     fewer saved activations.
     """
-    reductions: list[tuple[Where, Held]] = []
+    reductions: list[tuple[Instant, Allocated]] = []
     most: dict[tuple[str, int, int], float] = {}
     num_elements, layer = 0, None
     for gradient in made:
@@ -437,17 +439,17 @@ def _reductions(made: list[Made], waiting_bytes: int, reduction: Reduction) -> l
         own_bytes = tensor.num_elements * reduction.parameter_bytes
         if tensor.place == "embed_tokens" and waiting_bytes:  # both parts, and their sum
             adding = gradient.before.gradients + 2 * own_bytes
-            reductions.append((Where(tensor.place), replace(gradient.before, gradients=adding)))
+            reductions.append((Instant(tensor.place), replace(gradient.before, gradients=adding)))
         if held.total <= gradient.before.total + own_bytes:
             continue
         key = (tensor.place, num_elements, (layer or 0) % 2)  # selective_layer recomputes every second layer
         if held.total > most.get(key, 0.0):
             most[key] = held.total
-            reductions.append((Where(tensor.place, layer, num_elements), held))
+            reductions.append((Instant(tensor.place, layer, num_elements), held))
     return reductions
 
 
-def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
+def _reducing(rank: _Rank, waiting_bytes: int) -> list[GradientBytes]:
     """Return the gradients of a micro-step that reduces; the caller reduces the last bucket."""
     made, how = [], rank.reduction
     at_once = how.stage == 2 or how.overlap_comm
@@ -461,7 +463,7 @@ def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
         rank.look()
         if at_once:
             rank.arrive(index)
-        made.append(Made(rank.tensors[index], before, rank.forget(), rank.held))
+        made.append(GradientBytes(rank.tensors[index], before, rank.forget(), rank.held))
     if not at_once:  # reduce_gradients, group by group
         for index in sorted(rank.outside, key=lambda index: (not rank.tensors[index].is_matrix, index)):
             rank.arrive(index)
@@ -470,27 +472,27 @@ def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
 
 def _not_reducing(
     reduction: Reduction, tensors: tuple[Tensor, ...], waiting_bytes: int, *, is_first: bool
-) -> list[Made]:
+) -> list[GradientBytes]:
     """Return the gradients of a micro-step of ZeRO-1 before the last: they are summed in `param.grad`."""
     made, buckets = [], reduction.buckets_bytes
     sizes = [tensor.num_elements * reduction.parameter_bytes for tensor in tensors]
-    held = Held(waiting_bytes + (0 if is_first else sum(sizes)), 0 if is_first else buckets)
+    held = Allocated(waiting_bytes + (0 if is_first else sum(sizes)), 0 if is_first else buckets)
     for index in in_backward(tensors):
         before, size = held, sizes[index]
         of_head = waiting_bytes if tensors[index].place == "embed_tokens" else 0
-        held = Held(before.gradients - of_head + size * is_first, buckets)
+        held = Allocated(before.gradients - of_head + size * is_first, buckets)
         reducing = replace(held, gradients=held.gradients + size * (not is_first))
-        made.append(Made(tensors[index], before, reducing, held))
+        made.append(GradientBytes(tensors[index], before, reducing, held))
     return made
 
 
-def _most(first: Made, second: Made) -> Made:
+def _most(first: GradientBytes, second: GradientBytes) -> GradientBytes:
     """Return a gradient that two micro-steps compute, with the larger bytes at each instant."""
 
-    def larger(*instants: Held) -> Held:
+    def larger(*instants: Allocated) -> Allocated:
         return max(instants, key=lambda held: held.total)
 
-    return Made(
+    return GradientBytes(
         first.tensor,
         larger(first.before, second.before),
         larger(first.reducing, second.reducing),

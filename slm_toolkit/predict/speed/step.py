@@ -391,7 +391,11 @@ def step_time(
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
     communication = _communication(
-        transfers, setup.cluster, software, beside=micro_steps * (device + launch), micro_steps=micro_steps
+        transfers,
+        setup.cluster,
+        software,
+        compute_seconds=micro_steps * (device + launch),
+        micro_steps=micro_steps,
     )
     if communication is None:
         return None
@@ -427,14 +431,14 @@ def _communication(
     cluster: Cluster,
     software: Software,
     *,
-    beside: float,
+    compute_seconds: float,
     micro_steps: int,
 ) -> tuple[float, float] | None:
     """Return exposed and hidden seconds of a step's communication.
 
     Overlapped communication exposes `contention` of its time, and the time that exceeds the compute is
-    exposed whole. `beside` is the compute of the step. Transfers sent once hide behind the last micro-step;
-    the other transfers hide behind the remaining compute.
+    exposed whole. Transfers sent once hide behind the last micro-step; the other transfers hide behind the
+    remaining compute.
     """
     late = early = alone = 0.0
     for transfer in transfers:
@@ -447,14 +451,14 @@ def _communication(
             late += seconds
         else:
             early += seconds
-    of_last = beside / micro_steps
+    of_last = compute_seconds / micro_steps
     exposed = alone + _exposed(late, of_last, software)
-    exposed += _exposed(early, beside - min(late, of_last), software)
+    exposed += _exposed(early, compute_seconds - min(late, of_last), software)
     return exposed, alone + early + late - exposed
 
 
-def _exposed(seconds: float, beside: float, software: Software) -> float:
-    return software.contention * min(seconds, beside) + max(0.0, seconds - beside)
+def _exposed(seconds: float, compute_seconds: float, software: Software) -> float:
+    return software.contention * min(seconds, compute_seconds) + max(0.0, seconds - compute_seconds)
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
