@@ -398,6 +398,6 @@ def _alignment(panels: tuple[AlignedPanel, ...]) -> str:
             f"{len(panels)} panels, with the paper's widths in {before}.",
             f"With today's software in steady state, at the paper's prices: {'; '.join(todays)} times. H100 "
             f"is the cheapest in {now} of {len(panels)} panels. The paper's runs have a slow first step and "
-            "costs per layer that no GPU reduces; both slow down the fastest GPU most.",
+            "costs per layer that a faster GPU does not reduce; both affect the fastest GPU most.",
         )
     )

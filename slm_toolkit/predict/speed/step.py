@@ -87,8 +87,8 @@ _IA3_BYTES = (
     16  # per scaled element: 4; backward: 4, and 8 for the scale's gradient, computed per token and summed
 )
 _LORA_KERNELS, _IA3_KERNELS = 4, 1  # in forward, per matrix: two products, scale, add; IA3: scale
-# Per weight: read 4 bits; per block's scale: read 8 bits and write 32, read and write 32 to add the scales'
-# mean, read 32; write bf16. The matrix product's own read of the bf16 weight is not counted here.
+# Per weight: read 4 bits; for its block's scale: read 8 bits and write 32, read and write 32 to add the
+# scales' mean, read 32; write bf16. The matrix product's own read of the bf16 weight is not counted here.
 _UNPACKED_BYTES = 0.5 + (1 + 4 + 8 + 4) / NF4_BLOCK + 2
 _UNPACKING_KERNELS = 3  # per matrix: unpack the scales, add their mean, unpack the weights
 
@@ -154,7 +154,7 @@ _FP32_SHARE = 0.85  # fraction of the fp32 peak; unverified
 _SELECTIVE_RECOMPUTED = 0.5
 _LAYERS_AGAIN = {"none": 0.0, "full": 1.0, "selective_layer": 0.5, "selective_op": 1.0}
 "fraction of forward's kernels that checkpointing launches again"
-_SCORE_KERNELS = 6  # more than one fused kernel: eager attention's two products, scale, mask, softmax
+_SCORE_KERNELS = 6  # eager attention's, besides the fused one's: two products, scale, mask, softmax
 _HEAD_KERNELS = 40  # embedding, final norm, head and loss, forward and backward
 
 
