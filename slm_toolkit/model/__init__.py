@@ -1,1 +1,1 @@
-"""Models as shapes and counts, without torch."""
+"""Model shapes and parameter counts, without torch."""

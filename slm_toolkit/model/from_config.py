@@ -1,4 +1,4 @@
-"""ModelSpecs of Hugging Face's config.json: Llama-like models, and the GPTs that estimates alone know."""
+"""Make a ModelSpec from a Hugging Face config.json, for Llama-like models and for GPTs (estimates only)."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
 _KIND = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     dict: ("an object", lambda value: isinstance(value, dict)),
-    str: ("a word", lambda value: isinstance(value, str)),
+    str: ("a string", lambda value: isinstance(value, str)),
     int: ("a whole number above 0", lambda value: is_size(value)),
     float: (
         "a number above 0",
@@ -23,21 +23,21 @@ _KIND = {
 
 
 def check_kinds(config: Mapping[str, Any], path: str, **kinds: type) -> None:
-    """Raises ValueError with the first key that is there and is not of its kind."""
+    """Raise ValueError for the first key whose value has the wrong type; absent keys are allowed."""
     for key, kind in kinds.items():
-        said, is_kind = _KIND[kind]
+        expected, is_kind = _KIND[kind]
         if config.get(key) is not None and not is_kind(config[key]):
-            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it is {said}")
+            raise ValueError(f"{path}: {key} is {config[key]!r}\nhint: it must be {expected}")
 
 
 def check_layers(num_layers: int, path: str) -> None:
-    """Raises ValueError for more than can be counted one by one."""
+    """Raise ValueError for more layers than the estimates can loop over."""
     if num_layers > MOST_LAYERS:
         raise ValueError(f"{path}: {num_layers:,} layers\nhint: at most {MOST_LAYERS:,}")
 
 
 def is_size(value: object) -> bool:
-    """Whether it may be a dimension of a model, or how many there are of something."""
+    """Return whether a value can be a dimension or a count: a whole number from 1 to LARGEST_SIZE."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
 
 
@@ -45,7 +45,10 @@ GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
 
 
 def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
-    """Two-matrix FFN, LayerNorm. Raises ValueError with all keys that are missing or make no sense."""
+    """Return the ModelSpec of a GPT: an FFN of two matrices, LayerNorm.
+
+    Raise one ValueError that names all required keys that are missing or invalid.
+    """
     model_type = config["model_type"]
     layers, hidden, heads, positions = _KEYS[model_type]
     required = (layers, hidden, heads, "vocab_size")
@@ -54,7 +57,7 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         bad = [hidden, heads]
     if bad:
         raise ValueError(
-            f"{path}: {', '.join(bad)} must be positive whole numbers that go together\n"
+            f"{path}: {', '.join(bad)} must be positive whole numbers, and heads must divide the width\n"
             f"hint: is it a {model_type} model?"
         )
     kinds = {positions: int, "n_inner": int, "intermediate_size": int, "tie_word_embeddings": bool}
@@ -74,9 +77,11 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         "mpt": int(min(width * (config.get("expansion_ratio") or 4), 1e18)),
     }[model_type]
     if not is_size(ffn_size):
-        raise ValueError(f"{path}: expansion_ratio makes an FFN {ffn_size:,} wide\nhint: usual is 4")
-    has_biases = not _told(config, "no_bias", model_type == "mpt")
-    in_attention = has_biases and (model_type != "gpt_neox" or _told(config, "attention_bias", True))
+        raise ValueError(
+            f"{path}: expansion_ratio makes the FFN {ffn_size:,} wide\nhint: the usual ratio is 4"
+        )
+    has_biases = not _value_or(config, "no_bias", model_type == "mpt")
+    in_attention = has_biases and (model_type != "gpt_neox" or _value_or(config, "attention_bias", True))
     return ModelSpec(
         name,
         config[layers],
@@ -86,7 +91,7 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
         width // config[heads],
         ffn_size,
         config["vocab_size"],
-        tied=_told(config, "tie_word_embeddings", model_type != "gpt_neox"),
+        tied=_value_or(config, "tie_word_embeddings", model_type != "gpt_neox"),
         model_type=model_type,
         max_position_embeddings=config.get(positions) or 2048,
         source=path,
@@ -101,11 +106,11 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """Raises ValueError for a model that only estimates know."""
+    """Raise ValueError for a model that can only be estimated."""
     if spec.model_type in GPT_TYPES:
         raise ValueError(
             f"model_type {spec.model_type!r} can be estimated, not trained here\n"
-            "hint: Llama-like models are: llama, qwen2, mistral"
+            "hint: train a Llama-like model: llama, qwen2, mistral"
         )
 
 
@@ -116,12 +121,12 @@ _KEYS = {  # layers, hidden size, heads, positions
 }
 
 
-def _told(config: Mapping[str, Any], key: str, default: bool) -> bool:
+def _value_or(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return default if config.get(key) is None else config[key]
 
 
 def position_problem(spec: ModelSpec, seq_len: int) -> str | None:
-    """Why a model with learned positions can't have sequences of this length; None where it can."""
+    """Return an error if seq_len is larger than the number of learned positions, else None."""
     if not 0 < spec.learned_positions < seq_len:
         return None
     most = spec.learned_positions
@@ -129,7 +134,7 @@ def position_problem(spec: ModelSpec, seq_len: int) -> str | None:
 
 
 def spec_from_config_file(path: Path) -> ModelSpec:
-    """ModelSpec of a Hugging Face config.json on disk; weights beside it don't count."""
+    """Return the ModelSpec of a Hugging Face config.json on disk; weights in its folder are ignored."""
     text = read_text(path, what="the model configuration", hint="give a folder with config.json")
     config = json_of(text, path, hint="give a Hugging Face config.json")
     name = os.path.basename(os.path.realpath(path.parent)) if path.name == "config.json" else path.stem
@@ -137,16 +142,19 @@ def spec_from_config_file(path: Path) -> ModelSpec:
 
 
 def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
-    """ModelSpec from a Hugging Face configuration's keys; all that is missing is reported at once."""
+    """Return the ModelSpec of a Hugging Face configuration.
+
+    Raise one ValueError that names all required keys that are missing or invalid.
+    """
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no object\nhint: give a Hugging Face config.json")
+        raise ValueError(f"{path} is not a JSON object\nhint: give a Hugging Face config.json")
     model_type = config.get("model_type", "llama")
     if model_type in GPT_TYPES:
         return gpt_spec(config, name=name, path=path)
     if model_type not in ("llama", "qwen2", "mistral"):
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported\n"
-            "hint: Llama-like models are: llama, qwen2, mistral; gpt2, gpt_neox and mpt can be estimated"
+            "hint: llama, qwen2 and mistral can be trained; gpt2, gpt_neox and mpt can only be estimated"
         )
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     bad = [key for key in required if not is_size(config.get(key))]
@@ -203,28 +211,30 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
 
 
 _KV_HEADS = {"mistral": 8, "qwen2": 32}
-"where the key is absent: transformers 5.23, MistralConfig and Qwen2Config"
+"default of an absent key in transformers 5.23, MistralConfig and Qwen2Config"
 _WINDOW = 4096
-"where the key is absent: the same classes"
+"default of an absent key in the same classes"
 
 
 def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
-    """Raises ValueError for a key that means something and that training from this file would ignore."""
+    """Raise ValueError for a key that changes the model but that training from this file would ignore."""
     if config.get("quantization_config") is not None:
         raise ValueError(
-            f"{path}: quantization_config: weights that are quantized already can't be trained here\n"
+            f"{path}: quantization_config: weights that are quantized already can't be trained\n"
             "hint: give the unquantized model; --peft qlora quantizes it and trains an adapter"
         )
     kinds = {"attention_bias": bool, "mlp_bias": bool, "use_sliding_window": bool, "sliding_window": int}
     check_kinds(config, path, **kinds)
     layer_types, dropout = config.get("layer_types") or [], config.get("attention_dropout") or 0.0
     if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
-        raise ValueError(f"{path}: layer_types is {layer_types!r}\nhint: a list, of each layer's kind")
+        raise ValueError(
+            f"{path}: layer_types is {layer_types!r}\nhint: it must be a list with one string per layer"
+        )
     if not isinstance(dropout, float | int) or not 0 <= dropout < 1:
-        raise ValueError(f"{path}: attention_dropout is {dropout!r}\nhint: 0 to below 1")
+        raise ValueError(f"{path}: attention_dropout is {dropout!r}\nhint: it must be at least 0 and below 1")
     if type(config.get("max_window_layers", 0)) is not int:
         raise ValueError(
-            f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: a whole number"
+            f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: it must be a whole number"
         )
     builds = {"llama": {}, "qwen2": {"attention_bias": True, "mlp_bias": False}}
     builds["mistral"] = {"attention_bias": False, "mlp_bias": False}
@@ -237,15 +247,15 @@ def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
     if set(layer_types) - {"full_attention", "sliding_attention" if model_type == "qwen2" else ""}:
         ignored.append("layer_types")
     if ignored:
-        told = ", ".join(f"{key} {config[key]!r}" for key in ignored)
+        values = ", ".join(f"{key} {config[key]!r}" for key in ignored)
         raise ValueError(
-            f"{path}: {told}: transformers' {model_type} ignores it, and would train another model\n"
-            "hint: is model_type right? else remove the key"
+            f"{path}: {values}: transformers' {model_type} ignores it and would train a different model\n"
+            "hint: correct model_type, or remove the key"
         )
 
 
 def _sliding_window(config: dict[str, Any], model_type: str) -> int | None:
-    """As MistralConfig and Qwen2Config of transformers 5.23 make it."""
+    """Return the window that MistralConfig or Qwen2Config of transformers 5.23 would set."""
     window = config.get("sliding_window", _WINDOW)
     if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
         return None

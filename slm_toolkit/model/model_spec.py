@@ -1,4 +1,4 @@
-"""ModelSpec: the shape of a Llama-like model and what follows from it, without torch.
+"""ModelSpec: the shape of a language model, its parameter counts and its FLOPs, without torch.
 
 The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale Large Language Models"
 (PMLR v262, arXiv 2410.19456); its appendix B gives the family and the fit behind it.
@@ -11,9 +11,9 @@ from slm_toolkit.hardware.gpus import Gpu
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a decoder-only model; what is trained here is Llama-like: RMSNorm, gated feed-forward, RoPE.
+    """Shape of a decoder-only model. Only Llama-like models can be trained: RMSNorm, gated FFN, RoPE.
 
-    gated_ffn, layer_norm and learned_positions are for estimates of other models (GPT-2, GPT-NeoX, MPT).
+    gated_ffn, layer_norm and learned_positions describe GPT-2, GPT-NeoX and MPT, which can only be estimated.
     """
 
     name: str
@@ -35,27 +35,27 @@ class ModelSpec:
     source: str = ""
     "where the shape comes from"
     path: str | None = None
-    "a local folder or hub id (weights are loaded if there are any), or a config.json; used whole"
+    "a local folder or hub id, whose weights are loaded if there are any, or a config.json"
     gated_ffn: bool = True
-    "three matrices, silu(gate) * up; False: two, with a GELU between"
+    "True: three matrices, down(silu(gate) * up); False: two matrices with a GELU between them"
     layer_norm: bool = False
-    "LayerNorm with weight and bias in place of RMSNorm"
+    "LayerNorm with weight and bias instead of RMSNorm"
     learned_positions: int = 0
-    "rows of a learned position embedding; 0: RoPE, ALiBi or none"
+    "rows of the learned position embedding; 0: RoPE, ALiBi or no positions"
     output_bias: bool = False
     "the attention's output projection carries a bias (Llama's attention_bias)"
     ffn_bias: bool = False
     "every projection of the feed-forward carries a bias (Llama's mlp_bias)"
     sliding_window: int | None = None
-    "most tokens that some of the layers attend to; None: all of the sequence"
+    "tokens that the layers with a window attend to; None: all layers attend to the whole sequence"
     hidden_act: str = "silu"
     attention_dropout: float = 0.0
     hub_id: str | None = None
-    "of a preset: the published model of this shape, with weights and a tokenizer"
+    "the published model of a preset's shape, with weights and a tokenizer"
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that take part in a matrix product."""
+        """Weights of one layer's matrix products."""
         query_and_output = 2 * self.hidden_size * self.num_heads * self.head_dim
         key_and_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
         return query_and_output + key_and_value + self.num_ffn_matrices * self.hidden_size * self.ffn_size
@@ -99,13 +99,13 @@ class ModelSpec:
 
 
 def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int, source: str) -> ModelSpec:
-    """A member of the paper's family: 32000 words, untied, full attention with heads of 64."""
+    """A model of the paper's family: vocabulary 32000, untied, full attention, heads 64 wide."""
     heads = hidden_size // 64
     return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 32_000, source=source)
 
 
 def _byte_level(name: str, num_layers: int, hidden_size: int, ffn_size: int) -> ModelSpec:
-    """A model for CPU work over ByT5's 384 byte-level tokens."""
+    """A model small enough for a CPU, with ByT5's 384 byte-level tokens."""
     heads = hidden_size // 64
     return ModelSpec(name, num_layers, hidden_size, heads, heads, 64, ffn_size, 384, source="this project")
 
@@ -183,17 +183,17 @@ SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
 
 
 def spec_from_size(billions: float, name: str) -> ModelSpec:
-    """A model of the paper's family for any nominal size, by the fit of its appendix B (figure 5).
+    """Return a model of the paper's family with any nominal size, by the fit of appendix B (figure 5).
 
-    hidden = 1951.37 x^0.353 and layers = 18.93 x^0.318, x in billions. Layers are rounded; the width is the
-    nearest multiple of 96, its FFN int(2.7 x width); the heads are 64 wide, what does not fill one is cut.
-    As in the paper, the two vocabulary matrices come on top of the nominal size of a small model.
+    hidden = 1951.37 x^0.353 and layers = 18.93 x^0.318, x in billions. Layers are rounded. The width is the
+    nearest multiple of 96; the FFN is int(2.7 x width). Heads are 64 wide: the hidden size is then rounded
+    down to a multiple of 64. As in the paper, a small model's nominal size excludes its vocabulary matrices.
     """
     if not SMALLEST_FIT_BILLIONS <= billions <= LARGEST_FIT_BILLIONS:
         raise ValueError(
-            f"model {name!r}: the paper's fit serves "
+            f"model {name!r}: the paper's fit covers "
             f"{SMALLEST_FIT_BILLIONS:g}b to {LARGEST_FIT_BILLIONS:g}b\n"
-            f"hint: smaller ones are {', '.join(small_models())}"
+            f"hint: smaller models are {', '.join(small_models())}"
         )
     width = 96 * round(1951.37 * billions**0.353 / 96)
     num_layers = round(18.93 * billions**0.318)
@@ -201,29 +201,29 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
 
 
 def small_models() -> list[str]:
-    """Names of the byte-level models that a CPU trains in seconds."""
+    """Return the names of the byte-level models, which a CPU trains in seconds."""
     return [spec.name for spec in PRESETS.values() if spec.vocab_size == 384]
 
 
-# Floating-point operations of training, per token, and what share of a GPU's peak a rate is.
+# Training FLOPs per token, and MFU.
 
 
 def flops_per_token(spec: ModelSpec, *, seq_len: int, adapter_params: int | None = None) -> float:
-    """Forward and backward of one token, PaLM's convention (arXiv 2204.02311, appendix B): 6 N + 12 L H S.
+    """Return FLOPs of one token's forward and backward, 6 N + 12 L H S (PaLM, arXiv 2204.02311, appendix B).
 
-    N counts the weights that take part in a matrix product, so the output head but not the input embedding; H
-    is the width of all heads together. The attention term counts the whole square, not its causal half.
-    Recomputation is never counted: it is work, but no progress. `adapter_params`: those of adapters beside
-    frozen weights, of which no gradient is made: then 4 N + 6 N_adapters + 12 L H S.
+    N counts the weights of matrix products: the output head is included, the input embedding is not. H is the
+    width of all heads together. The attention term counts the whole square, not its causal half.
+    Recomputation is not counted: it is work without progress. With `adapter_params`, the N weights are frozen
+    and need no weight gradient: 4 N + 6 N_adapters + 12 L H S.
     """
     attention = 12.0 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len
     return flops_per_token_without_attention(spec, adapter_params=adapter_params) + attention
 
 
 def flops_per_token_without_attention(spec: ModelSpec, *, adapter_params: int | None = None) -> float:
-    """The other convention, 6 N with the same N (Kaplan et al., arXiv 2001.08361, section 2.1).
+    """Return 6 N, with the same N but no attention term (Kaplan et al., arXiv 2001.08361, section 2.1).
 
-    4 N + 6 N_adapters where the N are frozen: 2 N forward, 2 N for the gradients of activations.
+    With frozen weights: 4 N + 6 N_adapters, because forward takes 2 N and activation gradients 2 N.
     """
     matmul_params = spec.num_layers * spec.matmul_params_per_layer + spec.embedding_params  # the head
     if adapter_params is None:
@@ -239,7 +239,7 @@ def model_flops_utilization(
     tokens_per_second_per_gpu: float,
     adapter_params: int | None = None,
 ) -> float:
-    """MFU, PaLM's convention: a fraction of the dense bf16 peak, recomputation not counted."""
+    """Return MFU by PaLM's convention: a fraction of the dense bf16 peak, without recomputation."""
     per_token = flops_per_token(spec, seq_len=seq_len, adapter_params=adapter_params)
     flops = per_token * tokens_per_second_per_gpu
     return flops / gpu.dense_bf16_flops_per_second

@@ -1,4 +1,4 @@
-"""What a user's words name: a preset, a size, a folder, a config.json, a model or dataset of the hub."""
+"""Find the model that a user names: a preset, a size, a folder, a config.json or a model of the hub."""
 
 import dataclasses
 import os
@@ -17,10 +17,10 @@ from slm_toolkit.model.model_spec import PRESETS, ModelSpec, spec_from_size
 
 
 def find_model(name: str) -> ModelSpec:
-    """The model a user means: a preset, `slm-<size>`, a local folder or config.json, or a hub id.
+    """Return the ModelSpec of a preset, `slm-<size>`, a local folder or config.json, or a hub id.
 
-    The config.json of a hub id comes from the hub or its cache; all else needs no network.
-    Raises ValueError with a hint where nothing of the kind exists.
+    Only a hub id needs the network: its config.json comes from the hub or its cache.
+    Raise ValueError with a hint if there is no such model.
     """
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
@@ -34,13 +34,13 @@ def find_model(name: str) -> ModelSpec:
     if is_hub_id(name):
         return _spec_from_hub(name)
     raise ValueError(
-        f"unknown model {name!r}\nhint: {_meant(name)}There are {', '.join(PRESETS)}; any size as slm-700m; "
-        "a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
+        f"unknown model {name!r}\nhint: {_suggestion(name)}There are {', '.join(PRESETS)}; any size, such as "
+        "slm-700m; a folder or config.json; a hub id such as HuggingFaceTB/SmolLM2-135M"
     )
 
 
-def _meant(name: str) -> str:
-    """`did you mean slm-1m? ` of slm1m, empty where nothing is close."""
+def _suggestion(name: str) -> str:
+    """Return `did you mean slm-1m? ` for slm1m, or "" if no preset has a similar name."""
     typed = re.sub(r"[\s_]+", "-", name.lower())
     size = re.fullmatch(r"slm-?(\d+(?:\.\d+)?[mb])", typed)
     close = [f"slm-{size[1]}"] if size else get_close_matches(typed, PRESETS, n=1, cutoff=0.7)
@@ -48,30 +48,30 @@ def _meant(name: str) -> str:
 
 
 def has_weights(spec: ModelSpec) -> bool:
-    """Whether training starts from weights: those of a folder that holds some, or of the hub."""
-    if spec.path is None or spec.path.endswith(".json"):  # a configuration alone
+    """Return whether training starts from saved weights; a hub model is assumed to have them."""
+    if spec.path is None or spec.path.endswith(".json"):  # a configuration without weights
         return False
     folder = typed_path(spec.path)
     return not exists(folder) or any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
 
 
 def check_adapter_base(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises ValueError where an adapter of random weights would learn from documents, or be saved.
+    """Raise ValueError if an adapter of random weights would be trained on documents, or saved.
 
-    On synthetic tokens, and in a rehearsal, such a run measures speed and memory.
+    With synthetic tokens or in a rehearsal it is allowed: the run only measures speed and memory.
     """
     measures_only = config.dataset == SYNTHETIC and not config.save_final_model
     if config.peft == "none" or config.rehearse is not None or measures_only or has_weights(spec):
         return
-    reason = f"{spec.path} holds no weights" if spec.path else f"the weights of preset {spec.name} are random"
-    helps = (
-        f"--model {spec.hub_id} has them"
+    reason = f"{spec.path} has no weights" if spec.path else f"the weights of preset {spec.name} are random"
+    advice = (
+        f"--model {spec.hub_id} has weights"
         if spec.hub_id
-        else "--model takes a folder with weights or a hub id"
+        else "give --model a folder with weights or a hub id"
     )
     raise ValueError(
         f"--peft {config.peft}: {reason}, and an adapter of random weights is useless\n"
-        f"hint: {helps}; synthetic tokens measure speed and memory without weights"
+        f"hint: {advice}; synthetic tokens measure speed and memory without weights"
     )
 
 
@@ -98,27 +98,28 @@ def _spec_from_hub(hub_id: str) -> ModelSpec:
             f"hint: check the name and the network, or use a preset: {', '.join(PRESETS)}"
         ) from None
     text = read_text(path, what="the model configuration", hint="give a folder with config.json")
-    config = json_of(text, path, hint="is the cached copy whole?")
+    config = json_of(text, path, hint="the cached copy may be damaged: delete it and try again")
     return spec_from_config(config, name=hub_id.split("/")[-1].lower(), path=hub_id)
 
 
 # The Hugging Face hub: whether it answers, and which of its models and datasets are cached here.
 
 _SECONDS = 2.0
-"to wait for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT says otherwise; 0.2 s is usual"
+"time limit for the hub's first answer if HF_HUB_ETAG_TIMEOUT is not set; an answer usually takes 0.2 s"
 _MOST_NAMED = 5
-"cached copies that a hint names"
+"most cached copies that a hint names"
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form org/name; a path of that form is for the caller to rule out."""
+    """Return whether `name` has the form org/name; the caller must check that it is not a local path."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
 def check_hub(hub_id: str, kind: str) -> None:
-    """Raises ValueError where neither the hub nor the cache has `hub_id`; kind: model, tokenizer or dataset.
+    """Raise ValueError if the hub does not answer and the cache has no `hub_id`.
 
-    Where the hub does not answer, its libraries use cached copies from here on, without trying again.
+    `kind` is model, tokenizer or dataset. Once the hub has not answered, this process and the processes that
+    it starts use cached copies only.
     """
     reason = why_offline()
     if reason is None:
@@ -129,7 +130,7 @@ def check_hub(hub_id: str, kind: str) -> None:
 
 
 def check_hub_datasets(config: RunConfig) -> None:
-    """`check_hub` of every dataset that is no path, before anything is launched for it."""
+    """Call `check_hub` for every dataset that is a hub id, before anything is launched."""
     for source in (*config.sources, *config.eval_sources):
         is_file = Path(source.path).suffix.lower() in FILE_FORMATS
         if is_hub_id(source.path) and not is_file and not exists(typed_path(source.path)):
@@ -137,48 +138,48 @@ def check_hub_datasets(config: RunConfig) -> None:
 
 
 def not_here(hub_id: str, kind: str) -> ValueError:
-    """The error for what is neither on the hub, which does not answer, nor in the cache."""
+    """Return the error for a hub id that has no cached copy while the hub does not answer."""
     preset = preset_of(hub_id) if kind == "model" else None
-    helps = [f"--model {preset} has the same shape, with random weights"] if preset is not None else []
+    advice = [f"--model {preset} has the same shape, with random weights"] if preset is not None else []
     if names := [name for name in _cached(kind) if "/" in name]:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        helps.append(f"cached {kind}s: {', '.join(names[:_MOST_NAMED])}{more}")
-    helps = helps or [f"a {'file' if kind == 'dataset' else 'folder'} on this machine needs no network"]
+        advice.append(f"cached {kind}s: {', '.join(names[:_MOST_NAMED])}{more}")
+    advice = advice or [f"a {'file' if kind == 'dataset' else 'folder'} on this machine needs no network"]
     return ValueError(
-        f"{why_offline()}, and there is no cached copy of the {kind} {hub_id!r}\nhint: {'; '.join(helps)}"
+        f"{why_offline()}, and there is no cached copy of the {kind} {hub_id!r}\nhint: {'; '.join(advice)}"
     )
 
 
 def preset_of(hub_id: str) -> str | None:
-    """The preset of a published model's name, its -Instruct and -Chat versions included."""
+    """Return the preset of a published model or of its -Instruct or -Chat version, or None."""
     name = re.sub(r"-(instruct|chat)(-.*)?$", "", hub_id.lower()).split("/")[-1]
     return name if name in PRESETS and PRESETS[name].hub_id is not None else None
 
 
 @cache
 def why_offline() -> str | None:
-    """None where the hub answers; else the reason, and the hub's libraries are told to use their cache."""
+    """Return None if the hub answers; else return the reason and make the hub's libraries use their cache."""
     from huggingface_hub import constants, get_session, is_offline_mode
 
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _SECONDS)
-    answers: list[int] = []
+    status_codes: list[int] = []
 
-    def ask() -> None:
+    def request_head() -> None:
         try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code)
-        except Exception:  # of the HTTP client, which has changed its name from version to version
+            status_codes.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code)
+        except Exception:  # each version of huggingface_hub may use another HTTP client, with its own errors
             return
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)  # looking up a host's name knows no time limit
-    if answers and answers[0] < 500:
+    request = threading.Thread(target=request_head, daemon=True)
+    request.start()
+    request.join(seconds)  # a DNS lookup ignores the request's timeout
+    if status_codes and status_codes[0] < 500:
         return None
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that this one starts
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that this process starts
     constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # it has copied the constant
+    if "datasets" in sys.modules:  # it copied the constant when it was imported
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return f"can't reach {constants.ENDPOINT}"
 
@@ -194,22 +195,23 @@ def _is_cached(hub_id: str, kind: str) -> bool:
 
 
 def _plain(hub_id: str) -> str:
-    """Without what the datasets library changes in the names of its folders."""
+    """Return a hub id without capitals and underscores: the datasets library changes them in folder names."""
     return hub_id.lower().replace("_", "")
 
 
 def _cached(kind: str) -> list[str]:
-    """Hub ids of which this machine has a copy."""
+    """Return the hub ids that are cached on this machine."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    found = []
-    if kind == "dataset":  # as the datasets library keeps them: org___name
+    hub_ids = []
+    if kind == "dataset":  # the datasets library names its folders org___name
         folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-        found = [path.name.replace("___", "/") for path in folder.expanduser().glob("*") if path.is_dir()]
+        hub_ids = [path.name.replace("___", "/") for path in folder.expanduser().glob("*") if path.is_dir()]
     try:
         repos = scan_cache_dir().repos
     except (CacheNotFound, OSError):
-        return sorted(found)
-    wanted = "dataset" if kind == "dataset" else "model"
-    return sorted({*found, *(repo.repo_id for repo in repos if repo.repo_type == wanted and repo.nb_files)})
+        return sorted(hub_ids)
+    repo_type = "dataset" if kind == "dataset" else "model"
+    cached = {repo.repo_id for repo in repos if repo.repo_type == repo_type and repo.nb_files}
+    return sorted({*hub_ids, *cached})

@@ -1,1 +1,1 @@
-"""Pure arithmetic on models, strategies and hardware; no torch, but for DeepSpeed's own estimator."""
+"""Arithmetic on models, strategies and hardware, without torch (except for DeepSpeed's own estimator)."""

@@ -1,4 +1,4 @@
-"""What a step's time goes to most, and what would move it."""
+"""Find changes to a configuration that would make its step faster."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,27 +10,28 @@ from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.predict.speed.matmul import ALIGNMENT, is_aligned
 
 ALIGNED_TO = 64
-"what a width off the multiple of 8 is rounded to: a tile's edge, and no more than 32 elements away"
+"widths that are not multiples of 8 are rounded to this: the edge of a tile, at most 32 elements away"
 WORTH_SAYING = 1.01
+"smallest speedup that is reported: predictions are not more precise"
 
 
 @dataclass(frozen=True)
 class Lever:
-    """One change to a configuration, and what it is expected to give."""
+    """One change to a configuration, and its expected speedup."""
 
     change: str
-    "in the flags of `slm`, or in words"
+    "as flags of `slm`, or as a description"
     speedup: float
     "tokens/s after over before"
     fits: bool | None
-    "with the change; None where the GPU's memory is unknown"
+    "whether the changed setup fits; None if the GPU's memory is unknown"
 
 
 def levers(setup: Setup) -> list[Lever]:
-    """Changes that make the tokens of a setup's step faster, best first; the setup needs a GPU.
+    """Return the changes that raise the tokens per second of a setup, best first; the setup needs a GPU.
 
-    Each is tried alone, and what no longer fits is left out. Kernels change no arithmetic, alignment changes
-    the model, a larger batch the training.
+    Each change is tried alone. If the setup fits, changes that make it too large are left out. A kernel does
+    not change the arithmetic; alignment changes the model; a larger batch changes the training.
     """
     before = estimate(setup.launched)
     if before.tokens_per_second is None:
@@ -55,7 +56,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         return words, with_flags(setup, **flags)
 
     aligned = aligned_sibling(spec)
-    trains_all = config.peft == "none"  # else the weights are what they are
+    trains_all = config.peft == "none"  # an adapter can't change the shape of its frozen model
     if aligned != spec and trains_all:
         words = f"widths in multiples of 8: {describe_alignment(spec, aligned)}"
         yield words, dataclasses.replace(setup, spec=aligned)
@@ -76,19 +77,19 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 @dataclass(frozen=True)
 class AlignmentGain:
-    """What widths that tensor cores like give on one GPU type."""
+    """The speedup from widths in multiples of 8 on one GPU type."""
 
     gpu: str
     sibling: str
-    "the model, and what is other in it"
+    "the aligned model, and the widths that differ"
     speedup: float
 
 
 def alignment_gain(setup: Setup) -> AlignmentGain | None:
-    """Against the preset's hardware-friendly sibling, else the same shape rounded; None where all is well,
-    and for weights that are there already.
+    """Compare a setup with the preset's hardware-friendly sibling, or else with its own rounded shape.
 
-    Tokens per second of both; the siblings' parameters differ by up to 11 % (slm-100m), which is in it.
+    Return None if all widths are aligned, or if an adapter is trained. The speedup is a ratio of tokens per
+    second, and includes the siblings' different sizes: up to 11 % of the parameters (slm-100m).
     """
     spec = setup.spec
     if not misaligned_widths(spec) or setup.config.peft != "none":
@@ -103,7 +104,7 @@ def alignment_gain(setup: Setup) -> AlignmentGain | None:
 
 
 def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
-    """The widths of matrix products that are no multiple of 8, by what they are."""
+    """Return the widths of matrix products that are not multiples of 8, by name."""
     widths = {
         "FFN": spec.ffn_size,
         "hidden": spec.hidden_size,
@@ -115,10 +116,10 @@ def misaligned_widths(spec: ModelSpec) -> dict[str, int]:
 
 
 def aligned_sibling(spec: ModelSpec) -> ModelSpec:
-    """The same shape with its widths rounded to tensor cores' liking; the spec itself where they are.
+    """Return the same shape with all widths in multiples of 8, as tensor cores need; an aligned spec as is.
 
-    FFN and hidden size go to the nearest multiple of 64, a head's width to the nearest of 8, so that a model
-    keeps its size; the vocabulary goes up, since every token needs its row.
+    FFN and hidden size are rounded to the nearest multiple of 64, a head's width to the nearest multiple of
+    8: the model keeps its size. The vocabulary is rounded up: every token needs its row.
     """
     changes = {}
     if not is_aligned(spec.ffn_size):
@@ -137,7 +138,7 @@ def _nearest(width: int, multiple: int) -> int:
 
 
 def hw_sibling(spec: ModelSpec) -> ModelSpec | None:
-    """The preset of the same size with widths that tensor cores like (`slm-500m-hw` for `slm-500m`)."""
+    """Return the preset of the same size with aligned widths (`slm-500m-hw` for `slm-500m`), or None."""
     return PRESETS.get(f"{spec.name}-hw")
 
 

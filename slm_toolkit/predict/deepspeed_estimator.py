@@ -1,4 +1,4 @@
-"""DeepSpeed's own estimate of what a model needs, by its arithmetic or by its installed functions.
+"""DeepSpeed's own memory estimate, by a copy of its arithmetic or by its installed functions.
 
 Both count model states only: neither activations, nor logits, nor communication buffers.
 """
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ESTIMATOR_VERSION = (
-    "0.19.8"  # whose arithmetic this is: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py
+    "0.19.8"  # source of the arithmetic: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py
 )
 
 
 @dataclass(frozen=True)
 class DeepSpeedNeeds:
-    """What DeepSpeed says that ZeRO-2 or ZeRO-3 needs."""
+    """Memory of ZeRO-2 or ZeRO-3 as DeepSpeed estimates it."""
 
     gpu_bytes: int
-    "of each GPU"
+    "per GPU"
     host_bytes_per_node: int
 
 
@@ -32,10 +32,10 @@ def deepspeed_needs(
     zero_init: bool = False,
     additional_buffer_factor: float = 1.5,
 ) -> DeepSpeedNeeds | None:
-    """DeepSpeed's estimate without DeepSpeed; None for the stages that it has no estimator for.
+    """Return DeepSpeed's estimate without importing DeepSpeed; None for stages without an estimator.
 
-    As in DeepSpeed, stage 2 ignores offload_params and zero_init, stage 3 ignores offload_params without
-    offload_optimizer, and stage 2's host bytes with offload_optimizer are not divided by the nodes.
+    It repeats DeepSpeed's rules: stage 2 ignores offload_params and zero_init; stage 3 ignores offload_params
+    without offload_optimizer; stage 2 with offload_optimizer does not divide host bytes by the nodes.
     """
     states = num_params, num_gpus_per_node, num_nodes
     if zero_stage == 2:
@@ -58,9 +58,9 @@ def live_deepspeed_needs(
     zero_init: bool = False,
     additional_buffer_factor: float = 1.5,
 ) -> DeepSpeedNeeds | None:
-    """`deepspeed_needs` by the functions of the installed DeepSpeed, whichever version that is.
+    """Return the same estimate from the functions of the installed DeepSpeed, of any version.
 
-    Its `*_all_live` functions count nothing on a meta model, so the plain ones are called.
+    Its `*_all_live` functions count 0 parameters in a meta model, so this calls the plain ones.
     """
     if zero_stage == 2:
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
@@ -92,7 +92,7 @@ def live_deepspeed_needs(
 
 @dataclass(frozen=True)
 class DeepSpeedEstimator:
-    """A function like `deepspeed_needs`, and the version of DeepSpeed that it stands for."""
+    """A function with the signature of `deepspeed_needs`, and the DeepSpeed version of its arithmetic."""
 
     needs: Callable[..., DeepSpeedNeeds | None]
     version: str
@@ -102,7 +102,7 @@ BY_ARITHMETIC = DeepSpeedEstimator(deepspeed_needs, ESTIMATOR_VERSION)
 
 
 def deepspeed_version() -> str | None:
-    """Of the DeepSpeed installed here; None without."""
+    """Return the version of the installed DeepSpeed, or None."""
     from importlib.metadata import PackageNotFoundError, version  # 20 ms
 
     try:
@@ -118,7 +118,7 @@ def _zero_2_needs(
     offload_optimizer: bool,
     additional_buffer_factor: float,
 ) -> DeepSpeedNeeds:
-    """stage_1_and_2.py, estimate_zero2_model_states_mem_needs; the factors are bytes per parameter."""
+    """Follow estimate_zero2_model_states_mem_needs of stage_1_and_2.py; factors are bytes per parameter."""
     num_gpus = num_nodes * num_gpus_per_node
     parameters = 2 * num_params
     if offload_optimizer:
@@ -141,16 +141,16 @@ def _zero_3_needs(
     zero_init: bool,
     additional_buffer_factor: float,
 ) -> DeepSpeedNeeds:
-    """stage3.py, estimate_zero3_model_states_mem_needs; the factors are bytes per parameter.
+    """Follow estimate_zero3_model_states_mem_needs of stage3.py; factors are bytes per parameter.
 
-    The order of the floating-point operations is DeepSpeed's: the results are equal to the byte.
+    The floating-point operations are in DeepSpeed's order, so the results are equal to the byte.
     """
     num_gpus = num_nodes * num_gpus_per_node
     share_of_node = 1 / num_nodes
     largest_layer = 4 * largest_layer_params  # gathered: parameters and gradients in 16 bits
     whole_model_per_rank = 4 * num_gpus_per_node  # without zero_init each rank builds the model in fp32
     if offload_optimizer:
-        # 18 = 2 + 4 gradients + 4 master weights + 8 optimizer states; 16 = without what stays on the GPUs
+        # 18 = 2 + 4 gradients + 4 master weights + 8 optimizer states; 16 = 18 without the 2 on the GPUs
         states = 18 if offload_params else 16
         gpu_bytes = largest_layer if offload_params else largest_layer + int(2 * num_params / num_gpus)
         if zero_init:

@@ -1,4 +1,4 @@
-"""Estimate: what one configuration needs, from closed forms alone; its fields are the keys of the JSON."""
+"""Estimate: the memory, speed and cost of one configuration, from closed forms only."""
 
 import dataclasses
 from bisect import bisect_left
@@ -33,7 +33,10 @@ LARGEST_BATCH_TRIED = 2**20
 
 @dataclass(frozen=True)
 class Estimate:
-    """One row. Bytes are of the rank that holds most; None is unknown."""
+    """One row of estimates; the fields are the keys of the JSON.
+
+    Bytes are those of the rank that needs the most memory. None means unknown.
+    """
 
     model: str
     strategy: str
@@ -43,7 +46,7 @@ class Estimate:
     num_gpus: int
     gpus_per_node: int
     per_device_train_batch_size: int
-    "with --largest_batch the largest that fits; 0 where not even 1 does: the bytes are those of 1 then"
+    "with --largest_batch, the largest that fits; 0 if not even 1 fits (the bytes are then those of 1)"
     seq_len: int
     attn_implementation: str
     numerics: str
@@ -58,15 +61,15 @@ class Estimate:
     optim: str
     peft: str
     lora_r: int | None
-    "None without LoRA's matrices"
+    "None without LoRA"
     lora_dropout: float | None
     adapted_modules: list[str] | None
-    "matrices of each layer that have an adapter; None where all is trained"
+    "matrices of each layer that have an adapter; None if all weights are trained"
     num_trainable_params: int
     software: str
     "generation of torch and transformers, as in `predict.speed.software.SOFTWARE`"
     calibration: str | None
-    "what was measured on this GPU, by `hardware/calibration.py`; None: constants fitted to published runs"
+    "the measurements of this GPU in `hardware/calibration.py`; None: constants fitted to published runs"
     peak_allocated_bytes: int
     peak_allocated_low_bytes: int
     peak_allocated_high_bytes: int
@@ -75,45 +78,45 @@ class Estimate:
     peak_reserved_high_bytes: int
     host_bytes_per_node: int
     parts: dict[str, int]
-    "at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes"
+    "at the peak; without allocator_slack and cuda_context they add up to peak_allocated_bytes"
     peak_instant: str
     fits: bool | None
     verdict: str | None
     "fits, tight or does not fit; see predict/memory/machine.py"
     headroom_bytes: int | None
-    "the GPU's memory less cuda_context and peak_allocated_bytes"
+    "the GPU's memory minus cuda_context and peak_allocated_bytes"
     batch_with_margin: int | None
-    "with --largest_batch: the largest whose verdict is fits, not tight"
+    "with --largest_batch: the largest batch whose verdict is fits, not tight"
     deepspeed_bytes: int | None
-    """what DeepSpeed's own estimator says; None for stages that it has none for, and with adapters: it knows
-    of no frozen parameters"""
+    """DeepSpeed's own estimate; None for stages without an estimator, and with adapters, because it counts
+    frozen parameters as trained"""
     deepspeed_host_bytes: int | None
     deepspeed_stage: int | None
     deepspeed_stands_in: bool
-    "FSDP full shard has no estimator of its own: people take ZeRO-3's"
+    "True for FSDP full shard: it has no estimator, so ZeRO-3's is used, as people do"
     deepspeed_version: str | None
     traffic_bytes: dict[str, float]
-    "that each rank sends in a step: by purpose, and of all together inside a node and between nodes"
+    "bytes that each rank sends in a step: by purpose, and their sums inside a node and between nodes"
     step_seconds: float | None
-    "None without a GPU, with offload, and between nodes of an unknown network"
+    "None without a GPU, with offload, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
     parts_seconds: dict[str, float] | None
     "by `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
-    "of matmul: what widths off the multiple of 8 cost"
+    "part of matmul: extra time because widths are not multiples of 8"
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
-    "of 6 N + 12 L H S per token; with adapters of 4 N + 6 N_adapters + 12 L H S"
+    "from 6 N + 12 L H S FLOPs per token; with adapters from 4 N + 6 N_adapters + 12 L H S"
     bottleneck: str | None
     "one of `predict.speed.step.BOTTLENECKS`"
     inter_node_gbps: float | None
-    "gigabit per second that a node has, as given, measured, or as AWS rents it"
+    "gigabits per second of a node: given by the user, measured, or of the usual AWS machine"
     inter_node_gbps_needed: float | None
-    "with which communication between nodes takes no longer than the compute beside it; None on one node"
+    "gigabits per second at which communication between nodes hides behind compute; None on one node"
     network_evidence: str | None
-    "of communication: measured, measured in part, given or data sheet; None where nothing is sent"
+    "source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent"
     usd_per_gpu_hour: float | None
     price_source: str | None
     usd_per_million_tokens: float | None
@@ -126,23 +129,23 @@ def estimate(
     memory: MemoryEstimate | None = None,
     deepspeed: DeepSpeedEstimator = BY_ARITHMETIC,
 ) -> Estimate:
-    """The Estimate of a setup as it is launched.
+    """Return the Estimate of a launched setup (see `Setup.launched`).
 
-    `memory`: `peak(setup)`, where it is known already from another GPU.
+    `memory` is `peak(setup)` if the caller has computed it already, for another GPU.
     """
     spec, strategy, config, gpu = setup.spec, setup.strategy, setup.config, setup.gpu
     placement, adapters = setup.placement, setup.adapters
     if memory is None:
         memory = peak(setup)
-    held = {**memory.parts, "workspace": workspace_bytes(gpu)}
-    allocated = allocated_band(held)
+    parts = {**memory.parts, "workspace": workspace_bytes(gpu)}
+    allocated = allocated_band(parts)
     slack = allocator_slack(setup, memory, allocated=allocated.middle)
     reserved = reserved_band(allocated.middle, slack)
     context = context_bytes(num_gpus=setup.num_gpus, calibration=setup.calibration)
     usable = verdict = None
     if gpu is not None:
         usable = gpu.memory_bytes - context
-        verdict = verdict_of(held, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
+        verdict = verdict_of(parts, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
     stage = deepspeed_stage(strategy) if adapters is None else None
     needs = deepspeed.needs(
         spec.num_params,
@@ -188,7 +191,7 @@ def estimate(
         peak_reserved_low_bytes=reserved.low,
         peak_reserved_high_bytes=reserved.high,
         host_bytes_per_node=host_bytes(setup),
-        parts={**held, "allocator_slack": slack, "cuda_context": context},
+        parts={**parts, "allocator_slack": slack, "cuda_context": context},
         peak_instant=memory.peak_instant,
         fits=None if verdict is None else verdict != "does not fit",
         verdict=verdict,
@@ -204,9 +207,9 @@ def estimate(
 
 
 def largest_batch(setup: Setup, *, deepspeed: DeepSpeedEstimator = BY_ARITHMETIC) -> Estimate:
-    """The Estimate of the largest batch that fits the setup's GPU, whose memory must be known.
+    """Return the Estimate of the largest batch that fits the setup's GPU, whose memory must be known.
 
-    More samples never take less memory, so that bisection finds it.
+    A larger batch never takes less memory, so bisection finds it.
     """
 
     def of(size: int) -> Estimate:
@@ -215,22 +218,22 @@ def largest_batch(setup: Setup, *, deepspeed: DeepSpeedEstimator = BY_ARITHMETIC
     def largest(is_small_enough: Callable[[Estimate], bool], most: int) -> int:
         return bisect_left(range(1, most + 1), True, key=lambda size: not is_small_enough(of(size)))
 
-    num_fitting = largest(lambda found: bool(found.fits), LARGEST_BATCH_TRIED)
-    with_margin = largest(lambda found: found.verdict == "fits", num_fitting)
+    num_fitting = largest(lambda row: bool(row.fits), LARGEST_BATCH_TRIED)
+    with_margin = largest(lambda row: row.verdict == "fits", num_fitting)
     return dataclasses.replace(
         of(max(1, num_fitting)), per_device_train_batch_size=num_fitting, batch_with_margin=with_margin
     )
 
 
 def deepspeed_stage(strategy: Strategy) -> int | None:
-    """The stage whose estimator people use for a strategy: its own, 3 for FSDP full shard, else None."""
+    """Return the ZeRO stage whose estimator applies: the strategy's own, 3 for FSDP full shard, or None."""
     if strategy.is_deepspeed:
         return strategy.zero_stage if strategy.zero_stage in (2, 3) else None
     return 3 if strategy.is_fsdp and strategy.sharding.reshard_after_forward else None
 
 
 def _speed_and_cost(setup: Setup) -> dict[str, Any]:
-    """The Estimate's fields from traffic_bytes on. What takes time to import is left alone without a GPU."""
+    """Return the Estimate's fields from traffic_bytes on; without a GPU, skip the slow imports."""
     sent = transfers(setup)
     time = software = None
     if setup.gpu is not None and not setup.strategy.offloads:
@@ -259,8 +262,11 @@ def _traffic(setup: Setup, sent: tuple[Transfer, ...], time: "StepTime | None") 
 
 
 def _gbps_needed(sent: tuple[Transfer, ...], time: "StepTime", gpus_per_node: int) -> float:
-    """What is sent once hides behind the last micro-step, all together behind all of them; what follows the
-    optimizer hides behind nothing and asks for nothing."""
+    """Return the gigabits per second at which a node's communication hides behind compute.
+
+    Bytes sent once per step must hide behind the last micro-step; all bytes together must hide behind all
+    micro-steps. Communication after the optimizer can't hide, so it needs no bandwidth here.
+    """
 
     def bytes_of(transfers: list[Transfer]) -> float:
         return gpus_per_node * sum(transfer.inter_node_bytes for transfer in transfers)
@@ -303,7 +309,7 @@ def _speed(setup: Setup, time: "StepTime | None", software: "Software | None") -
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / setup.num_gpus,
         "mfu": None
-        if config.numerics == "fp32"  # of which we know no peak with tensor cores off
+        if config.numerics == "fp32"  # its peak without tensor cores is unknown
         else model_flops_utilization(
             setup.spec,
             seq_len=config.seq_len,

@@ -1,4 +1,4 @@
-"""Estimates of a grid: all combinations of flags, strategies, GPUs and their numbers."""
+"""Estimate every combination of flags, strategies, GPU types and numbers of GPUs."""
 
 import itertools
 import sys
@@ -38,9 +38,10 @@ def estimates(
     software: str = "2026",
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
-    """All combinations of `given` (field name to a value or a list of values) with all else, equal ones once.
+    """Return an Estimate for each combination; equal combinations are estimated once.
 
-    A strategy of one process counts one GPU. Raises one ValueError with every problem of the flags.
+    `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
+    whatever `num_gpus` is. Raise one ValueError with every problem of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
@@ -101,7 +102,7 @@ def estimates(
 
 
 def _live_deepspeed() -> "DeepSpeedEstimator":
-    """DeepSpeed's installed functions. Raises ValueError where DeepSpeed is not installed."""
+    """Return DeepSpeed's installed functions; raise ValueError if DeepSpeed is not installed."""
     from slm_toolkit.predict.deepspeed_estimator import (
         DeepSpeedEstimator,
         deepspeed_version,
@@ -111,6 +112,6 @@ def _live_deepspeed() -> "DeepSpeedEstimator":
     version = deepspeed_version()
     if version is None:
         raise ValueError("--deepspeed live: DeepSpeed is not installed here\nhint: leave --deepspeed out")
-    with redirect_stdout(sys.stderr):  # it greets on stdout, which is for results
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints a banner; stdout is for results
         import_module("deepspeed.runtime.zero.stage3")
     return DeepSpeedEstimator(lru_cache(maxsize=None)(live_deepspeed_needs), version)

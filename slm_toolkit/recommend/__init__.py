@@ -1,1 +1,1 @@
-"""Which GPUs, how many, which strategy and batch for a job."""
+"""Recommend GPUs, their number, a strategy and a batch for a training job."""

@@ -1,4 +1,4 @@
-"""The command lines of a plan, its YAML and launch script, and the SkyPilot task that rents its GPUs."""
+"""Write a plan's commands, its YAML and launch script, and a SkyPilot task that rents its GPUs."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from slm_toolkit.strategy.strategy import config_dir, config_options, on_nodes, 
 
 SKYPILOT_FILE = "skypilot.yaml"
 # `sky gpus list -a`, skypilot-org/skypilot docs/source/compute/show-gpus-all.txt @1c9d60b, read 2026-11-20;
-# it has no names for the PCIe cards, none yet for B300
+# it does not list the PCIe cards, and not yet the B300
 SKYPILOT_NAMES = {
     "a100-40gb": "A100",
     "a100-80gb": "A100-80GB",
@@ -37,9 +37,10 @@ SKYPILOT_NAMES = {
 
 
 def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
-    """The YAML of a task that runs `command` in a copy of `folder` on each node; None for a nameless GPU.
+    """Return the YAML of a task that runs `command` in a copy of `folder` on each node.
 
-    `command` is `launch_files.launch_command`'s, in the words of which a node has NODE_RANK and HEAD_NODE.
+    Return None for a GPU without a SkyPilot name. `command` comes from `launch_command` and may use NODE_RANK
+    and HEAD_NODE, which the task sets.
     Format and variables: https://docs.skypilot.co/en/latest/reference/yaml-spec.html, read 2026-11-20.
     """
     row = plan.estimate
@@ -52,24 +53,24 @@ def skypilot_task(plan: Plan, command: str, folder: Path) -> str | None:
         f"#   sky launch {SKYPILOT_FILE} --env SLM_TOOLKIT=git+https://..."
         + (" --env DATASET=a-hub-id" if plan.config.dataset == SYNTHETIC else ""),
         f"name: {re.sub('[^a-z0-9]+', '-', plan.strategy.name.lower()).strip('-')}-{row.num_gpus}-gpus",
-        f"workdir: {json.dumps(str(folder.resolve()))}  # a copy is each node's working folder",
+        f"workdir: {json.dumps(str(folder.resolve()))}  # each node works in a copy of it",
         f"num_nodes: {row.num_gpus // num_gpus}",
         "resources:",
-        f"  accelerators: {{{SKYPILOT_NAMES[row.gpu]}: {num_gpus}}}  # of each node",
+        f"  accelerators: {{{SKYPILOT_NAMES[row.gpu]}: {num_gpus}}}  # per node",
         "envs:",
-        "  SLM_TOOLKIT:  # what pip installs: git+https://..., or a wheel's address; sky asks for it",
+        "  SLM_TOOLKIT:  # required: the source for pip install, git+https://... or the address of a wheel",
     ]
     if plan.config.dataset == SYNTHETIC:
-        lines.append("  DATASET:  # a hub id; sky asks for it")
-    named = {plan.config.model, plan.config.dataset} - {SYNTHETIC}
-    files = sorted(str(Path(path).resolve()) for path in named if Path(path).exists())
+        lines.append("  DATASET:  # required: a hub id")
+    names = {plan.config.model, plan.config.dataset} - {SYNTHETIC}
+    files = sorted(str(Path(name).resolve()) for name in names if Path(name).exists())
     if files:
-        lines.append("file_mounts:  # to the same place on each node")
+        lines.append("file_mounts:  # to the same path on each node")
         lines += [f"  {json.dumps(path)}: {json.dumps(path)}" for path in files]
     run = [
         "set -e",
         'export NODE_RANK=$SKYPILOT_NODE_RANK HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first is $HEAD_NODE"',
+        'echo "node $NODE_RANK of $SKYPILOT_NUM_NODES, the first node is $HEAD_NODE"',
         command,
     ]
     lines += ["setup: |", '  pip install "$SLM_TOOLKIT"', "run: |", textwrap.indent("\n".join(run), "  ")]
@@ -80,14 +81,16 @@ SCRIPT = "launch.sh"
 
 
 def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) -> str:
-    """What to type: once on one node, on each of several with its own NODE_RANK. Without a dataset in the
-    plan's flags the shell asks for DATASET."""
+    """Return the command that launches the plan; each of several nodes runs it with its own NODE_RANK.
+
+    If the plan has no dataset, the command needs the environment variable DATASET.
+    """
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node
     words = ["accelerate", "launch", *config_options(yaml_path), "--num_processes", str(row.num_gpus)]
     several = ""
     if num_nodes > 1:
-        words[0] = "slm"  # which lets the nodes meet first, and adds DeepSpeed's launcher for several
+        words[0] = "slm"  # `slm launch` waits for all nodes, and sets DeepSpeed's launcher for several nodes
         several = " --machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port 29500"
     if num_nodes > 1 or plan.strategy.num_machines > 1:
         words += ["--num_machines", str(num_nodes)]
@@ -99,9 +102,9 @@ def launch_command(plan: Plan, yaml_path: str, *, num_steps: int | None = None) 
 
 
 def check_command(plan: Plan) -> str:
-    """What measures the plan for some steps, on generated tokens, before all is paid for."""
+    """Return the command that measures the plan for a few steps, on generated tokens."""
     row = plan.estimate
-    if row.num_gpus > row.gpus_per_node:  # `slm compare` is of one machine
+    if row.num_gpus > row.gpus_per_node:  # `slm compare` runs on one machine
         return launch_command(plan, yaml_name(plan), num_steps=_STEPS_OF_A_CHECK)
     processes = ["--num_processes", str(row.num_gpus)]
     return shlex.join(
@@ -110,23 +113,23 @@ def check_command(plan: Plan) -> str:
 
 
 def yaml_name(plan: Plan) -> str:
-    """Where the plan's YAML is found without writing anything: shipped, or the user's own."""
+    """Return the path of the plan's existing YAML, shipped or the user's own."""
     path = Path(plan.strategy.path).resolve()
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def write_launch(plan: Plan, folder: Path) -> list[Path]:
-    """The YAML, the JSON it names, a script and, for a GPU that it knows, a SkyPilot task.
+    """Write the YAML, its JSON, a launch script and, if SkyPilot has the GPU, a SkyPilot task.
 
-    Raises ValueError for a model that is not trained here, and where files would be overwritten or can't be
-    written.
+    Return their paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't
+    be written.
     """
     check_trainable(plan.spec)
     check_folder(folder)
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node
     yaml_path = write_resolved(on_nodes(plan.strategy, num_nodes), folder, row.num_gpus)
-    # the JSON by its name, so that the folder works wherever it is copied to
+    # name the JSON without its folder, so that the folder can be copied anywhere
     write_new(yaml_path, yaml_path.read_text().replace(f"{yaml_path.parent}/", ""))
     lines = [
         "#!/bin/sh",
@@ -134,7 +137,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
         f"{plan.hours:,.1f} h expected ({plan.evidence})",
     ]
     if num_nodes > 1:
-        lines.append("# on each node, with NODE_RANK from 0 and HEAD_NODE, the address of the node of rank 0")
+        lines.append("# run it on each node, with NODE_RANK from 0 and HEAD_NODE, the address of node 0")
     lines += ["set -e", launch_command(plan, str(yaml_path))]
     script = folder / SCRIPT
     write_new(script, "\n".join(lines) + "\n")
@@ -147,7 +150,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError where `write_launch` could not write, or would overwrite a script."""
+    """Raise ValueError if `write_launch` can't write to the folder, or would overwrite a script."""
     if (folder / SCRIPT).exists():
         raise ValueError(f"{folder / SCRIPT} exists\nhint: give --write an empty folder")
     try:
@@ -161,23 +164,23 @@ _STEPS_OF_A_CHECK = 33
 
 
 def _flags(plan: Plan, *, measures_only: bool) -> list[str]:
-    """Without those that the trainer fills in by itself on a GPU; one's own files by their whole path.
+    """Return the plan's flags, without the defaults of a GPU and with absolute paths of the user's files.
 
-    A preset of a published model gives its place to that model's hub id, unless the run only measures.
+    The hub id of a published model replaces its preset, unless the run only measures.
     """
-    asked, usual = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
-    filled = ("max_grad_norm", "save_final_model")
-    changes = {name: None for name in filled if getattr(asked, name) == getattr(usual, name)}
+    config, defaults = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
+    filled_in = ("max_grad_norm", "save_final_model")
+    changes = {name: None for name in filled_in if getattr(config, name) == getattr(defaults, name)}
     for name in ("model", "dataset"):
-        if Path(own := getattr(asked, name)).exists() and own != SYNTHETIC:
-            changes[name] = str(Path(own).resolve())
+        if Path(path := getattr(config, name)).exists() and path != SYNTHETIC:
+            changes[name] = str(Path(path).resolve())
     if plan.spec.hub_id is not None and not measures_only:
         changes["model"] = plan.spec.hub_id
-    return flags_of(dataclasses.replace(asked, **changes))
+    return flags_of(dataclasses.replace(config, **changes))
 
 
 def _strategy_word(plan: Plan) -> str:
-    """As `--strategy` takes it: a shipped one's name, else its file."""
+    """Return the value for `--strategy`: the name of a shipped strategy, or else its file."""
     path = Path(plan.strategy.path).resolve()
     is_shipped = path.parent == config_dir("accel_configs").resolve()
     return plan.strategy.name if is_shipped else yaml_name(plan)

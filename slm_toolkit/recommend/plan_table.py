@@ -1,4 +1,4 @@
-"""Ranked plans as text: the table, why the first, what would move it, and the commands."""
+"""Print ranked plans: the table, the reasons for the order, advice, and the commands."""
 
 import dataclasses
 
@@ -30,8 +30,8 @@ from slm_toolkit.report.tables.fitted import (
 )
 
 _NETWORK = {
-    "measured": "what --network measured",
-    "measured in part": "what --network measured, as far as it goes",
+    "measured": "the --network measurement",
+    "measured in part": "the --network measurement, in part",
     "given": "--inter_node_gbps",
     "data sheet": "data sheets",
 }
@@ -40,23 +40,26 @@ _NETWORK = {
 def plan_report(
     ranked: list[Plan], advice: list[str], *, top: int, objective: str, width: int
 ) -> RenderableType:
-    """Print it with `crop=False`; `advice`: what would move the first plan, as sentences."""
+    """Return the report, to be printed with `crop=False`.
+
+    `advice` has a sentence for each change that would make the first plan faster or cheaper.
+    """
     rows = per_hardware(ranked)
-    shown, winner = rows[:top], ranked[0]
-    parts: list[RenderableType] = [_heading(ranked), _table(shown, width=width)]
-    parts += [Text(line) for line in reasons(shown, objective=objective)]
+    listed, winner = rows[:top], ranked[0]
+    parts: list[RenderableType] = [_heading(ranked), _table(listed, width=width)]
+    parts += [Text(line) for line in reasons(listed, objective=objective)]
     if rows is not ranked:
         parts += _same_hardware(ranked, objective)
     if objective == "cost" and (faster := faster_for_the_same(ranked, winner)) is not None:
         row = faster.estimate
         parts.append(
             Text(
-                f"for the same money within {TIE:.0%}, faster: {row.num_gpus} x {row.gpu} {row.strategy}, "
+                f"faster at the same cost (within {TIE:.0%}): {row.num_gpus} x {row.gpu} {row.strategy}, "
                 f"{_hours(faster.hours)} h"
             )
         )
     parts += [Text(line, style="green") for line in advice]
-    parts += [Text(line, style="dim") for line in _notes(rows, shown)]
+    parts += [Text(line, style="dim") for line in _notes(rows, listed)]
     parts += _commands(winner)
     return Group(*parts)
 
@@ -65,34 +68,34 @@ def _commands(winner: Plan) -> list[Text]:
     if winner.spec.model_type in GPT_TYPES:
         return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
     return [
-        Text("\nto launch the first:", style="bold"),
+        Text("\nto launch the first plan:", style="bold"),
         Text(launch_command(winner, yaml_name(winner))),
-        Text("to measure it before:", style="bold"),
+        Text("to measure it first:", style="bold"),
         Text(check_command(winner)),
     ]
 
 
 def _same_hardware(ranked: list[Plan], objective: str) -> list[Text]:
-    """The first plan's strategy against the others on its GPUs."""
+    """Return a line that compares the first plan's strategy with the others on the same GPUs."""
     winner = ranked[0]
     others = on_the_same_hardware(ranked, winner)
     if not others:
         return []
-    told = []
+    differences = []
     for plan in others:
         reason = reason_of(plan, winner, objective=objective)
         why = f" ({reason.parts[0][0].replace('_', ' ')})" if reason.parts else ""
-        told.append(f"{plan.estimate.strategy} {reason.ratio - 1:+.1%}{why}")
+        differences.append(f"{plan.estimate.strategy} {reason.ratio - 1:+.1%}{why}")
     row = winner.estimate
-    line = f"strategies on {row.num_gpus} x {row.gpu} against {row.strategy}: {', '.join(told)}"
+    line = f"strategies on {row.num_gpus} x {row.gpu} against {row.strategy}: {', '.join(differences)}"
     return [Text(line)]
 
 
-def reasons(shown: list[Plan], *, objective: str) -> list[str]:
-    """A line for each plan behind the first."""
-    winner = shown[0]
+def reasons(plans: list[Plan], *, objective: str) -> list[str]:
+    """Return a line for each plan except the first: how far it is behind, and why."""
+    winner = plans[0]
     lines = []
-    for number, plan in enumerate(shown[1:], 2):
+    for number, plan in enumerate(plans[1:], 2):
         reason = reason_of(plan, winner, objective=objective)
         name = f"{number}: {plan.estimate.num_gpus} x {plan.estimate.gpu} {plan.estimate.strategy}"
         if winner.verdict == "fits" and plan.verdict != "fits":
@@ -101,7 +104,7 @@ def reasons(shown: list[Plan], *, objective: str) -> list[str]:
             lines.append(f"{name}: without a price it can't be compared in dollars")
             continue
         if reason.ratio - 1 < TIE:
-            lines.append(f"{name}: a tie within {TIE:.0%}, as far as estimates can tell")
+            lines.append(f"{name}: a tie within {TIE:.0%}: estimates are not more precise")
             continue
         unit = "hours" if objective == "time" else "dollars" if plan.usd is not None else "GPU-hours"
         parts = ", ".join(f"{part.replace('_', ' ')} {more:+.0%}" for part, more in reason.parts[:3])
@@ -113,22 +116,22 @@ def reasons(shown: list[Plan], *, objective: str) -> list[str]:
 
 
 def nothing_found(
-    found: list[Plan], left_out: list[str], *, deadline_hours: float | None, budget_usd: float | None
+    plans: list[Plan], left_out: list[str], *, deadline_hours: float | None, budget_usd: float | None
 ) -> RenderableType:
-    """What comes nearest where no plan is within the limits; why there is none at all."""
-    if not found and left_out:
-        return Text("no plan: see what was left out; what was tried besides, if anything, does not fit")
-    if not found:
+    """Return the text for no plan within the limits: the closest plans, or why there is no plan."""
+    if not plans and left_out:
+        return Text("no plan: see what was left out; no other configuration fits, if any was tried")
+    if not plans:
         return Text(
-            "nothing fits: take more GPUs, larger ones, or a smaller model (`slm estimate` shows by how much)"
+            "nothing fits: use more GPUs, larger GPUs or a smaller model (`slm estimate` shows by how much)"
         )
-    asked = []
+    limits = []
     if deadline_hours is not None:
-        asked.append(f"{deadline_hours:g} h")
+        limits.append(f"{deadline_hours:g} h")
     if budget_usd is not None:
-        asked.append(f"${budget_usd:,.2f}")
-    fastest, cheapest = (min(found, key=score_of(name)) for name in ("time", "cost"))
-    lines = [f"nothing is within {' and '.join(asked)}"]
+        limits.append(f"${budget_usd:,.2f}")
+    fastest, cheapest = (min(plans, key=score_of(name)) for name in ("time", "cost"))
+    lines = [f"nothing is within {' and '.join(limits)}"]
     for name, plan in (("fastest", fastest), ("cheapest", cheapest)):
         row = plan.estimate
         cost = f", {usd(plan.usd)}" if plan.usd is not None else ", no price known"
@@ -143,7 +146,7 @@ def usd(value: float | None) -> str:
 
 
 def _heading(ranked: list[Plan]) -> Text:
-    """Of each model the best plan's tokens and steps."""
+    """Return the tokens, steps and expected loss of each model's best plan."""
     words = []
     for model in dict.fromkeys(plan.estimate.model for plan in ranked):
         plan = next(plan for plan in ranked if plan.estimate.model == model)
@@ -175,68 +178,72 @@ _SETTINGS = tuple(
     for f in dataclasses.fields(Estimate)
     if f.name in FLAGS and FLAGS[f.name].heading and f.name not in _IN_COLUMNS
 )
-"columns of their own where plans differ in them"
+"settings that have a column if the plans differ in them"
 
 
-def _table(shown: list[Plan], *, width: int) -> RenderableType:
-    columns, _ = columns_that_fit(_columns(shown), width=width)
-    styles = ["bold", *(None if plan.verdict == "fits" else "yellow" for plan in shown[1:])]
+def _table(plans: list[Plan], *, width: int) -> RenderableType:
+    columns, _ = columns_that_fit(_columns(plans), width=width)
+    styles = ["bold", *(None if plan.verdict == "fits" else "yellow" for plan in plans[1:])]
     return table_of(columns, row_styles=styles)
 
 
-def _columns(shown: list[Plan]) -> list[Column]:
-    rows = [plan.estimate for plan in shown]
+def _columns(plans: list[Plan]) -> list[Column]:
+    rows = [plan.estimate for plan in plans]
 
     def texts(title: str, cells: list[str], drop_order: int = 0) -> Column:
         return Column(title, cells, drop_order, justify="left")
 
     differing = [name for name in _SETTINGS if len({getattr(row, name) for row in rows}) > 1]
     columns = [
-        Column("", [str(number) for number in range(1, len(shown) + 1)]),
+        Column("", [str(number) for number in range(1, len(plans) + 1)]),
         texts("model", [row.model for row in rows]),
         texts("GPUs", [f"{row.num_gpus} x {row.gpu}" for row in rows]),
         texts("strategy", [row.strategy for row in rows]),
         *(texts(COLUMN_TITLES[name], [setting(getattr(row, name)) for row in rows]) for name in differing),
-        texts("batch x\nmicro-steps", list(map(_batch, shown)), 8),
+        texts("batch x\nmicro-steps", list(map(_batch, plans)), 8),
         texts("checkpointing", [row.gradient_checkpointing for row in rows], 6),
         texts("loss kernel", [row.loss_kernel for row in rows], 3),
-        Column("tokens/s", [rate(plan.tokens_per_second) for plan in shown], 7),
-        Column("MFU", [percent(p.estimate.mfu) if p.evidence == "estimated" else DASH for p in shown], 2),
+        Column("tokens/s", [rate(plan.tokens_per_second) for plan in plans], 7),
+        Column("MFU", [percent(p.estimate.mfu) if p.evidence == "estimated" else DASH for p in plans], 2),
         texts("bound by", [row.bottleneck.replace("_", " ") for row in rows], 5),
-        Column("hours", [_hours(plan.hours) for plan in shown]),
-        Column("$", [usd(plan.usd) for plan in shown]),
-        Column("headroom\nGiB", [gib(plan.headroom_bytes) for plan in shown], 4),
-        texts("evidence", list(map(_evidence, shown)), 1),
+        Column("hours", [_hours(plan.hours) for plan in plans]),
+        Column("$", [usd(plan.usd) for plan in plans]),
+        Column("headroom\nGiB", [gib(plan.headroom_bytes) for plan in plans], 4),
+        texts("evidence", list(map(_evidence, plans)), 1),
     ]
     if len({row.model for row in rows}) == 1:
         columns = [column for column in columns if column.title != "model"]
     return columns
 
 
-def _notes(ranked: list[Plan], shown: list[Plan]) -> list[str]:
+def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
     notes = []
-    if len(ranked) > len(shown):
-        notes.append(f"{len(ranked) - len(shown)} more: --top, or --json for all")
-    if any(plan.verdict != "fits" for plan in shown):
-        notes.append("yellow: fits tightly, a tenth more activations would not; measure it first")
-    if any(plan.evidence == "estimated" for plan in shown):
-        row = shown[0].estimate
+    if len(ranked) > len(listed):
+        notes.append(f"{len(ranked) - len(listed)} more plans: use --top, or --json for all")
+    if any(plan.verdict != "fits" for plan in listed):
+        notes.append("yellow: a tight fit; 10% more activations would not fit, so measure it first")
+    if any(plan.evidence == "estimated" for plan in listed):
+        row = listed[0].estimate
         if row.step_seconds:
             slow, fast = row.step_seconds / row.step_high_seconds, row.step_seconds / row.step_low_seconds
-            notes.append(f"estimated rates are likely {slow - 1:+.0%} to {fast - 1:+.0%}, alike for all")
-    priced = [plan.estimate for plan in shown if plan.estimate.price_source is not None]
+            notes.append(
+                f"real rates are likely {slow - 1:+.0%} to {fast - 1:+.0%} off the estimates, similarly for "
+                "all plans"
+            )
+    priced = [plan.estimate for plan in listed if plan.estimate.price_source is not None]
     notes += dict.fromkeys(
         f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
     )
-    if words := [plan.estimate.network_evidence for plan in shown if plan.estimate.network_evidence]:
-        notes.append(f"communication by {', '.join(dict.fromkeys(_NETWORK[word] for word in words))}")
+    if evidence := [plan.estimate.network_evidence for plan in listed if plan.estimate.network_evidence]:
+        sources = ", ".join(dict.fromkeys(_NETWORK[name] for name in evidence))
+        notes.append(f"network speed from {sources}")
     first = ranked[0]
     if first.loss_per_usd is not None:
         notes.append(
-            f"after that the next dollar would take {first.loss_per_usd:.1e} off the loss of the first, by "
+            f"one dollar more would lower the first plan's loss by {first.loss_per_usd:.1e}, by the law "
             f"{first.law} (the paper's equation 1)"
         )
-    notes.append("hours and dollars are of steps alone: starting, saving and failures come on top")
+    notes.append("hours and dollars cover training steps only, not starting, saving and failures")
     return notes
 
 

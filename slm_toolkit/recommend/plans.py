@@ -1,4 +1,4 @@
-"""Plans: the configurations that could do a job, each with its hours, dollars and expected loss."""
+"""Plans: configurations for a training job, with their hours, dollars and expected loss."""
 
 import dataclasses
 import math
@@ -23,12 +23,12 @@ from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 _GLOBAL_BATCH_OFF = 0.10
-"of the tokens per step asked for, what a plan may be off: micro-steps are whole"
+"largest relative difference from the requested tokens per step: the number of micro-steps is whole"
 
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """GPUs that can be had."""
+    """A GPU type that can be rented, and the numbers of GPUs to try."""
 
     gpu: Gpu
     counts: tuple[int, ...]
@@ -37,10 +37,10 @@ class GpuOffer:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained, whatever the hardware."""
+    """The training job, independent of the hardware."""
 
     asked_model: str
-    "as the flags call it"
+    "the value of the flag --model"
 
     spec: ModelSpec
     num_tokens: float
@@ -50,19 +50,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way of doing the workload."""
+    """One configuration for the workload."""
 
     estimate: Estimate
     spec: ModelSpec
     config: RunConfig
-    "as the flags of a command have it, before what the user's own files decide"
+    "the flags of the command, before the user's own files change them"
     strategy: Strategy
     deployment: Deployment
     num_tokens: float
     num_steps: int
     tokens_per_step: int
     tokens_per_second: float
-    "measured where a record of the configuration is at hand, else the estimate's"
+    "measured if there is a record of the configuration, else estimated"
     evidence: str
     "of tokens_per_second: measured or estimated"
     memory_evidence: str
@@ -72,11 +72,11 @@ class Plan:
     hours: float
     usd: float | None
     law: str
-    "of scaling_laws.LAWS"
+    "a key of scaling_laws.LAWS"
     expected_loss: float | None
-    "by that law, of its own data and tokenizer; None with adapters, of which it says nothing"
+    "by that law, for the law's data and tokenizer; None with adapters, which no law covers"
     loss_per_usd: float | None
-    "the paper's equation 1: what the next dollar would take off the loss"
+    "the paper's equation 1: how much one dollar more would lower the loss"
 
     @property
     def gpu_hours(self) -> float:
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Observed:
-    """What records say of one configuration; None where none says it."""
+    """The measurements of one configuration in the records; None if no record has them."""
 
     tokens_per_second: float | None
     peak_allocated_bytes: int | None
@@ -99,7 +99,7 @@ Observations = Mapping[tuple, Observed]
 def observation_key(
     spec: ModelSpec, gpu_name: str | None, num_gpus: int, strategy: Strategy, config: RunConfig
 ) -> tuple:
-    """What must be equal for a record to stand for a configuration: shape, hardware, all that costs time."""
+    """Return all that must be equal for a record to apply: shape, hardware, sharding, costly flags."""
     shape = dataclasses.replace(spec, name="", source="", path=None)
     names = (name for name, flag in FLAGS.items() if flag.estimate == "counts" and name != "model")
     sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.sharding.reshard_after_forward)
@@ -108,12 +108,12 @@ def observation_key(
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What came of looking through a grid."""
+    """The result of a search."""
 
     plans: list[Plan]
-    "all that fit, tight ones too"
+    "all plans that fit, including tight ones"
     left_out: list[str]
-    "what was not even considered, as sentences with the reason"
+    "a sentence for each combination that was not considered, with the reason"
 
 
 def search(
@@ -126,19 +126,22 @@ def search(
     observations: Observations,
     software: str = "2026",
 ) -> PlanSearch:
-    """`configs` have their defaults and one micro-step; their batches must ascend.
+    """Return the plans of all GPUs, strategies and `configs`.
 
-    The micro-steps follow from the workload's tokens per step. A batch above one that does not fit is not
-    tried, unless a record says what it did: with as many micro-steps, or fewer but more than one, more
-    sequences never take less memory. Going from several micro-steps to one may.
+    `configs` must have their defaults and one micro-step, and be sorted by batch. The number of micro-steps
+    follows from the workload's tokens per step. A batch larger than one that does not fit is skipped, unless
+    there is a record of it: with accumulation, a larger batch never takes less memory. A single micro-step
+    may take less memory than several, so it is tried anyway.
     """
-    found = PlanSearch([], [])
+    result = PlanSearch([], [])
     for offer in offers:
         for count in offer.counts:
             micro_steps = {config: _micro_steps(workload, config, count) for config in configs}
             if not any(micro_steps.values()):
-                asked = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
-                found.left_out.append(f"{count} x {offer.gpu.name}: no batch comes near {asked}")
+                goal = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
+                result.left_out.append(
+                    f"{count} x {offer.gpu.name}: no batch gives {goal} within {_GLOBAL_BATCH_OFF:.0%}"
+                )
             for strategy in strategies:
                 if strategy.is_single != (count == 1):
                     continue
@@ -150,16 +153,16 @@ def search(
                 setup = Setup(
                     workload.spec,
                     strategy,
-                    configs[0],  # each of `considered` takes its place
+                    configs[0],  # replaced by each config of `considered`
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
                     software=software,
                     deployment=offer.deployment,
                 )
-                _search_strategy(workload, offer, setup, considered, observations, found)
-    found.left_out[:] = dict.fromkeys(found.left_out)
-    return found
+                _search_strategy(workload, offer, setup, considered, observations, result)
+    result.left_out[:] = dict.fromkeys(result.left_out)
+    return result
 
 
 def _search_strategy(
@@ -168,48 +171,48 @@ def _search_strategy(
     setup: Setup,
     configs: list[RunConfig],
     observations: Observations,
-    found: PlanSearch,
+    result: PlanSearch,
 ) -> None:
-    """Add the plans of one strategy on one number of GPUs; `setup` with any of the `configs`."""
+    """Add the plans of one strategy on one number of GPUs to `result`; `setup` may have any config."""
     count, strategy = setup.num_gpus, setup.strategy
     where = f"{count} x {offer.gpu.name} {strategy.name}"
     try:
         strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
     except ValueError as error:
-        found.left_out.append(str(error).splitlines()[0])
+        result.left_out.append(str(error).splitlines()[0])
         return
     setup = dataclasses.replace(setup, strategy=strategy)
     if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
-        found.left_out.extend(f"{where}: {problem}" for problem in problems)
+        result.left_out.extend(f"{where}: {problem}" for problem in problems)
         return
     if strategy.offloads:
-        found.left_out.append(f"{strategy.name}: no closed form for the time of offload")
+        result.left_out.append(f"{strategy.name}: no closed form for the time of offload")
         return
     smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
     for config in configs:
         if problems := contradictions(strategy, config):
-            found.left_out.extend(problems)
+            result.left_out.extend(problems)
             continue
         launched = dataclasses.replace(setup, config=config_as_launched(config, setup.strategy))
         observed = _observed(launched, observations)
         batch, accumulates = config.per_device_train_batch_size, config.gradient_accumulation_steps > 1
-        alike = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-        if observed is None and batch >= smallest_that_failed.get((alike, accumulates), math.inf):
+        any_batch = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+        if observed is None and batch >= smallest_that_failed.get((any_batch, accumulates), math.inf):
             continue
         row = estimate(launched)
         if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
-            reason = "the network between nodes is not known (--inter_node_gbps)"
-            found.left_out.append(f"{count} x {offer.gpu.name}: {reason}")
+            reason = "the network between nodes is unknown (give --inter_node_gbps)"
+            result.left_out.append(f"{count} x {offer.gpu.name}: {reason}")
             continue
         if not row.fits and observed is None:
-            smallest_that_failed[alike, accumulates] = batch
+            smallest_that_failed[any_batch, accumulates] = batch
         plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
-            found.plans.append(plan)
+            result.plans.append(plan)
 
 
 def _observed(setup: Setup, observations: Observations) -> Observed | None:
-    """Of this GPU type; else what was rehearsed without a GPU, which every type would take."""
+    """Return the observation on this GPU type, else that of a rehearsal without a GPU, else None."""
     if not observations:
         return None
     keys = (
@@ -228,22 +231,22 @@ def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | 
 
 def _plan(
     workload: Workload,
-    found: Estimate,
+    row: Estimate,
     config: RunConfig,
     strategy: Strategy,
     offer: GpuOffer,
     observed: Observed | None,
 ) -> Plan | None:
-    """None for what does not fit, or has no known time."""
-    verdict, headroom, memory_evidence = found.verdict, found.headroom_bytes, "estimated"
-    tokens_per_second, evidence = found.tokens_per_second, "estimated"
+    """Return the plan of an estimate, or None if it does not fit or its time is unknown."""
+    verdict, headroom, memory_evidence = row.verdict, row.headroom_bytes, "estimated"
+    tokens_per_second, evidence = row.tokens_per_second, "estimated"
     if observed is not None:
         if observed.is_out_of_memory:
             return None
         if observed.tokens_per_second is not None:
             tokens_per_second, evidence = observed.tokens_per_second, "measured"
         if observed.peak_allocated_bytes is not None:
-            context = found.parts["cuda_context"]
+            context = row.parts["cuda_context"]
             headroom = offer.gpu.memory_bytes - context - observed.peak_allocated_bytes
             memory_evidence = observed.memory_evidence
             ran = memory_evidence == "measured"
@@ -251,16 +254,16 @@ def _plan(
     if verdict not in ("fits", "tight") or tokens_per_second is None:
         return None
     tokens_per_step = (
-        found.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
+        row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
     ) * config.seq_len
     price = offer.deployment.price
-    paid = {"tokens_per_second": tokens_per_second, "num_gpus": found.num_gpus}
+    paid = {"tokens_per_second": tokens_per_second, "num_gpus": row.num_gpus}
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
-    taken = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
+    needed = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
     num_params = num_params_of(workload.law, workload.spec)
     trains_all = config.peft == "none"
     return Plan(
-        estimate=found,
+        estimate=row,
         spec=workload.spec,
         config=config,
         strategy=strategy,
@@ -273,8 +276,8 @@ def _plan(
         memory_evidence=memory_evidence,
         verdict=verdict,
         headroom_bytes=headroom,
-        hours=taken.hours,
-        usd=taken.usd if price else None,
+        hours=needed.hours,
+        usd=needed.usd if price else None,
         law=workload.law.name,
         expected_loss=loss(workload.law, num_params, workload.num_tokens) if trains_all else None,
         loss_per_usd=loss_per_usd(
@@ -286,20 +289,21 @@ def _plan(
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """As JSON: the estimate's keys, then the plan's."""
-    own = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    """Return the plan as a dict for JSON: the estimate's keys, then the plan's keys."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     for name in ("estimate", "spec", "config", "strategy", "deployment"):
-        del own[name]
-    return {**vars(plan.estimate), **own, "gpu_hours": plan.gpu_hours}
+        del fields[name]
+    return {**vars(plan.estimate), **fields, "gpu_hours": plan.gpu_hours}
 
 
-# What records say of configurations that `slm recommend` considers.
+# Measurements in records, for the configurations that `slm recommend` considers.
 
 
 def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
-    """By `observation_key`; a rehearsal without a GPU stands under the GPU None, for all GPUs.
+    """Return the observations of all records, keyed by `observation_key`.
 
-    Raises ValueError for a folder without records.
+    A rehearsal without a GPU has the GPU None, and applies to all GPUs. Raise ValueError if there are no
+    records.
     """
     if not folders:
         return {}
@@ -313,17 +317,17 @@ def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
             continue
         gpu = find_gpu(record.gpu)
         if gpu is None and not (record.is_rehearsal and record.gpu is None):
-            continue  # CPU processes, and GPUs we don't know
+            continue  # CPU processes, and unknown GPUs
         name = gpu.name if gpu else None
         strategy, config = strategy_that_ran(record), config_that_ran(record)
         key = observation_key(record.spec, name, record.world_size, strategy, config)
         groups.setdefault(key, []).append((path, record))
-    return {key: _of_launches(found) for key, found in groups.items()}
+    return {key: _observed_in(launches) for key, launches in groups.items()}
 
 
-def _of_launches(found: list[tuple[Path, RunRecord]]) -> Observed:
-    """Measured before rehearsed; of several launches the median rate and the largest peak."""
-    rows = [row_of([each]) for each in found]
+def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
+    """Return the median rate and the largest peak of several launches; measured ones before rehearsed."""
+    rows = [row_of([launch]) for launch in launches]
     ok = [row for row in rows if row.status == "ok"]
     measured = [row for row in ok if not row.is_rehearsed]
     rates = [row.tokens_per_second for row in measured if row.tokens_per_second is not None]
@@ -336,26 +340,27 @@ def _of_launches(found: list[tuple[Path, RunRecord]]) -> Observed:
     )
 
 
-# Which plans to take, and why not the others.
+# Choose the best plans, and find the reasons against the others.
 
 TIE = 0.03
-"relative: plans closer than that can't be told apart by any estimate"
+"relative difference below which estimates can't rank plans"
 
 
 def best_plans(
-    found: list[Plan],
+    plans: list[Plan],
     *,
     objective: str,
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
 ) -> list[Plan]:
-    """Ranked by dollars or hours: of each training, GPU, count and strategy the best within the limits.
+    """Return the best plan within the limits for each model, GPU, count and strategy, ranked.
 
-    What only fits tightly stands in for what fits nowhere else. By dollars, GPUs without a price come last.
+    `objective` is cost or time. A plan with a tight fit is taken only if no other one fits, and is ranked
+    after all others. By cost, GPUs without a price come last.
     """
     within = [
         plan
-        for plan in found
+        for plan in plans
         if (deadline_hours is None or plan.hours <= deadline_hours)
         and (budget_usd is None or (plan.usd is not None and plan.usd <= budget_usd))
     ]
@@ -363,14 +368,14 @@ def best_plans(
     best: dict[tuple, Plan] = {}
     for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
         row = plan.estimate
-        # other results, not only a rate
+        # these settings change the result of the training, not only its speed
         training = (row.model, row.numerics, row.seq_len, row.reduce_dtype, row.peft, row.lora_r)
         best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
     return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
 
 
 def per_hardware(ranked: list[Plan]) -> list[Plan]:
-    """The first plan of each model, GPU type and count; of one such only, all its plans."""
+    """Return the first plan of each model, GPU type and count; if there is only one of these, all plans."""
     first: dict[tuple, Plan] = {}
     for plan in ranked:
         first.setdefault(_hardware(plan), plan)
@@ -378,12 +383,15 @@ def per_hardware(ranked: list[Plan]) -> list[Plan]:
 
 
 def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
-    """The other strategies' plans there, ranked."""
+    """Return the other plans on the same hardware as `plan`, ranked."""
     return [other for other in ranked if _hardware(other) == _hardware(plan) and other is not plan]
 
 
 def faster_for_the_same(ranked: list[Plan], plan: Plan) -> Plan | None:
-    """The fastest that costs as much as `plan` and fits as well, within TIE; None: it is that itself."""
+    """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
+
+    Return None if it is not faster than `plan`.
+    """
     tied = [
         other
         for other in ranked
@@ -401,7 +409,7 @@ def _hardware(plan: Plan) -> tuple:
 
 
 def score_of(objective: str) -> Callable[[Plan], tuple[float, ...]]:
-    """Less is better: dollars, then GPU-hours of what has no price; or hours; the other breaks ties."""
+    """Return a sort key: hours or dollars (GPU-hours without a price); the other one breaks ties."""
     if objective == "time":
         return lambda plan: (plan.hours, *_cost(plan))
     return lambda plan: (*_cost(plan), plan.hours)
@@ -412,7 +420,7 @@ def _cost(plan: Plan) -> tuple[float, float]:
 
 
 def _amount(plan: Plan, objective: str) -> float:
-    """In the unit that `objective` ranks this plan by."""
+    """Return the hours, or the dollars (GPU-hours without a price), by which `objective` ranks the plan."""
     return plan.hours if objective == "time" else _cost(plan)[1]
 
 
@@ -421,18 +429,18 @@ class Reason:
     """Why a plan is behind the winner."""
 
     ratio: float | None
-    "its dollars, GPU-hours or hours over the winner's; None where only one of them has a price"
+    "its dollars, GPU-hours or hours over the winner's; None if only one of the two has a price"
     parts: tuple[tuple[str, float], ...]
-    "parts of the step that cost more than the winner's, as shares of the winner's total, largest first"
+    "parts of the step that cost more than the winner's, as fractions of the winner's total, largest first"
     ties_at_usd_per_gpu_hour: float | None
-    "the price of its GPU at which it would tie; None on the winner's GPU, without a price, by time"
+    "GPU price at which it would tie; None for the winner's GPU, without a price, or if ranked by time"
 
 
 def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
     if objective == "cost" and (plan.usd is None) != (winner.usd is None):
         return Reason(None, (), None)
     ratio = _amount(plan, objective) / _amount(winner, objective)
-    of_plan, of_winner = (_parts_per_token(each, objective) for each in (plan, winner))
+    of_plan, of_winner = (_parts_per_token(candidate, objective) for candidate in (plan, winner))
     total = sum(of_winner.values())
     more = {name: (seconds - of_winner[name]) / total for name, seconds in of_plan.items()}
     parts = tuple(sorted(((n, v) for n, v in more.items() if v >= 0.005), key=lambda pair: -pair[1]))
@@ -444,13 +452,16 @@ def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
 
 
 def _parts_per_token(plan: Plan, objective: str) -> dict[str, float]:
-    """Dollars (GPU-seconds without prices) or seconds that each part of a step takes of a token."""
+    """Return the seconds, or dollars (GPU-seconds without a price), per token of each part of a step.
+
+    The dollars lack a constant factor, which cancels in ratios.
+    """
     row = plan.estimate
     if objective == "time":
-        each = 1.0
+        factor = 1.0
     else:
-        each = row.num_gpus * (row.usd_per_gpu_hour if plan.usd is not None else 1.0)
-    return {name: each * seconds / plan.tokens_per_step for name, seconds in row.parts_seconds.items()}
+        factor = row.num_gpus * (row.usd_per_gpu_hour if plan.usd is not None else 1.0)
+    return {name: factor * seconds / plan.tokens_per_step for name, seconds in row.parts_seconds.items()}
 
 
 def _offer(plan: Plan) -> Offer:

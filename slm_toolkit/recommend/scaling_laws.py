@@ -1,7 +1,8 @@
-"""The loss that published scaling laws expect of a model size and a number of tokens.
+"""The loss that published scaling laws predict from a model size and a number of tokens.
 
-Each law was fitted to its own models, data and tokenizer: its losses (nats per token of that tokenizer) hold
-there. On other data the level differs, and of two sizes or token counts the comparison is the better part.
+Each law was fitted to its own models, data and tokenizer, and its losses (nats per token of that tokenizer)
+are valid for these. On other data the level of the loss differs; comparisons of two model sizes or token
+counts are more reliable.
 """
 
 import math
@@ -13,11 +14,11 @@ from slm_toolkit.predict.cost import tokens_per_usd
 
 @dataclass(frozen=True)
 class SumLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta; N counts all parameters, embeddings too, as Chinchilla's."""
+    """L(N, D) = E + A / N^alpha + B / D^beta; N counts all parameters with embeddings, as Chinchilla does."""
 
     name: str
     irreducible_loss: float
-    "E: what endless parameters and tokens leave"
+    "E: the loss with infinite parameters and tokens"
     params_coefficient: float
     "A"
     tokens_coefficient: float
@@ -31,7 +32,7 @@ class SumLaw:
 
 @dataclass(frozen=True)
 class KaplanLaw:
-    """L(N, D) = [(Nc / N)^(alpha_N / alpha_D) + Dc / D]^alpha_D; N counts no vocabulary matrix."""
+    """L(N, D) = [(Nc / N)^(alpha_N / alpha_D) + Dc / D]^alpha_D; N excludes vocabulary matrices."""
 
     name: str
     critical_params: float
@@ -65,7 +66,7 @@ LAWS: dict[str, Law] = {
         ),
         KaplanLaw(
             *("kaplan", 8.8e13, 5.4e13, 0.076, 0.095),
-            source="Kaplan et al. 2020, arXiv 2001.08361, equation 1.5 with 1.1 and 1.2, fitted apart",
+            source="Kaplan et al. 2020, arXiv 2001.08361, equation 1.5 with 1.1 and 1.2, fitted separately",
         ),
         KaplanLaw(
             *("kaplan-joint", 6.4e13, 1.8e13, 0.076, 0.103),
@@ -76,7 +77,7 @@ LAWS: dict[str, Law] = {
 
 
 def num_params_of(law: Law, spec: ModelSpec) -> int:
-    """The parameters of a model that `law` counts as N: all, or under Kaplan all but the vocabulary's."""
+    """Return N as `law` counts it: all parameters, or for Kaplan all except the vocabulary matrices."""
     if isinstance(law, SumLaw):
         return spec.num_params
     vocabulary_matrices = 1 if spec.tied else 2
@@ -84,7 +85,7 @@ def num_params_of(law: Law, spec: ModelSpec) -> int:
 
 
 def loss(law: Law, num_params: float, num_tokens: float) -> float:
-    """L(N, D) in nats per token; `num_params` as `law` counts them, tokens seen once."""
+    """Return L(N, D) in nats per token, for N as `law` counts it and tokens that are seen once."""
     if isinstance(law, SumLaw):
         of_size = law.params_coefficient / num_params**law.params_exponent
         of_data = law.tokens_coefficient / num_tokens**law.tokens_exponent
@@ -93,12 +94,12 @@ def loss(law: Law, num_params: float, num_tokens: float) -> float:
 
 
 def lowest_loss(law: Law, num_params: float) -> float:
-    """The loss that endless tokens lead to: L(N, infinity)."""
+    """Return L(N, infinity), the loss with infinite tokens."""
     return loss(law, num_params, math.inf)
 
 
 def loss_per_token(law: Law, num_params: float, num_tokens: float) -> float:
-    """-dL/dD at D tokens: what one more takes off the loss."""
+    """Return -dL/dD at D tokens: how much one token more lowers the loss."""
     if isinstance(law, SumLaw):
         beta = law.tokens_exponent
         return beta * law.tokens_coefficient / num_tokens ** (beta + 1)
@@ -116,11 +117,11 @@ def loss_per_usd(
     usd_per_gpu_hour: float,
     num_gpus: int,
 ) -> float:
-    """The paper's equation 1, Loss/Dollar = Loss/Token x Token/Second x inv(Dollar/Second).
+    """Return the paper's equation 1, Loss/Dollar = Loss/Token x Token/Second x inv(Dollar/Second).
 
-    Our reading: what the next dollar takes off the loss after D tokens. The paper cites Kaplan et al. for
-    Loss/Token but evaluates no law, and ranks by Token/Dollar alone. Of one model at one D the two rankings
-    are the same; of two models this one also says which learns more from a token.
+    We read it as: how much one dollar more lowers the loss after D tokens. The paper cites Kaplan et al. for
+    Loss/Token but evaluates no law, and ranks by Token/Dollar only. For one model at one D the two rankings
+    are the same; for two models, equation 1 also counts how much each learns from a token.
     """
     loss_over_token = loss_per_token(law, num_params, num_tokens)
     token_over_dollar = tokens_per_usd(  # Token/Second x inv(Dollar/Second)
@@ -130,15 +131,15 @@ def loss_per_usd(
 
 
 def compute_optimal_tokens(law: Law, num_params: float) -> float:
-    """The D for which no other N reaches a lower loss with as many FLOPs, C = 6 N D."""
+    """Return the D for which N has the lowest loss among all (N, D) with the same FLOPs, C = 6 N D."""
     tokens_of_one_param, exponent = _optimal_line(law)
     return tokens_of_one_param * num_params**exponent
 
 
 def compute_optimal(law: Law, flops: float) -> tuple[float, float]:
-    """(parameters, tokens) with the lowest loss of all that take C = 6 N D FLOPs.
+    """Return the (parameters, tokens) with the lowest loss for C = 6 N D FLOPs.
 
-    N is as `law` counts it, and C of no more parameters than N. Kaplan's L(N, D) is of training to
+    N is counted as in `law`, and C has no other parameters than N. Kaplan's L(N, D) describes training to
     convergence and gives N ~ C^0.56 to C^0.58; their advice, N ~ C^0.73, comes from runs stopped early.
     """
     tokens_of_one_param, exponent = _optimal_line(law)  # C / 6 = N D = tokens_of_one_param x N^(1 + exponent)
@@ -147,12 +148,12 @@ def compute_optimal(law: Law, flops: float) -> tuple[float, float]:
 
 
 def tokens_for_loss(law: Law, num_params: float, target_loss: float) -> float:
-    """The D at which L(N, D) is `target_loss`. Raises ValueError where no number of tokens reaches it."""
+    """Return the D at which L(N, D) is `target_loss`; raise ValueError if no number of tokens reaches it."""
     lowest = lowest_loss(law, num_params)
     if target_loss <= lowest:
         raise ValueError(
             f"{num_params:.3g} parameters never reach a loss of {target_loss:g} by the law {law.name}\n"
-            f"hint: endless tokens lead to {lowest:.4f}; ask for more than that, or for a larger model"
+            f"hint: infinite tokens give {lowest:.4f}; choose a higher loss or a larger model"
         )
     if isinstance(law, SumLaw):
         of_data = target_loss - lowest
@@ -166,8 +167,9 @@ def _kaplan_size_term(law: KaplanLaw, num_params: float) -> float:
 
 
 def _optimal_line(law: Law) -> tuple[float, float]:
-    """(c, p) of D = c N^p, along which N dL/dN = D dL/dD: with N D fixed, a change of N gains nothing.
+    """Return (c, p) of the line D = c N^p of compute-optimal training, where N dL/dN = D dL/dD.
 
+    On this line, with N D fixed, changing N does not lower the loss.
     SumLaw: alpha A / N^alpha = beta B / D^beta, which is Hoffmann's N = G (C/6)^(beta / (alpha + beta)) with
     G = (alpha A / (beta B))^(1 / (alpha + beta)). Kaplan: k (Nc / N)^k = Dc / D with k = alpha_N / alpha_D.
     """

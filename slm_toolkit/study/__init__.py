@@ -1,1 +1,1 @@
-"""The study that this project grew out of, rebuilt beside its figures."""
+"""Comparison of our predictions with the figures of the paper that this project started from."""

@@ -1,4 +1,4 @@
-"""The study's four questions answered with numbers, by its own figures and by ours, as short paragraphs."""
+"""Answer the paper's four questions in short paragraphs, with the numbers of its figures and ours."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ FSDP = ("fsdp_full_shard", "fsdp_shard_grad_op")
 
 @dataclass(frozen=True)
 class Question:
-    """One of the paper's, and the figure that answers it."""
+    """A question of the paper, and the figure that answers it."""
 
     key: str
     words: str
     figure: int
     x_words: str
     challengers: tuple[str, ...]
-    "the series that the question is about; ratios are of the best of these to the best of the others"
+    "the series in question; ratios are the best of these over the best of the others"
 
 
 QUESTIONS = (
@@ -41,45 +41,45 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """All series at one model and one x of a figure: whose tokens are cheapest, published and ours."""
+    """The series with the most tokens per dollar, published and ours, for one model and one x of a figure."""
 
     model: str
     x: int
     published_best: str
     our_best: tuple[str, ...]
-    "and all within 1 % of it, less than predictions can tell apart"
+    "the best series and all within 1 % of it: predictions are not more precise"
     published_ratio: float | None
-    "the question's challengers over the others; None where either is out of memory"
+    "the question's challengers over the others; None if one of the two is out of memory"
     our_ratio: float | None
     published_out_of_memory: tuple[str, ...]
     our_out_of_memory: tuple[str, ...]
     is_separated: bool
-    "whether the published best's error bar is apart from the next one's"
+    "True if the error bars of the published best and second best don't overlap"
     is_unexplained: bool
-    "whether it holds a point that the paper's own others contradict"
+    "True if it contains a point that the paper's other points contradict"
 
 
 @dataclass(frozen=True)
 class AlignedPanel:
-    """The cheapest GPU at one model and number of GPUs, predicted: as it is, and with widths aligned."""
+    """The predicted cheapest GPU type for one model and number of GPUs, with original and aligned widths."""
 
     model: str
     change: str
-    "what the aligned model has for what; empty where it is aligned already"
+    "the changed widths of the aligned model; empty if the model is aligned already"
     num_gpus: int
     best: str
     aligned_best: str
     h100_ratio: float
-    "H100's tokens per dollar over those of the better A100"
+    "tokens per dollar of the H100 over those of the better A100"
     aligned_h100_ratio: float
     today_best: str
-    "of the aligned model with today's software, steady state: no slow first step in the mean"
+    "for the aligned model with today's software in steady state, without a slow first step in the mean"
     today_h100_ratio: float
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A sentence of the paper, in our words, and what its own figures say."""
+    """A sentence of the paper, in our words, and the values in its figures that contradict it."""
 
     sentence: str
     figures_say: str
@@ -87,10 +87,10 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Answers:
-    """What `slm report --paper` says beside the figures."""
+    """The answers that `slm report --paper` prints with the figures."""
 
     questions: dict[str, tuple[FigurePanel, ...]]
-    "by the key of each question"
+    "keyed by the question's key"
     disagreements: tuple[Disagreement, ...]
     aligned: tuple[AlignedPanel, ...]
 
@@ -104,7 +104,7 @@ def answers(compared: list[Comparison]) -> Answers:
 
 
 def disagreements() -> tuple[Disagreement, ...]:
-    """Where the paper's text and its figures part; values are looked up in the figures, not written here."""
+    """Return the contradictions between the paper's text and its figures, with values from the figures."""
     published = {(p.figure, p.model, p.series, p.x): p.token_per_dollar for p in points()}
 
     def pair(figure: int, model: str, first: str, second: str, x: int) -> str:
@@ -125,8 +125,8 @@ def disagreements() -> tuple[Disagreement, ...]:
     ]
     return (
         Disagreement(
-            "A100-80GB is the better choice for 1B and 2B with as many as 32 GPUs",
-            f"A100-40GB is ahead of it there, {pair(2, 'slm-1b', 'a100-40gb', 'a100-80gb', 32)}, "
+            "A100-80GB is the better choice for 1B and 2B with up to 32 GPUs",
+            f"A100-40GB is better there, {pair(2, 'slm-1b', 'a100-40gb', 'a100-80gb', 32)}, "
             f"{pair(2, 'slm-2b', 'a100-40gb', 'a100-80gb', 32)} (figure 2)",
         ),
         Disagreement(
@@ -134,30 +134,30 @@ def disagreements() -> tuple[Disagreement, ...]:
             f"on one GPU it beats A100-80GB, {pair(2, 'slm-1b', 'h100-80gb', 'a100-80gb', 1)} (figure 2)",
         ),
         Disagreement(
-            "DDP is the best scheme, as figure 3 is titled",
-            f"FSDP is ahead of it for {places(fsdp_ahead, 'nodes')}",
+            "DDP is the best scheme (title of figure 3)",
+            f"FSDP is better for {places(fsdp_ahead, 'nodes')}",
         ),
         Disagreement(
-            "FSDP grad-op outperforms full shard",
-            f"full shard is ahead for {places(full_ahead, 'nodes')} (figure 3)",
+            "FSDP grad-op is better than full shard",
+            f"full shard is better for {places(full_ahead, 'nodes')} (figure 3)",
         ),
         Disagreement(
-            "with FlashAttention 1B and 2B train at a global batch of 1024 (question 1), of 512 (conclusion)",
-            f"both have a point at 1024 (figure 1), and vanilla has one at 512: "
+            "FlashAttention lets 1B and 2B train at a global batch of 1024 (question 1), of 512 (conclusion)",
+            f"both have a point at 1024 (figure 1), and vanilla has a point at 512: "
             f"{pair(1, 'slm-1b', 'sdpa', 'eager', 512)}, {pair(1, 'slm-2b', 'sdpa', 'eager', 512)}",
         ),
     )
 
 
 def thousands(value: float) -> str:
-    """62116 as 62.1k; 0 is out of memory."""
+    """Return 62116 as 62.1k, and 0 as OOM."""
     return f"{value / 1e3:.1f}k" if value else "OOM"
 
 
-def places(found: Iterable[tuple[str, int]], x_words: str) -> str:
-    """`slm-1b at 1, slm-2b at 1, 2, 4 nodes`, each model once."""
+def places(pairs: Iterable[tuple[str, int]], x_words: str) -> str:
+    """Return `slm-1b at 1, slm-2b at 1, 2, 4 nodes` for pairs of a model and an x."""
     by_model: dict[str, list[int]] = {}
-    for model, x in found:
+    for model, x in pairs:
         by_model.setdefault(model, []).append(x)
     listed = ", ".join(f"{model} at {', '.join(map(str, xs))}" for model, xs in by_model.items())
     return f"{listed} {x_words}"
@@ -201,18 +201,18 @@ def _ratio(values: dict[str, float], challengers: tuple[str, ...]) -> float | No
 
 
 def _aligned_panels() -> tuple[AlignedPanel, ...]:
-    """At each model and number of GPUs of figure 2, by predictions alone."""
+    """Return a panel for each model and number of GPUs of figure 2, from predictions only."""
     by_place: dict[tuple[str, int], list[Point]] = {}
     for point in points():
         if point.figure == 2:
             by_place.setdefault((point.model, point.x), []).append(point)
-    found = []
+    panels = []
     for (model, num_gpus), of_place in by_place.items():
         spec = paper_model(model)
         sibling = aligned_sibling(spec)
         as_is, aligned = _over_gpus(of_place, spec), _over_gpus(of_place, sibling)
         today = _over_gpus(of_place, sibling, TODAY, first_step=False)
-        found.append(
+        panels.append(
             AlignedPanel(
                 model=model,
                 change=describe_alignment(spec, sibling),
@@ -225,13 +225,13 @@ def _aligned_panels() -> tuple[AlignedPanel, ...]:
                 today_h100_ratio=_ratio(today, ("h100-80gb",)),
             )
         )
-    return tuple(found)
+    return tuple(panels)
 
 
 def _over_gpus(
     of_place: list[Point], spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
 ) -> dict[str, float]:
-    """The best cell of each GPU type, of any model in the paper's place."""
+    """Return the best tokens per dollar of each GPU type, with `spec` instead of the paper's model."""
     return {
         point.series: max(
             cell_token_per_dollar(cell, spec, software, first_step=first_step) for cell in cells_of(point)
@@ -250,7 +250,7 @@ SERIES_WORDS = {
     "fsdp_full_shard": "FSDP full",
     "fsdp_shard_grad_op": "FSDP grad-op",
 }
-"in the paper's legends, about"
+"names of the series, similar to the paper's legends"
 _RATIO_WORDS = {
     "q1": "FlashAttention over vanilla",
     "q2": "H100 over the better A100",
@@ -259,15 +259,18 @@ _RATIO_WORDS = {
 }
 
 
-def paragraphs(found: Answers) -> list[tuple[str, str]]:
-    """Heading and text of each."""
+def paragraphs(answered: Answers) -> list[tuple[str, str]]:
+    """Return the heading and the text of each paragraph."""
     return [
         *(
-            (f"{question.key.upper()} {question.words}", _answer(question, found.questions[question.key]))
+            (f"{question.key.upper()} {question.words}", _answer(question, answered.questions[question.key]))
             for question in QUESTIONS
         ),
-        ("Where the paper's sentences and its figures disagree", _disagreements(found.disagreements)),
-        ("What widths aligned to tensor cores would change (predicted)", _alignment(found.aligned)),
+        ("Contradictions between the paper's text and its figures", _disagreements(answered.disagreements)),
+        (
+            "Effect of widths in multiples of 8, as tensor cores need (predicted)",
+            _alignment(answered.aligned),
+        ),
     ]
 
 
@@ -289,7 +292,7 @@ def _both(
 ) -> str:
     published = words_of(panels, "published", question.x_words)
     ours = words_of(panels, "our", question.x_words)
-    return f"{published} (ours the same)" if ours == published else f"{published} (ours: {ours})"
+    return f"{published} (ours: the same)" if ours == published else f"{published} (ours: {ours})"
 
 
 def _bests(panels: tuple[FigurePanel, ...], whose: str, x_words: str) -> str:
@@ -306,12 +309,12 @@ def _bests(panels: tuple[FigurePanel, ...], whose: str, x_words: str) -> str:
 
 
 def _spans(bests: Iterable[tuple[int, str]]) -> str:
-    """`DDP at 1, FSDP full at 2 to 8` of each x and who is best there."""
-    found = []
+    """Return `DDP at 1, FSDP full at 2 to 8` for pairs of an x and the best series there."""
+    spans = []
     for name, run in groupby(bests, key=lambda pair: pair[1]):
         xs = [x for x, _ in run]
-        found.append(f"{_word(name)} at {xs[0]}" + (f" to {xs[-1]}" if len(xs) > 1 else ""))
-    return ", ".join(found)
+        spans.append(f"{_word(name)} at {xs[0]}" + (f" to {xs[-1]}" if len(xs) > 1 else ""))
+    return ", ".join(spans)
 
 
 def _either(series: tuple[str, ...]) -> str:
@@ -323,15 +326,15 @@ def _word(series: str) -> str:
 
 
 def _out_of_memory(panels: tuple[FigurePanel, ...], whose: str, x_words: str) -> str:
-    found: dict[str, list[tuple[str, int]]] = {}
+    by_series: dict[str, list[tuple[str, int]]] = {}
     for panel in panels:
         for series in getattr(panel, f"{whose}_out_of_memory"):
-            found.setdefault(_word(series), []).append((panel.model, panel.x))
-    return "; ".join(f"{word} for {places(where, x_words)}" for word, where in found.items()) or "none"
+            by_series.setdefault(_word(series), []).append((panel.model, panel.x))
+    return "; ".join(f"{word} for {places(pairs, x_words)}" for word, pairs in by_series.items()) or "none"
 
 
 def _ratios(panels: tuple[FigurePanel, ...]) -> str:
-    """The range over x, by model, without unexplained points; and how often it is above 1."""
+    """Return each model's range of ratios over x, without unexplained points, and how many are above 1."""
     counted = [p for p in panels if not p.is_unexplained and p.published_ratio and p.our_ratio]
     of_models = [
         f"{model} {_range([panel.published_ratio for panel in of_model])} times "
@@ -351,21 +354,22 @@ def _range(values: list[float]) -> str:
 
 def _agreement(panels: tuple[FigurePanel, ...], question: Question) -> str:
     counted = [panel for panel in panels if not panel.is_unexplained]
-    apart = [panel for panel in counted if panel.is_separated]
-    wrong = [panel for panel in apart if panel.published_best not in panel.our_best]
+    separated = [panel for panel in counted if panel.is_separated]
+    wrong = [panel for panel in separated if panel.published_best not in panel.our_best]
     same = sum(panel.published_best in panel.our_best for panel in counted)
-    left_out = " (unexplained ones left out)" if len(counted) < len(panels) else ""
-    said = (
-        f"The paper and we have the same best in {same} of {len(counted)} panels{left_out}, and in "
-        f"{len(apart) - len(wrong)} of the {len(apart)} where its error bars are apart"
+    left_out = " (without unexplained panels)" if len(counted) < len(panels) else ""
+    sentence = (
+        f"Our best is the paper's best in {same} of {len(counted)} panels{left_out}, and in "
+        f"{len(separated) - len(wrong)} of the {len(separated)} whose error bars don't overlap"
     )
     where = places(((panel.model, panel.x) for panel in wrong), question.x_words)
-    return f"{said}: not for {where}." if wrong else f"{said}."
+    return f"{sentence}: not for {where}." if wrong else f"{sentence}."
 
 
-def _disagreements(found: tuple[Disagreement, ...]) -> str:
+def _disagreements(disagreements: tuple[Disagreement, ...]) -> str:
     return "\n".join(
-        f"({number}) Text: {one.sentence}. Figures: {one.figures_say}." for number, one in enumerate(found, 1)
+        f"({number}) Text: {item.sentence}. Figures: {item.figures_say}."
+        for number, item in enumerate(disagreements, 1)
     )
 
 
@@ -390,10 +394,10 @@ def _alignment(panels: tuple[AlignedPanel, ...]) -> str:
     return "\n".join(
         (
             f"Tokens per dollar of {_RATIO_WORDS['q2']}, in times: {'; '.join(ratios)}.",
-            f"The cheapest would be: {'; '.join(bests)} GPUs: H100 in {after} of {len(panels)} panels, "
-            f"{before} with the paper's widths.",
-            f"With today's software in steady state, at the paper's prices: {'; '.join(todays)} times: H100 "
-            f"is the cheapest in {now} of {len(panels)} panels. A slow first step, and costs per layer that "
-            "don't shrink with the GPU, as in the paper's runs, weigh most on the fastest.",
+            f"Cheapest GPU with aligned widths: {'; '.join(bests)} GPUs. H100 is the cheapest in {after} of "
+            f"{len(panels)} panels, with the paper's widths in {before}.",
+            f"With today's software in steady state, at the paper's prices: {'; '.join(todays)} times. H100 "
+            f"is the cheapest in {now} of {len(panels)} panels. The paper's runs have a slow first step and "
+            "costs per layer that a faster GPU does not reduce; both affect the fastest GPU most.",
         )
     )

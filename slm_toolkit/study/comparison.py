@@ -1,14 +1,14 @@
-"""The paper's figures 1 to 4 beside ours: each plotted value, and what we predict or measured of it.
+"""Compare each plotted value of the paper's figures 1 to 4 with our prediction or measurement.
 
 Ashkboos et al., "Computational Bottlenecks of Training Small-scale Large Language Models" (PMLR v262, arXiv
-2410.19456). Every plotted point is the best, in tokens per normalised dollar, of all configurations that its
-figure does not fix; a point drawn at zero stands for out of memory. `paper_figures.csv` holds what was
-read off the figures' vectors.
+2410.19456). Every plotted point is the best configuration, in tokens per normalised dollar, among those that
+its figure leaves open. A point at zero means out of memory. The values in `paper_figures.csv` were read from
+the figures' vector graphics.
 
-The paper does not print the number of heads. 64-wide heads (13, 24, 30, 39, as in our presets) leave its
-vanilla attention unexplained: with them it would take three times as long in the 2B model as in the 100M
-one, per layer and sequence, and the points say that it takes the same in all four. 32 heads, LlamaConfig's
-default, explain time and OOMs alike; so they are what this module computes with.
+The paper does not print the number of heads. Our presets have heads 64 wide: 13, 24, 30 and 39 heads. With
+these, vanilla attention per layer and sequence would take three times as long in the 2B model as in the 100M
+model. The points show the same time in all four models. 32 heads, LlamaConfig's default, explain both the
+times and the OOMs, so this module uses 32 heads.
 """
 
 import csv
@@ -43,7 +43,7 @@ ATTENTION = ("sdpa", "eager")
 HEADS = 32
 SEQ_LEN = 1024
 _FIGURE_3_GPU = "a100-80gb"
-"by its values, which are figure 2's of that GPU"
+"its values are equal to those of this GPU in figure 2"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Point:
     figure: int
     model: str
     series: str
-    "an attention in figure 1, a GPU in 2, a strategy in 3 and 4"
+    "the attention in figure 1, the GPU type in 2, the strategy in 3 and 4"
     x: int
-    "global batch in figures 1 and 4, GPUs in 2, nodes in 3"
+    "global batch in figures 1 and 4, number of GPUs in 2, number of nodes in 3"
     token_per_dollar: float
     "0: out of memory"
     error_half_width: float
@@ -94,30 +94,30 @@ def points() -> tuple[Point, ...]:
 
 
 def is_unexplained(point: Point) -> bool:
-    """Points that the paper's own other points contradict: never fitted, and not in the errors.
+    """Return whether the paper's other points contradict a point: it is never fitted, and not in the errors.
 
-    slm-100m on 64 A100-80GB is 35 % faster than on 32, in three series of figures 2 and 3; on 64 H100 the
-    100M and the 500M model are 62 % and 24 % slower than on 32, each from a single run.
+    slm-100m on 64 A100-80GB is 35 % faster than on 32, in three series of figures 2 and 3. On 64 H100 the
+    100M and the 500M models are 62 % and 24 % slower than on 32, each in a single run.
     """
     if point.model == "slm-100m" and point.figure == 3 and point.x == 8:
         return True
-    lone = (("slm-100m", "a100-80gb"), ("slm-100m", "h100-80gb"), ("slm-500m", "h100-80gb"))
-    return point.figure == 2 and point.x == 64 and (point.model, point.series) in lone
+    outliers = (("slm-100m", "a100-80gb"), ("slm-100m", "h100-80gb"), ("slm-500m", "h100-80gb"))
+    return point.figure == 2 and point.x == 64 and (point.model, point.series) in outliers
 
 
 @cache
 def cells_of(point: Point) -> tuple[Cell, ...]:
-    """All configurations that the point's figure leaves open."""
+    """Return all configurations that the point's figure leaves open."""
     cells = (
         Cell(point.model, gpu, num_gpus, strategy, batch, attention)
         for gpu, num_gpus in product(PAPER_PRICES, NUM_GPUS)
         for strategy in (STRATEGIES if num_gpus > 1 else ("single",))
         for batch, attention in product(BATCHES, ATTENTION)
     )
-    return tuple(cell for cell in cells if _is_behind(cell, point))
+    return tuple(cell for cell in cells if _belongs_to(cell, point))
 
 
-def _is_behind(cell: Cell, point: Point) -> bool:
+def _belongs_to(cell: Cell, point: Point) -> bool:
     global_batch = cell.num_gpus * cell.batch
     if point.figure == 1:
         return global_batch == point.x and cell.attention == point.series
@@ -131,7 +131,7 @@ def _is_behind(cell: Cell, point: Point) -> bool:
 
 @cache
 def paper_model(name: str, num_heads: int | None = HEADS) -> ModelSpec:
-    """A preset with the heads that the paper's figures speak for; None: the preset's own."""
+    """Return a preset with the number of heads that fits the paper's figures; None keeps its own heads."""
     spec = find_model(name)
     if num_heads is None:
         return spec
@@ -140,7 +140,7 @@ def paper_model(name: str, num_heads: int | None = HEADS) -> ModelSpec:
 
 
 def paper_config(cell: Cell) -> RunConfig:
-    """The paper says bfloat16; its fits and OOMs leave room for no fp32 state."""
+    """Return a cell's flags. The paper's numerics are bfloat16, and its fits and OOMs exclude fp32 state."""
     return RunConfig(
         model=cell.model,
         seq_len=SEQ_LEN,
@@ -165,7 +165,7 @@ def _setup_of(cell: Cell, spec: ModelSpec) -> Setup:
 
 @lru_cache(maxsize=16384)
 def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
-    """By the memory of the paper's software."""
+    """Return whether a cell fits with the paper's software."""
     return bool(estimate(_setup_of(cell, spec)).fits)
 
 
@@ -173,8 +173,10 @@ def cell_fits(cell: Cell, spec: ModelSpec) -> bool:
 def cell_token_per_dollar(
     cell: Cell, spec: ModelSpec, software: Software = PAPER, *, first_step: bool = True
 ) -> float:
-    """In the paper's unit; 0: out of memory. `first_step`: with its protocol, ten steps of which none is left
-    out."""
+    """Return tokens per dollar in the paper's unit; 0 means out of memory.
+
+    `first_step` includes the slow first step, as in the paper's protocol, which averages all of ten steps.
+    """
     if not cell_fits(cell, spec):
         return 0.0
     setup = _setup_of(cell, spec)
@@ -189,8 +191,8 @@ def _strategy(name: str) -> Strategy:
 
 
 PAPER_NUMERICS = "pure_bf16"
-"what the paper's fits and OOMs speak for, see study/comparison.py"
-_SAME_FLAGS = (  # numerics may differ, and are told; clipping and Adam's kernels take next to no time
+"numerics that explain the paper's fits and OOMs"
+_SAME_FLAGS = (  # numerics may differ and are printed; clipping and Adam's kernels take almost no time
     *("seq_len", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
     *("loss_kernel", "norm_kernel", "mlp_kernel", "use_liger_kernel", "torch_compile_mode", "fp8"),
 )
@@ -198,42 +200,42 @@ _SAME_FLAGS = (  # numerics may differ, and are told; clipping and Adam's kernel
 
 @dataclass(frozen=True)
 class Measured:
-    """What a user's records say of one cell of the paper's grid."""
+    """The measurement of one cell of the paper's grid in a user's records."""
 
     token_per_dollar: float
     "0: out of memory"
     numerics: str
     record: str
-    "its file"
+    "the record's file"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One plotted value and ours. The names are the keys of `slm report --paper --json`."""
+    """A plotted value and our value. The field names are the keys of `slm report --paper --json`."""
 
     figure: int
     model: str
     series: str
-    "an attention in figure 1, a GPU in 2, a strategy in 3 and 4"
+    "the attention in figure 1, the GPU type in 2, the strategy in 3 and 4"
     x: int
-    "global batch in figures 1 and 4, GPUs in 2, nodes in 3"
+    "global batch in figures 1 and 4, number of GPUs in 2, number of nodes in 3"
     published_token_per_dollar: float
-    "0: out of memory, here and below; a dollar is one second of an A100-40GB"
+    "0: out of memory, also below; a dollar is one second of an A100-40GB"
     published_error_half_width: float
     our_token_per_dollar: float
-    "of the best cell that the figure leaves open, as the paper's"
+    "for the best cell that the figure leaves open, as in the paper"
     error: float | None
-    "ours / published - 1; None where either is out of memory"
+    "ours / published - 1; None if one of the two is out of memory"
     evidence: str
-    "of ours: predicted or measured"
+    "of our value: predicted or measured"
     numerics: str
-    "of ours"
+    "of our value"
     cell: Cell | None
-    "that ours is of; None where all are out of memory"
+    "the configuration of our value; None if all are out of memory"
     record: str | None
-    "that ours is measured by"
+    "the record that measured our value"
     is_unexplained: bool
-    "the paper's other points contradict it: in no error below"
+    "True if the paper's other points contradict it: it is then in no error below"
 
     @property
     def agrees_on_memory(self) -> bool:
@@ -242,7 +244,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class FigureErrors:
-    """How far ours are from one figure's values, unexplained ones left out."""
+    """Differences between our values and one figure's values, without unexplained points."""
 
     figure: int
     num_points: int
@@ -255,20 +257,20 @@ class FigureErrors:
 
 
 def comparisons(measured: dict[Cell, Measured]) -> list[Comparison]:
-    """All points of the paper's figures; where a cell was measured, that stands for its prediction."""
+    """Compare all points of the paper's figures; a measured cell replaces its prediction."""
     return [_comparison(point, measured) for point in points()]
 
 
 def measured_cells(records: list[tuple[Path, RunRecord]]) -> dict[Cell, Measured]:
-    """By cell of the paper's grid what records of the same configuration measured, or that it was too big.
+    """Return the measurements in records, including OOMs, keyed by the cell of the paper's grid.
 
-    Of several the paper's numerics count, else the fastest. The rate is a report's: timed steps alone, where
-    the paper averaged a slow first one in.
+    If several records measure a cell, the paper's numerics have priority, then the fastest. The rate counts
+    timed steps only, while the paper's mean includes a slow first step.
     """
     launches: dict[tuple[str, str | None], list[tuple[Path, RunRecord]]] = {}
     for path, record in records:
         launches.setdefault((record.identity, record.gpu), []).append((path, record))
-    found: dict[Cell, Measured] = {}
+    by_cell: dict[Cell, Measured] = {}
     for repeats in launches.values():
         cell = _cell_of(repeats[0][1])
         row = row_of(repeats) if cell else None
@@ -276,8 +278,8 @@ def measured_cells(records: list[tuple[Path, RunRecord]]) -> dict[Cell, Measured
             continue
         rate = row.tokens_per_second_per_gpu if row.status == "ok" else 0.0
         value = Measured(paper_token_per_dollar(rate, cell.gpu), row.numerics, row.record)
-        found[cell] = max(found.get(cell, value), value, key=_preference)
-    return found
+        by_cell[cell] = max(by_cell.get(cell, value), value, key=_preference)
+    return by_cell
 
 
 def figure_errors(compared: list[Comparison], figure: int) -> FigureErrors:
@@ -301,7 +303,7 @@ def _comparison(point: Point, measured: dict[Cell, Measured]) -> Comparison:
 
     cell = max(cells_of(point), key=value)
     ours, published = value(cell), point.token_per_dollar
-    seen = measured.get(cell)
+    measurement = measured.get(cell)
     return Comparison(
         figure=point.figure,
         model=point.model,
@@ -311,10 +313,10 @@ def _comparison(point: Point, measured: dict[Cell, Measured]) -> Comparison:
         published_error_half_width=point.error_half_width,
         our_token_per_dollar=ours,
         error=ours / published - 1 if ours and published else None,
-        evidence="measured" if seen else "predicted",
-        numerics=seen.numerics if seen else PAPER_NUMERICS,
+        evidence="measured" if measurement else "predicted",
+        numerics=measurement.numerics if measurement else PAPER_NUMERICS,
         cell=cell if ours else None,
-        record=seen.record if seen else None,
+        record=measurement.record if measurement else None,
         is_unexplained=is_unexplained(point),
     )
 
@@ -325,7 +327,7 @@ def _grid() -> frozenset[Cell]:
 
 
 def _cell_of(record: RunRecord) -> Cell | None:
-    """The cell that a run is of; None for all that the paper did not do."""
+    """Return the cell of a run, or None if the paper has no such configuration."""
     gpu, config = find_gpu(record.gpu), record.config
     cell = Cell(
         model=record.model["name"],
@@ -337,8 +339,8 @@ def _cell_of(record: RunRecord) -> Cell | None:
     )
     if cell not in _grid() or record.is_rehearsal or record.is_parity_reference:
         return None
-    wanted = paper_config(cell)
-    return cell if all(getattr(config, n) == getattr(wanted, n) for n in _SAME_FLAGS) else None
+    expected = paper_config(cell)
+    return cell if all(getattr(config, n) == getattr(expected, n) for n in _SAME_FLAGS) else None
 
 
 def _preference(value: Measured) -> tuple[bool, float]:

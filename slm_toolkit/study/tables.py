@@ -1,4 +1,4 @@
-"""The paper's figures as tables, and the best configurations with today's software, found and shown."""
+"""Print the paper's figures as tables, and the best configurations with today's software."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from slm_toolkit.study.comparison import (
     figure_errors,
 )
 
-# The best configuration by model and number of nodes with today's software, and what limits it.
+# The best configuration for each model and number of nodes with today's software, and its limit.
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS_PER_STEP = 1_048_576
@@ -39,34 +39,36 @@ _CHECKPOINTING = ("none", "selective_op", "full")
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest configuration at one place; all but the first three None where nothing fits, and between
-    nodes of an unknown network."""
+    """The fastest configuration of a model on a number of nodes.
+
+    All fields except the first three are None if nothing fits, or if the network between nodes is unknown.
+    """
 
     model: str
     num_nodes: int
     gpu: str
     strategy: str | None = None
     as_fast: tuple[str, ...] = ()
-    "other strategies within 1 %, less than predictions can tell apart"
+    "other strategies within 1 %: predictions are not more precise"
     per_device_train_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
-    "that fill the global batch"
+    "micro-steps that fill the global batch"
     gradient_checkpointing: str | None = None
     tokens_per_second_per_gpu: float | None = None
     mfu: float | None = None
     usd_per_million_tokens: float | None = None
     price_source: str | None = None
     limited_by: str | None = None
-    "memory, global batch or both, where twice the batch would be faster; else the bottleneck"
+    "memory, global batch or both, if twice the batch would be faster; else the bottleneck"
 
 
 def best_configurations(
     gpu_name: str, *, usd_per_gpu_hour: float | None = None, inter_node_gbps: float | None = None
 ) -> list[Best]:
-    """For each model and number of nodes, models first.
+    """Return the best configuration for each model and number of nodes, sorted by model.
 
-    Of the studied strategies, batches of powers of two, and checkpointing; each step takes all of
-    MOST_TOKENS_PER_STEP by accumulation, and no estimate is tight. Raises ValueError for an unknown GPU.
+    The search covers the studied strategies, batches in powers of two, and checkpointing. Accumulation fills
+    each step to MOST_TOKENS_PER_STEP, and tight fits are excluded. Raise ValueError for an unknown GPU.
     """
     gpu = gpu_of_name(gpu_name)
     given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None
@@ -83,11 +85,11 @@ def best_configurations(
 
 
 def _estimates_on(num_nodes: int, gpu: str, deployment: Deployment) -> list[Estimate]:
-    """Batches up to twice what the global batch allows: whether that would be faster is to be told."""
+    """Return estimates of batches up to twice the global batch, to see whether a larger one is faster."""
     num_gpus = num_nodes * GPUS_PER_NODE
     largest = MOST_TOKENS_PER_STEP // (num_gpus * SEQ_LEN)  # 1M / (8 x 1024) = 128 on one node
     strategies = [find_strategy(name) for name in STUDIED_STRATEGIES]
-    found = []
+    rows = []
     for power in range(largest.bit_length() + 1):
         given = {
             "model": list(MODELS),
@@ -96,10 +98,10 @@ def _estimates_on(num_nodes: int, gpu: str, deployment: Deployment) -> list[Esti
             "gradient_accumulation_steps": max(1, largest // 2**power),
             "gradient_checkpointing": list(_CHECKPOINTING),
         }
-        found += estimates(
+        rows += estimates(
             given, strategies, gpus=[gpu], num_gpus=[num_gpus], deployments=lambda _: deployment
         )
-    return found
+    return rows
 
 
 def _best_of(model: str, num_nodes: int, gpu: str, rows: list[Estimate]) -> Best:
@@ -166,7 +168,10 @@ _STRATEGY_WORDS = {
 
 
 def figure_table(compared: list[Comparison], figure: int, *, width: int) -> RenderableType:
-    """Published and ours side by side where `width` allows, else in lines. Print with `crop=False`."""
+    """Return a figure's table, to be printed with `crop=False`.
+
+    Published and our values are side by side if `width` allows, else on separate lines.
+    """
     items = [item for item in compared if item.figure == figure]
     table = _figure(items, separator=" ")
     if table.width > width:
@@ -176,19 +181,19 @@ def figure_table(compared: list[Comparison], figure: int, *, width: int) -> Rend
     return Group(Text(heading, style="bold"), table, *_figure_notes(compared, figure, items))
 
 
-def best_table(found: list[Best], *, width: int) -> RenderableType:
-    """A block for each model, a column for each number of nodes. Print with `crop=False`."""
-    table = _best(found, gap=1)
+def best_table(bests: list[Best], *, width: int) -> RenderableType:
+    """Return a block per model with a column per number of nodes, to be printed with `crop=False`."""
+    table = _best(bests, gap=1)
     if table.width > width:
-        table = _best(found, gap=0)
-    heading = f"best configuration on nodes of 8 {found[0].gpu}, today's software (estimated)"
-    return Group(Text(heading, style="bold"), table, *_best_notes(found))
+        table = _best(bests, gap=0)
+    heading = f"best configuration on nodes of 8 {bests[0].gpu}, today's software (estimated)"
+    return Group(Text(heading, style="bold"), table, *_best_notes(bests))
 
 
-def _best(found: list[Best], *, gap: int) -> Table:
-    titles = [str(count) for count in dict.fromkeys(best.num_nodes for best in found)]
+def _best(bests: list[Best], *, gap: int) -> Table:
+    titles = [str(count) for count in dict.fromkeys(best.num_nodes for best in bests)]
     table = _plain_table("nodes of 8", titles, gap=gap)
-    for model, group in groupby(found, key=lambda best: best.model):
+    for model, group in groupby(bests, key=lambda best: best.model):
         of_model = list(group)
         table.add_row(Text(model, style="bold"))
         for label, cell in _BEST_LINES:
@@ -236,12 +241,12 @@ def _figure_notes(compared: list[Comparison], figure: int, items: list[Compariso
         f"memory: {errors.num_right_on_memory} of {errors.num_points} right"
     ]
     if any(item.is_unexplained for item in items):
-        notes.append(f"{_UNEXPLAINED} the paper's other points contradict it: in no error")
+        notes.append(f"{_UNEXPLAINED} contradicted by the paper's other points, so left out of the errors")
     if measured := [item for item in items if item.evidence == "measured"]:
         numerics = ", ".join(sorted({item.numerics for item in measured}))
         notes.append(
-            f"{_MEASURED} measured by given records, numerics {numerics} (the paper's: {PAPER_NUMERICS}), in "
-            "steady state and with the presets' own heads; the rest is predicted"
+            f"{_MEASURED} measured in your records with numerics {numerics} (the paper's: {PAPER_NUMERICS}), "
+            "in steady state and with the presets' own heads; all other values are predicted"
         )
     return [Text(note, style="dim") for note in notes]
 
@@ -263,25 +268,24 @@ _BEST_LINES: tuple[tuple[str, Callable[[Best], str]], ...] = (
 )
 
 
-def _best_notes(found: list[Best]) -> list[Text]:
+def _best_notes(bests: list[Best]) -> list[Text]:
     notes = [
-        f"each step takes {MOST_TOKENS_PER_STEP:,} tokens (the Ultra-Scale Playbook's global batch of 1M) in "
-        f"sequences of {SEQ_LEN}; batch: sequences per GPU, x micro-steps",
-        "numerics aligned, FlashAttention by sdpa, no fused kernels, no compilation; all fit with a tenth of "
-        "activations to spare",
-        "as fast: other strategies within 1 %, less than predictions can tell apart (--json names them)",
-        "limited by: memory or the global batch where twice the batch would be over 1 % faster, else what "
-        "most of a step goes to",
+        f"each step has {MOST_TOKENS_PER_STEP:,} tokens (the Ultra-Scale Playbook's global batch of 1M) in "
+        f"sequences of {SEQ_LEN}; batch: sequences per GPU x micro-steps",
+        "numerics aligned, FlashAttention by sdpa, no fused kernels, no compilation; all fit even with 10 % "
+        "more activations",
+        "as fast: number of other strategies within 1 %, the precision of predictions (--json names them)",
+        "limited by: memory or the global batch if twice the batch would be over 1 % faster, else the "
+        "largest part of a step",
     ]
-    for model in dict.fromkeys(best.model for best in found):
+    for model in dict.fromkeys(best.model for best in bests):
         widths = ", ".join(f"{name} {width}" for name, width in misaligned_widths(find_model(model)).items())
-        notes += [f"{model}: {widths} is no multiple of 8, which costs matmul most of its rate"] * bool(
-            widths
-        )
-    if price := next((best.price_source for best in found if best.price_source), None):
+        if widths:
+            notes.append(f"{model}: {widths} is not a multiple of 8, which costs matmul most of its speed")
+    if price := next((best.price_source for best in bests if best.price_source), None):
         notes.append(f"price: {price}")
     else:
-        notes.append(f"no price known of {found[0].gpu}: --usd_per_gpu_hour gives one")
-    if gpu_of_name(found[0].gpu).node_network_bytes_per_second is None:
-        notes.append(f"no usual network known between nodes of {found[0].gpu}: --inter_node_gbps gives one")
+        notes.append(f"the price of {bests[0].gpu} is unknown: give --usd_per_gpu_hour")
+    if gpu_of_name(bests[0].gpu).node_network_bytes_per_second is None:
+        notes.append(f"the network between nodes of {bests[0].gpu} is unknown: give --inter_node_gbps")
     return [Text(note, style="dim") for note in notes]

@@ -146,10 +146,10 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
         "weights is useless",
     )
     assert hint.startswith(
-        "hint: --model HuggingFaceTB/SmolLM2-135M has them; synthetic tokens measure speed"
+        "hint: --model HuggingFaceTB/SmolLM2-135M has weights; synthetic tokens measure speed"
     )
     saved = run(*train, "--model", "slm-1m", "--save_final_model", "true")
-    assert (saved.code, "hint: --model takes a folder with weights or a hub id" in saved.err) == (2, True)
+    assert (saved.code, "hint: give --model a folder with weights or a hub id" in saved.err) == (2, True)
     compared = slm("compare", "--peft", "qlora", "--model", "slm-1m", "--dataset", "README.md", "--dry_run")
     assert (compared.code, "--peft qlora: the weights of preset slm-1m are random" in compared.err) == (
         2,
@@ -159,7 +159,7 @@ def test_an_adapter_of_random_weights_is_refused_wherever_it_would_be_kept(tmp_p
     no_weights.mkdir()
     (no_weights / "config.json").write_text(json.dumps(SMALL_LLAMA))
     config = RunConfig(model=str(no_weights), peft="lora", dataset="README.md")
-    with pytest.raises(ValueError, match="shape holds no weights, and an adapter"):
+    with pytest.raises(ValueError, match="shape has no weights, and an adapter"):
         check_adapter_base(config, find_model(str(no_weights)))
     assert list(tmp_path.iterdir()) == [no_weights]
     # what only measures goes on

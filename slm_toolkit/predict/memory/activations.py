@@ -1,14 +1,15 @@
-"""Bytes per token that decoder layers keep for backward and need in it, trained whole or by adapters.
+"""Bytes per token that decoder layers save for backward and use during backward.
 
-Read off allocation traces of transformers 5.23's Llama and Qwen2 (`slm_toolkit.train --rehearse`), sub-block
-by sub-block, and checked against others of them: `bench/memory_accuracy.py`. h: hidden size, q: heads x
-head_dim, v: key-value heads x head_dim, i: FFN width, a: heads, S: sequence length; e: bytes of the compute
-dtype.
+The formulas come from allocation traces of transformers 5.23's Llama and Qwen2 (`slm_toolkit.train
+--rehearse`), one sub-block at a time. `bench/memory_accuracy.py` compares them with other traces.
 
-A frozen matrix keeps no input, a frozen norm no scaled one: neither has a gradient to make of it. Beside an
-adapter LoRA's A keeps the matrix's input (after dropout, with its mask) and B the r numbers per token between
-them; IA3 keeps what it multiplies. What no adapter lies below keeps nothing. Read off traces, and held to
-others, as `activations.py` is, whose letters these are: `bench/memory_accuracy.py`. r: LoRA's rank.
+h: hidden size, q: heads x head_dim, v: key-value heads x head_dim, i: FFN width, a: heads, S: sequence
+length, e: bytes of the compute dtype, r: LoRA's rank.
+
+With adapters, a frozen matrix does not save its input, and a frozen norm does not save its scaled input:
+neither has a weight gradient. LoRA's A saves its input (after dropout, with the dropout mask). LoRA's B saves
+its own input, r numbers per token. IA3 saves the tensor that it multiplies. Modules before the first adapter
+save nothing.
 """
 
 from collections.abc import Callable
@@ -22,51 +23,53 @@ from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 from slm_toolkit.strategy.strategy import Strategy
 
 SOFTWARE = ("2024", "2026")
-"""2026: what was traced. 2024: torch 2.3 and transformers 4.4x, the paper's; its fits and OOMs (one A100-80GB
-holds slm-2b at batch 16, DDP does not) say that a layer took more than its tensors explain, and its loss
-copied logits once more"""
+"""2026: the traced versions. 2024: torch 2.3 and transformers 4.4x, as in the paper. The paper's fits and
+OOMs (slm-2b at batch 16 fits one A100-80GB, but not with DDP) mean that a layer took more than its tensors
+explain, and that the loss copied the logits once more"""
 EXTRA_OF_2024 = (
-    17.5  # bytes per token, layer and element of h: fitted to the paper's figures 1 to 4, unexplained
+    17.5  # bytes per token, layer and element of h: fitted to the paper's figures 1 to 4, cause unknown
 )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An instant of a layer's backward: bytes per token beside what the layers below keep, and its
-    progress."""
+    """An instant of a layer's backward.
+
+    Its bytes per token come on top of the saved activations of the layers below.
+    """
 
     where: str
     num_bytes: float
     ffn_grads: int
-    "of the three FFN matrices, how many gradients are made"
+    "how many of the three FFN matrices have their gradient already"
     kv_grads: int
-    "of key and value"
+    "how many of the key and value matrices"
     query_grads: int
-    "of query and output"
+    "how many of the query and output matrices"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The gradient of a module's weight in a layer's backward: bytes per token beside it, and below."""
+    """The instant when backward computes a weight's gradient; bytes per token, without the gradient."""
 
     place: str
     when_made: float
     in_hook: float
-    "what the product read is gone"
+    "in the gradient's hook, when the inputs of the matrix product are freed"
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """One decoder layer. Bytes per token, the gradient of the residual stream not counted."""
+    """Bytes per token of one decoder layer, without the gradient of the residual stream."""
 
     saved: float
-    "kept from forward to backward"
+    "saved from forward to backward"
     moments: tuple[Moment, ...]
-    "of its backward, recomputation included, in order of time; one of them holds most"
+    "instants of its backward, recomputation included, in order of time; one of them needs the most memory"
     residual: int
-    "bytes of the residual stream's gradient"
+    "bytes per element of the residual stream's gradient"
     arrivals: tuple[Arrival, ...] = ()
-    "in order of time; none where adapters alone are trained"
+    "in order of time; empty if only adapters are trained"
 
 
 @lru_cache(maxsize=4096)
@@ -82,20 +85,21 @@ def layer_memory(
     compiled: bool,
     software: str,
 ) -> LayerMemory:
-    """`checkpointing` is what this very layer does: none, full or selective_op.
+    """Return the memory of a layer whose weights are all trained.
 
-    `compiled`, unlike the rest, was never traced: that Inductor's norms keep what fused ones do, that SiLU is
-    computed again and selective_op's last product dropped, fits published runs (`bench/published_memory.py`).
+    `checkpointing` is the mode of this layer: none, full or selective_op. `compiled` was never traced. Its
+    assumptions fit published runs (`bench/published_memory.py`): Inductor's norms save the same tensors as
+    fused norms, SiLU is recomputed, and selective_op does not save its last product.
     """
     fused_norm = fused_norm or compiled
     h, i, a = spec.hidden_size, spec.ffn_size, spec.num_heads
     q, v = a * spec.head_dim, spec.num_kv_heads * spec.head_dim
     e = 4 if compute == FP32 else 2
     residual = 2 if compute == BF16 else 4
-    # A norm keeps: its input and the scaled input, both in fp32 where it is transformers' own (bf16: an fp32
-    # copy, the scaled one in bf16), its output for the next matrix product, and 1/rms in fp32. A fused one
-    # keeps its input as it is. Under autocast each product that reads the output keeps a bf16 copy instead:
-    # three in attention, two in the FFN.
+    # transformers' norm saves its input and the scaled input in fp32 (in bf16: an fp32 copy of the input, and
+    # the scaled input in bf16), its output for the next matrix product, and 1/rms in fp32. A fused norm saves
+    # only its input, in the input's dtype. Under autocast, instead of the output, each matrix product that
+    # reads it saves a bf16 copy: three products in attention, two in the FFN.
     if compute == BF16:
         norm = (4 if fused_norm else 8) * h + 4
         attention_inputs = ffn_inputs = 0
@@ -105,15 +109,16 @@ def layer_memory(
     else:
         norm = (8 if fused_norm else 12) * h + 4
         attention_inputs = ffn_inputs = 0
-    # Attention keeps rotated query, key, value and output, and the softmax's normaliser; eager: scores and
-    # probabilities, (heads x S) per token, the latter in fp32 and in the compute dtype, and repeated keys
-    # and values.
+    # Attention saves the rotated query and key, the value, the output and the softmax's normaliser. Instead
+    # of the normaliser, eager attention saves the probabilities, (heads x S) per token, in fp32 and in the
+    # compute dtype, and it saves the repeated keys and values.
     scores = (4 if compute == FP32 else 6) * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
-    # gate, its SiLU (a fused one makes it again), up, their product; without a gate (a hypothesis, never
-    # traced) up and its GELU
+    # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
+    # saves up and its GELU (an assumption, never traced).
     ffn = ((3 if fused_mlp or compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
-    in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3  # beside up's gradients: no gate
+    # tensors of width i in use at up's gradient; a fused MLP has freed gate
+    in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3
     below_ffn = 2 * norm + attention + attention_inputs
     extra_of_software = EXTRA_OF_2024 * h if software == "2024" else 0
     everything = below_ffn + ffn_inputs + ffn + extra_of_software
@@ -128,7 +133,7 @@ def layer_memory(
         if compute == AUTOCAST:  # RoPE's backward is in fp32
             softmax += (12 * q + 4 * v,)
     projections = e * (3 * h + q) if compute != AUTOCAST else 8 * h + 2 * q
-    above = norm + attention_inputs  # what the first norm keeps
+    above = norm + attention_inputs  # saved by the first norm
     moments = [
         Moment("mlp", below_ffn + ffn_inputs + ffn + 2 * e * i, 1, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs + e * (h + in_ffn * i), 2, 0, 0),
@@ -138,7 +143,9 @@ def layer_memory(
         Moment("self_attn", above + projections, 3, 2, 1),
         Moment("input_layernorm", ln, 3, 2, 2),
     ]
-    of_norm = (2 if fused_norm else 6) * h + 4  # its weight's gradient is made before the six tensors
+    of_norm = (
+        2 if fused_norm else 6
+    ) * h + 4  # the weight's gradient is computed before the six fp32 tensors
     arrivals = [
         Arrival("down_proj", below_ffn + ffn_inputs + ffn + e * i, below_ffn + ffn_inputs + ffn),
         Arrival("up_proj", moments[1].num_bytes, moments[1].num_bytes - e * i),
@@ -152,15 +159,17 @@ def layer_memory(
     ]
     if checkpointing == "none":
         return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
-    # transformers' bf16 norm copies its input, so the layer's own input comes on top of what is recomputed
-    own_input = 2 * h if compute == BF16 and not fused_norm else 0
-    saved, extra = residual * h, own_input
-    if checkpointing == "selective_op":  # query, value, gate and down of the matrix products, attention
+    # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
+    layer_input = 2 * h if compute == BF16 and not fused_norm else 0
+    saved, extra = residual * h, layer_input
+    if checkpointing == "selective_op":  # saves the outputs of query, value, gate, down and attention
         kept_by_attention = 0 if eager else e * q + 4 * a
         saved += e * (q + v + i + (0 if compiled else h)) + kept_by_attention
-        extra += e * h  # backward has no use for down, but it is kept
+        extra += e * h  # backward does not need down's output, but it stays allocated
     recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
-    arrivals = [Arrival(one.place, one.when_made + extra, one.in_hook + extra) for one in arrivals]
+    arrivals = [
+        Arrival(arrival.place, arrival.when_made + extra, arrival.in_hook + extra) for arrival in arrivals
+    ]
     return LayerMemory(saved, tuple(recomputed), residual, tuple(arrivals))
 
 
@@ -170,7 +179,7 @@ def _progress(moment: Moment) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """How the layers of a step compute."""
+    """The kernels and dtypes of the layers."""
 
     seq_len: int
     compute: str
@@ -178,11 +187,11 @@ class Kernels:
     fused_norm: bool
     fused_mlp: bool
     keeps_inputs: bool
-    "ZeRO-3's linear layers keep their input for a gradient that nobody asks for"
+    "ZeRO-3's linear layers save their input even if their weight is frozen"
 
     @property
     def element(self) -> int:
-        """Bytes in matrix products."""
+        """Bytes per element in matrix products."""
         return 4 if self.compute == FP32 else 2
 
 
@@ -199,8 +208,11 @@ class _Widths:
 def frozen_layer_memory(
     spec: ModelSpec, adapters: Adapters, kernels: Kernels, *, checkpointing: str, has_input_gradient: bool
 ) -> LayerMemory:
-    """`checkpointing` is what this very layer does. `has_input_gradient`: not in a first layer, unless any is
-    checkpointed: then transformers asks for the embedding's, to have something to go back to."""
+    """Return the memory of a layer with frozen weights and trained adapters.
+
+    `checkpointing` is the mode of this layer. `has_input_gradient` is False for the first layer, unless
+    layers are checkpointed: transformers then requires a gradient of the embedding's output.
+    """
     w = _Widths(
         *(spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_heads * spec.head_dim),
         spec.num_kv_heads * spec.head_dim,
@@ -208,7 +220,7 @@ def frozen_layer_memory(
     e, compute = kernels.element, kernels.compute
     residual = 2 if compute == BF16 else 4
     norm = (2 if compute == BF16 and kernels.fused_norm else 4) * w.h + 4
-    # Without a gradient to hand on, what lies before the first adapter is computed as if in evaluation.
+    # If the input has no gradient, the modules before the first adapter save nothing, as in evaluation.
     first_norm = norm * has_input_gradient
     first_inputs = _inputs(w, adapters, ATTENTION[:3], kernels, has_gradient=has_input_gradient)
     of_scores = has_input_gradient or any(name in adapters for name in ATTENTION[:3])
@@ -217,7 +229,7 @@ def frozen_layer_memory(
     second_norm = norm * below
     second_inputs = _inputs(w, adapters, FFN[:2], kernels, has_gradient=below)
     gate, up = (below or name in adapters for name in FFN[:2])
-    # for gate's gradient gate and up, for up's the SiLU, which a fused one makes again
+    # gate's gradient needs gate and up; up's gradient needs silu(gate), which a fused MLP recomputes
     ffn = (2 * (gate or up) if kernels.fused_mlp else 2 * gate + up) * e * w.i
     product = _product(w, adapters, kernels, has_gradient=gate or up)
     ranks = e * adapters.rank
@@ -226,9 +238,11 @@ def frozen_layer_memory(
     above = first_norm + first_inputs + of_attention
     kept = float(above + attention + second_norm + second_inputs + ffn + product + of_ffn)
 
-    # the gradients of the product, of the SiLU and of up, once the product is gone
+    # the gradients of the product, of silu(gate) and of up, after the product is freed
     of_product = 3 * e * w.i - product
-    if "down_proj" in adapters and not adapters.rank:  # the scale's own, made whole, while all is there
+    if (
+        "down_proj" in adapters and not adapters.rank
+    ):  # the gradient of IA3's scale, before its sum over tokens
         of_product = (12 if compute == AUTOCAST else 3 * e) * w.i
     moments = [Moment("mlp", kept + of_product, 1, 0, 0)]
     ln = 16 * w.h + 8 if kernels.fused_norm else 24 * w.h
@@ -242,7 +256,7 @@ def frozen_layer_memory(
         moments += [Moment("self_attn", above + form, 3, 0, 1) for form in _softmax(w, kernels)]
     if has_input_gradient:
         moments.append(Moment("input_layernorm", ln, 3, 2, 2))
-    # The last thing that forward does: the matrix is done, and what its adapter takes is made of its input.
+    # The end of forward: down_proj's output is ready, and its adapter's input is being computed.
     is_lora = "down_proj" in adapters and adapters.rank > 0
     last = kept + e * w.h * is_lora + _beside_input(w, adapters, compute) * is_lora
     if compute == AUTOCAST:
@@ -250,16 +264,16 @@ def frozen_layer_memory(
     else:
         last += e * w.h * (adapters.drops or not second_inputs)
     if checkpointing == "none":
-        moments.insert(0, Moment("mlp", last - residual * w.h, 0, 0, 0))  # nobody has a gradient yet
+        moments.insert(0, Moment("mlp", last - residual * w.h, 0, 0, 0))  # no residual gradient exists yet
         return LayerMemory(kept, tuple(moments), residual)
-    # transformers' bf16 norm copies its input, so what it copied comes on top of what is recomputed
+    # transformers' bf16 norm copies its input, and this copy comes on top of the recomputed tensors
     copied = 2 * w.h if compute == BF16 and not kernels.fused_norm else 0
     saved, extra = float(residual * w.h), copied
     if checkpointing == "selective_op":
         results, unused = _saved_results(spec, e, adapters)
         saved += results + (0 if kernels.eager else e * w.q + 4 * w.a)
         extra += unused
-    # computed again for a gradient that is scaled (and cast) already
+    # during recomputation, the gradient of the output is scaled (and cast) already
     last += copied + (2 * e if compute == AUTOCAST else e) * w.h * is_lora
     moments.insert(0, Moment("mlp", last, 0, 0, 0))
     recomputed = (
@@ -271,40 +285,40 @@ def frozen_layer_memory(
 def _inputs(
     w: _Widths, adapters: Adapters, names: tuple[str, ...], kernels: Kernels, *, has_gradient: bool
 ) -> float:
-    """What is kept of the input of matrices that share one, h wide; of IA3 of their output, too."""
-    e, having = kernels.element, [name for name in names if name in adapters]
+    """Return the bytes per token saved of the matrices' shared input, h wide (with IA3, of their outputs)."""
+    e, adapted = kernels.element, [name for name in names if name in adapters]
     shared = e * w.h * (kernels.keeps_inputs and has_gradient)
     if not adapters.rank:
         outputs = {"q_proj": w.q, "k_proj": w.v, "v_proj": w.v, "gate_proj": w.i, "up_proj": w.i}
-        return shared + e * sum(outputs[name] for name in having)
+        return shared + e * sum(outputs[name] for name in adapted)
     if adapters.drops:
-        return shared + (e + 1) * w.h * len(having)
-    if kernels.compute == AUTOCAST:  # each casts it for itself
-        return e * w.h * len(having)
-    return shared or e * w.h * bool(having)
+        return shared + (e + 1) * w.h * len(adapted)
+    if kernels.compute == AUTOCAST:  # each adapter makes its own bf16 copy
+        return e * w.h * len(adapted)
+    return shared or e * w.h * bool(adapted)
 
 
 def _attention(w: _Widths, adapters: Adapters, kernels: Kernels, *, is_kept: bool) -> float:
-    """Rotated query, key, value, output and the softmax's normaliser; eager: scores and probabilities."""
+    """Return the bytes per token that attention saves: the terms of `layer_memory`, and o_proj's input."""
     e, kept = kernels.element, 0.0
     if is_kept and kernels.eager:
         kept = 3 * e * w.q + (4 if kernels.compute == FP32 else 6) * w.a * kernels.seq_len
     elif is_kept:
         kept = 2 * e * (w.q + w.v) + 4 * w.a
-    own = e * w.q  # of the output, which the flash kernels keep anyway
-    has_own = kernels.eager or not is_kept
-    for_matrix = own * (kernels.keeps_inputs and kernels.eager and is_kept)
+    output = e * w.q  # the flash kernels save it anyway
+    needs_output = kernels.eager or not is_kept
+    for_matrix = output * (kernels.keeps_inputs and kernels.eager and is_kept)
     if "o_proj" not in adapters:
         return kept + for_matrix
     if not adapters.rank:
         return kept + for_matrix + e * w.h
     if adapters.drops:
-        return kept + for_matrix + own + w.q
-    return kept + own * (has_own or kernels.compute == AUTOCAST)
+        return kept + for_matrix + output + w.q
+    return kept + output * (needs_output or kernels.compute == AUTOCAST)
 
 
 def _product(w: _Widths, adapters: Adapters, kernels: Kernels, *, has_gradient: bool) -> float:
-    """What is kept of the input of down_proj."""
+    """Return the bytes per token saved of down_proj's input."""
     e = kernels.element
     shared = e * w.i * (kernels.keeps_inputs and has_gradient)
     if "down_proj" not in adapters:
@@ -317,15 +331,17 @@ def _product(w: _Widths, adapters: Adapters, kernels: Kernels, *, has_gradient: 
 
 
 def _beside_input(w: _Widths, adapters: Adapters, compute: str) -> float:
-    """Of down_proj's adapter: the input itself, where something made of it is kept; autocast's detour to
-    fp32."""
+    """Return the extra bytes per token at the input of down_proj's adapter.
+
+    They are the input itself if dropout makes a copy of it, and autocast's temporary fp32 tensors.
+    """
     if compute == AUTOCAST:
         return (6 + 4 * adapters.drops) * w.i
     return (4 if compute == FP32 else 2) * w.i * adapters.drops
 
 
 def _softmax(w: _Widths, kernels: Kernels) -> tuple[float, ...]:
-    """Around the gradient of scores and probabilities, as `layer_memory` has it."""
+    """Return the bytes per token around the gradients of scores and probabilities, as in `layer_memory`."""
     e = kernels.element
     if kernels.eager:
         of_scores = w.a * kernels.seq_len
@@ -335,7 +351,10 @@ def _softmax(w: _Widths, kernels: Kernels) -> tuple[float, ...]:
 
 
 def _saved_results(spec: ModelSpec, element: int, adapters: Adapters) -> tuple[float, float]:
-    """Of selective_op: what every second matrix product gives, and of that what backward has no use for."""
+    """Return the bytes per token that selective_op saves (every second matrix product's output).
+
+    The second number is the part of them that backward does not need.
+    """
     results: list[float] = []
     last_needed = 0
     for name, (_, outputs) in matrices_of(spec).items():
@@ -350,10 +369,10 @@ def _saved_results(spec: ModelSpec, element: int, adapters: Adapters) -> tuple[f
 
 
 def layers_of(setup: Setup) -> list[LayerMemory]:
-    """Each decoder layer, the first one first."""
+    """Return the memory of each decoder layer, the first layer first."""
     spec, config, adapters = setup.spec, setup.config, setup.adapters
     checkpointing = config.gradient_checkpointing
-    # of every pair the second is computed again: the second, the fourth, ...
+    # selective_layer recomputes every second layer: the second, the fourth, ...
     modes = ("none", "full") if checkpointing == "selective_layer" else (checkpointing, checkpointing)
     shape = {
         "seq_len": config.seq_len,
@@ -378,19 +397,19 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
 
 
 def keeps_inputs(strategy: Strategy) -> bool:
-    """ZeRO-3 puts a linear layer of its own in place of PyTorch's, unless the JSON says otherwise."""
+    """Return whether ZeRO-3 replaces PyTorch's linear layers; the JSON's memory_efficient_linear sets it."""
     return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Moment], float]:
-    """How many of a layer's parameters have a gradient already at a moment of its backward."""
+    """Return a function: the number of a layer's parameters that have a gradient at a moment of backward."""
     if adapters is None:
         sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
         sizes["gate_proj"] *= spec.gated_ffn
     else:
         sizes = dict.fromkeys(matrices_of(spec), 0) | adapter_sizes(spec, adapters)
     ffn, key_and_value, query_and_output = (
-        list(accumulate((sizes[name] for name in reversed(names)), initial=0))  # backward goes so
+        list(accumulate((sizes[name] for name in reversed(names)), initial=0))  # the order of backward
         for names in (FFN, ATTENTION[1:3], ATTENTION[::3])
     )
     return lambda moment: (

@@ -1,10 +1,10 @@
-"""Bytes that belong to parameters, on one rank, at each instant of a step: what the engine makes of them.
+"""Bytes of parameters, gradients, optimizer states and their buffers on one rank, at each instant of a step.
 
-One function per engine, each read off the allocation traces of the real one (`slm_toolkit.train --rehearse`;
-torch 2.13, accelerate 1.15, deepspeed 0.19.8), on the rank that holds the first parameters.
+Each engine has one function. Its formulas come from allocation traces of that engine (`slm_toolkit.train
+--rehearse`; torch 2.13, accelerate 1.15, deepspeed 0.19.8), on the rank that stores the first parameters.
 
-P: parameters, p: those of a decoder layer, E: those of a vocabulary matrix, G, g and D: those of them that
-have gradients, N: ranks.
+P: all parameters, p: parameters of a decoder layer, E: parameters of a vocabulary matrix, L: layers; G, g and
+D: the trained ones of P, p and E.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.memory.zero_gradients import Backward, Held, Reduction, Where, backward_of
+from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
@@ -20,7 +20,7 @@ from slm_toolkit.strategy.settings import ZeroSettings
 
 @dataclass(frozen=True)
 class State:
-    """What a rank holds all the time."""
+    """Bytes that are allocated during the whole step."""
 
     parameters: float
     master_weights: float
@@ -41,8 +41,10 @@ class At:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's step. Layers are counted from 0; `made` are parameters of a layer with a gradient
-    already."""
+    """One rank's step. Layers are counted from 0.
+
+    `at_layer` takes the layer and the number of its parameters that have a gradient already.
+    """
 
     state: State
     at_forward_loss: At
@@ -53,44 +55,44 @@ class Step:
     at_embedding: At
     at_optimizer: At
     at_arrival: Callable[[int, str], At | None] | None = None
-    "when the gradient of one of a layer's matrices is there; None: `at_layer` has room for it"
-    at_reductions: tuple[tuple[Where, At], ...] = ()
-    "when gradients are put together to be sent"
+    "when the gradient of a layer's matrix is computed; None: `at_layer` includes it"
+    at_reductions: tuple[tuple[Instant, At], ...] = ()
+    "when gradients are copied together to be sent"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
-    "in whose backward most parameters are gathered"
+    "the layer in whose backward the engine's buffers are largest"
 
 
 @dataclass(frozen=True)
 class Copies:
-    """bf16 copies of fp32 weights, which autocast makes; in all the rest of the cases there are none."""
+    """Bytes of the bf16 copies that autocast makes of fp32 weights; 0 without autocast."""
 
     of_layer: float = 0.0
     trained_of_layer: float = 0.0
-    "of them, those of trained weights: autocast keeps them until forward ends, whoever needs them"
+    "copies of trained weights: autocast caches them until forward ends"
     of_head: float = 0.0
     recomputed: tuple[bool, ...] = ()
-    "of each layer, whether it is checkpointed: then its copies don't wait for backward"
+    "whether each layer is checkpointed: its copies are then not saved for backward"
     head_waits: bool = True
-    "for backward"
+    "True if the head's copy is saved for backward"
     loss_is_outside: bool = False
-    "of autocast, which has let go of what it kept"
+    "True if the loss is computed outside autocast, which has freed its cache"
 
     def waiting(self, num_layers: int) -> float:
-        """Those of the first so many layers, for their backward."""
+        """Return the bytes of copies that the first `num_layers` layers save for backward."""
         return self.of_layer * (num_layers - sum(self.recomputed[:num_layers]))
 
     @property
     def in_forward(self) -> float:
-        """Those of all layers, at the end of forward."""
+        """Bytes of the copies of all layers at the end of forward."""
         if self.loss_is_outside:
             return self.waiting(len(self.recomputed))
         return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
 
 
 DDP_BUCKET_BYTES = 25 * 2**20
-"of gradients that DDP reduces at once, where a single one is not larger: bucket_cap_mb's default"
+"gradients that DDP reduces at once, unless a single gradient is larger: the default of bucket_cap_mb"
 
 
 def replicated(
@@ -104,7 +106,10 @@ def replicated(
     copies: Copies,
     optimizer_temporary: float,
 ) -> Step:
-    """One process, and DDP, of one rank too: all on every rank, and buckets as large as all gradients."""
+    """Return the step of a single process or of DDP: every rank has the whole training state.
+
+    DDP, even with one rank, adds buckets as large as all gradients.
+    """
     P, L, e = weights.total, spec.num_layers, dtypes.gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     buckets = G * e if has_buckets else 0
@@ -116,8 +121,8 @@ def replicated(
     held = D * e if spec.tied else 0  # the head's part of the gradient waits for the embedding's
 
     def at_layer(layer: int, made: float) -> At:
-        own = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
-        gathered = copies.waiting(layer + 1) + own
+        recomputed = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
+        gathered = copies.waiting(layer + 1) + recomputed
         if accumulates:
             return At(gathered, before + held, temporary=widest)
         return At(gathered, e * (D + weights.trained_norm + (L - 1 - layer) * g + made))
@@ -146,30 +151,31 @@ def fsdp2(
     accumulates: bool,
     optimizer_temporary: float,
 ) -> Step:
-    """FSDP2 as accelerate wraps it: a unit per layer, one for the embedding, one for final norm and head.
+    """Return the step of FSDP2. accelerate's units: each layer, the embedding, the final norm with the head.
 
-    A unit is gathered into a flat buffer that is copied out into its parameters; the buffer of one unit lives
-    until the next one's arrived. The last unit stays gathered for backward, which gathers one unit ahead.
-    A single rank has nobody to gather from: it copies a unit when it needs it, and none ahead.
-    `num_ranks` share the state, `gathering_ranks` are gathered from: others, where the host holds the state.
+    The all-gather of a unit fills a flat buffer, which is copied into the unit's parameters; the buffer lives
+    until the next unit's buffer is filled. The last unit stays gathered for backward, which gathers one unit
+    ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead.
+    `num_ranks` is the number of shards of the GPU's state, `gathering_ranks` the number of ranks in an
+    all-gather; they differ if the state is offloaded.
     """
     P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, r, kept = dtypes.compute, dtypes.reduced, dtypes.kept_gradient
     tail, trained_tail = E + spec.hidden_size, D + weights.trained_norm
-    share, own, sent = P / num_ranks, G / num_ranks, g
-    if weights.is_frozen:  # adapters have few rows, some ranks' shares have one and others none
+    share, trained_share, sent = P / num_ranks, G / num_ranks, g
+    if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
         if num_ranks == gathering_ranks:
-            own = L * sharded_adapters(weights, num_ranks)
-        share = (P - G) / num_ranks + own
+            trained_share = L * sharded_adapters(weights, num_ranks)
+        share = (P - G) / num_ranks + trained_share
         sent = gathering_ranks * sharded_adapters(weights, gathering_ranks)
         p += sent - g
         P += L * (sent - g)
-    state = State(share * dtypes.parameter, own * dtypes.master, own * dtypes.moments)
-    before = G * max(dtypes.gradient, r) if accumulates else 0  # whole ones, in the reduction's dtype
+    state = State(share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments)
+    before = G * max(dtypes.gradient, r) if accumulates else 0  # unsharded, in the reduction's dtype
     widest = weights.widest_trained * w
-    # tied: one unit of embedding, norm and head, gathered from the first to the last moment, and its gradient
-    # waits for the embedding's
+    # tied: embedding, norm and head are one unit, which is gathered during the whole step; the head's
+    # gradient waits for the embedding's gradient
     held, held_gradient = (tail, trained_tail) if spec.tied else (0, 0)
     is_alone = gathering_ranks == 1
 
@@ -186,14 +192,14 @@ def fsdp2(
         reduced_so_far = last + (L - 1 - layer) * g
         return At(
             gathered_at(layer),
-            (held_gradient + made) * w + reduced_so_far * own / G * kept,
+            (held_gradient + made) * w + reduced_so_far * trained_share / G * kept,
             communication=(last if layer == L - 1 else sent) * r,
         )
 
     whole = P * w if not reshard_after_forward else 0
     flat = 0 if is_alone else p if spec.tied else tail
     next_unit = 0 if is_alone else p
-    # a frozen embedding has nothing to send, and the buffer that it was gathered into is still there
+    # a frozen embedding sends no gradient, and the buffer of its all-gather is still allocated
     end = E if weights.is_frozen and not spec.tied and not is_alone else 0
     return Step(
         state,
@@ -205,10 +211,10 @@ def fsdp2(
         at_layer=at_layer,
         at_embedding=At(
             (tail + end) * w,
-            (3 if spec.tied else 1) * D * w + (before or (G - D) * own / G * kept),
+            (3 if spec.tied else 1) * D * w + (before or (G - D) * trained_share / G * kept),
             communication=sent * r,
         ),
-        at_optimizer=At(0, own * kept, temporary=optimizer_temporary),
+        at_optimizer=At(0, trained_share * kept, temporary=optimizer_temporary),
     )
 
 
@@ -223,10 +229,10 @@ def zero_1_or_2(
     num_micro_steps: int,
     optimizer_temporary: float,
 ) -> Step:
-    """ZeRO-1 and ZeRO-2: whole parameters; gradients go through buckets to the rank that keeps them.
+    """Return the step of ZeRO-1 or ZeRO-2: unsharded parameters, gradients reduced in buckets.
 
-    `num_ranks` share the state: more than `num_gpus` where the host holds it. The GPU holds widened
-    gradients even then.
+    `num_ranks` is the number of shards of the GPU's state: more than `num_gpus` if the state is offloaded.
+    Widened gradients stay on the GPU even then.
     """
     G, w = weights.trained, dtypes.parameter
     is_widened = dtypes.kept_gradient > w
@@ -269,21 +275,21 @@ def zero_1_or_2(
 
 
 def _of_step(backward: Backward, reduction: Reduction, dtypes: Dtypes, share: float, foreach: float) -> float:
-    """Bytes of the optimizer's step beside the reduced gradients.
+    """Return the bytes of the optimizer's step besides the reduced gradients.
 
-    Norms are computed in fp64, one gradient at a time. Then the gradients are copied flat, and in the master
-    weights' dtype. A widened partition is flat already; so is a single gradient.
+    Norms are computed in fp64, one gradient at a time. Then the gradients are copied into a flat tensor, and
+    cast to the master weights' dtype. A widened partition or a single gradient is flat already.
     """
     norm = 8 * backward.largest_piece
     is_flat = reduction.is_widened or backward.num_matrices == 1
     flat = share * dtypes.kept_gradient * (not is_flat)
     cast = share * dtypes.master * (dtypes.master != dtypes.kept_gradient)
-    # one buffer holds matrices and norms, whose turn comes later; without it the copied ones are freed
+    # contiguous_gradients: one buffer contains matrices and norms (stepped later); else copied ones are freed
     freed = backward.kept * (not reduction.contiguous_gradients and (flat or cast) > 0)
     return max(norm, flat + cast, (cast or flat) + foreach - freed)
 
 
-def _at(held: Held, temporary: float = 0.0) -> At:
+def _at(held: Allocated, temporary: float = 0.0) -> At:
     return At(0, held.gradients, held.communication, temporary)
 
 
@@ -298,9 +304,9 @@ def zero_3(
     optimizer_temporary: float,
     has_embedding_gradient: bool = True,
 ) -> Step:
-    """ZeRO-3: a share of everything; parameters are gathered ahead of use, up to so many as may be live.
+    """Return the step of ZeRO-3: everything is sharded, and parameters are gathered ahead of use.
 
-    `has_embedding_gradient`: backward goes back to the embedding; with adapters only where layers are
+    `has_embedding_gradient` is True if backward reaches the embedding: with adapters, only if layers are
     checkpointed.
     """
     P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
@@ -316,9 +322,9 @@ def zero_3(
     )
     widest = weights.widest_trained * w
     held = D * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
-    # A parameter is gathered ahead as long as fewer than max_live are: the embedding, when its turn comes,
-    # goes beyond that by its own size. In backward that is so many layers before the first.
-    # Without prefetching, those of an FFN and what is left of attention are.
+    # A parameter is gathered ahead while fewer than max_live elements are gathered, so the embedding may
+    # exceed max_live by its size. In backward its turn comes max_live / p layers before the first layer.
+    # Without prefetching, an FFN's matrices and one attention matrix are gathered at the same time.
     h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
     sizes += tuple((rows * columns, 1) for rows, columns in weights.adapter_shapes)
@@ -333,7 +339,7 @@ def zero_3(
     most_live = max(min(P, wanted + E * prefetches), persistent) * w if num_ranks > 1 else 0
     turn_of_embedding = min(L - 1, int(zero.stage3_max_live_parameters / p))
 
-    # as under ZeRO-1 and 2, but for a sub-group of the share at a time
+    # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
     stepped = min(share, zero.sub_group_size)
     flat = stepped * dtypes.kept_gradient
     cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
@@ -355,13 +361,14 @@ def zero_3(
 
 
 CHUNK_ELEMENTS = 2**25
-"of gradients that `run/engine/optimizer.py` casts at a time: a test compares the two"
+"gradient elements that `run/engine/optimizer.py` casts at a time; a test compares the two constants"
 
 
 def optimizer_temporary(setup: Setup) -> float:
-    """Bytes on one rank. foreach AdamW makes one tensor per parameter that it updates, the fused one none.
+    """Return the temporary bytes of AdamW's step on one rank.
 
-    The toolkit's own AdamW (not in `stock`, not under DeepSpeed) goes through the parameters in chunks.
+    foreach AdamW makes a temporary tensor for each parameter that it updates, fused AdamW makes none. The
+    toolkit's own AdamW (not with `stock`, not under DeepSpeed) updates the parameters in chunks.
     """
     dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
@@ -377,7 +384,10 @@ def optimizer_temporary(setup: Setup) -> float:
 
 @lru_cache(maxsize=4096)
 def largest_chunk(spec: ModelSpec, num_shards: int, adapter_shapes: tuple[tuple[int, int], ...] = ()) -> int:
-    """Elements of the largest run of parameters below CHUNK_ELEMENTS, in the model's order."""
+    """Return the elements of the optimizer's largest chunk.
+
+    A chunk is a run of parameters, in the model's order, with at most CHUNK_ELEMENTS or one larger parameter.
+    """
     if adapter_shapes:
         shares = [-(-rows // num_shards) * columns for rows, columns in adapter_shapes] * spec.num_layers
     else:

@@ -1,4 +1,4 @@
-"""Bytes from the final norm on (logits, loss, their gradients) at the instants that may be the peak."""
+"""Bytes of the final norm, logits, loss and their gradients at the instants that may be the peak."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 
 @dataclass(frozen=True)
 class LossMemory:
-    """Heads and losses differ."""
+    """Bytes saved by the final norm, and bytes in use at four instants."""
 
     final_norm: float
     forward: float
@@ -18,17 +18,18 @@ class LossMemory:
 
 
 def loss_memory(setup: Setup) -> LossMemory:
-    """V: vocabulary. transformers' loss makes an fp32 copy of the logits, their log-softmax, its gradient.
+    """Return the bytes of the setup's loss kernel. h: hidden size, V: vocabulary, T: tokens.
 
-    In 2024 the fp32 copy was what the model handed back, and so stayed alive in backward. A frozen norm and
-    head keep neither what the norm scaled nor its output, which lives as long as forward does; under ZeRO-3
-    (see `activations.Kernels`): but for the output.
+    transformers' loss makes an fp32 copy of the logits, their log-softmax and its gradient. In 2024 the model
+    returned the fp32 copy, so it stayed allocated in backward. A frozen norm and head save neither the scaled
+    input nor the norm's output, which lives until forward ends; ZeRO-3's linear layers save that output (see
+    `activations.Kernels`).
     """
     config, compute, is_frozen = setup.config, setup.compute, setup.weights.is_frozen
     h, V, T = setup.spec.hidden_size, setup.spec.vocab_size, setup.num_tokens
     e = 4 if compute == FP32 else 2
     fused_norm = config.norm_kernel == "fused"
-    # kept by the final norm, the residual stream's gradient (as wide as the norm's input) included
+    # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
         kept = (4 if fused_norm else 8) * h + 4
         norm_backward = 16 * h + 8 if fused_norm else 24 * h
@@ -44,20 +45,20 @@ def loss_memory(setup: Setup) -> LossMemory:
         weight_gradient, output = 0, (2 if compute == BF16 else 4) * h
         if keeps_inputs(setup.strategy) and config.loss_kernel != "fused_linear":
             kept, output = kept + output, 0
-    apart = e == 2 and not config.torch_compile  # fp32 probabilities; compiled, they are not stored
+    stores_fp32_probabilities = e == 2 and not config.torch_compile
     if config.loss_kernel == "fused_linear":
         chunk = config.loss_chunks.of_logits(T, vocab_size=V, hidden_size=h)
         wide = config.loss_chunks.of_probabilities(chunk, vocab_size=V) * V
         gradients = e * h * T + weight_gradient
         cast = 2 * h * (compute == AUTOCAST and is_frozen)
-        buffers = chunk * V * e + (wide * 4 if apart else 0)
+        buffers = chunk * V * e + (wide * 4 if stores_fp32_probabilities else 0)
         in_forward = (kept + output + cast) * T + gradients + buffers
         after = kept * T + gradients
         return LossMemory(kept * T, in_forward, after, after, norm_backward * T)
     if config.loss_kernel == "fused_logits":
         rows = config.loss_chunks.of_probabilities(T, vocab_size=V)
-        in_forward = (kept + output) * T + e * V * T + (rows * V * 4 if apart else 0)
-        if compute == AUTOCAST:  # accelerate hands the script an fp32 copy of the logits
+        in_forward = (kept + output) * T + e * V * T + (rows * V * 4 if stores_fp32_probabilities else 0)
+        if compute == AUTOCAST:  # accelerate returns an fp32 copy of the logits
             in_forward = kept * T + (e + 4) * V * T
         after = kept * T + e * V * T
         return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)

@@ -1,11 +1,13 @@
-"""What a step takes of a machine beside its tensors (of a GPU, of a node's RAM), and whether it fits.
+"""Memory that a run needs besides its tensors, on the GPU and in a node's RAM, and whether the run fits.
 
-Constants here are other people's but for GPUs with rows in `hardware/calibration.csv`. allocated is what
-PyTorch's allocator has given out, reserved what it holds; the context lies outside both.
+The constants come from other people's measurements, except for GPUs with rows in `hardware/calibration.csv`.
+Allocated bytes are in use by tensors; reserved bytes are what PyTorch's allocator has taken from the GPU; the
+CUDA context is in neither.
 
-A run fits where its peak allocated is within what is usable: the GPU's memory less the context. It is tight
-where a tenth more activations and logits would not fit, or where the reserved middle does not: the allocator
-gives back before it fails. The optimizer's step has no activations and so no such margin.
+A run fits if its peak allocated bytes are at most the usable bytes: the GPU's memory minus the context. It is
+tight if 10 % more activations and logits would not fit, or if the expected reserved bytes do not fit: the
+allocator releases unused blocks before it fails. A peak in the optimizer's step has no activations, and so no
+margin.
 """
 
 from dataclasses import dataclass
@@ -18,15 +20,18 @@ from slm_toolkit.predict.setup.setup import Setup
 CUDA_CONTEXT_BYTES = 500_000_000  # per process; unverified (0.3 GB and more since CUDA 11.7: pytorch#107667)
 NCCL_BYTES_OF_TWO = 544 * 2**20  # NVIDIA/nccl#964 of 2023-08: one all-reduce between 2 A100s over NVLink
 NCCL_BYTES_OF_MORE = 688 * 2**20  # the same among 3 or 4 A100s; unverified on other GPUs and over a network
-# forward's and backward's thread have a cuBLAS workspace each; PyTorch's CUBLAS_WORKSPACE_CONFIG defaults
+# forward's and backward's threads have one cuBLAS workspace each; PyTorch's CUBLAS_WORKSPACE_CONFIG defaults
 WORKSPACE_BYTES = 2 * 8_519_680  # Ampere and Ada: :4096:2:16:8, 8.125 MiB (discuss.pytorch.org 178671)
 WORKSPACE_BYTES_FROM_HOPPER = 32 * 2**20  # :4096:8, as NVIDIA recommends (pytorch#120925); unverified
 FROM_HOPPER = ("h100-80gb", "h100-80gb-pcie", "h200", "gh200", "b200", "b300")
 
-# of torchtitan's and torchao's published tables (reserved) against our allocated, 2026-11-20
-ROUNDING = 0.03  # of allocated: 512 bytes and 2 MiB segments
-LOGITS_NOT_REUSED = 4  # bytes x vocabulary x tokens: transformers' loss leaves one fp32 block nobody fits in
-BAND_BELOW, BAND_ABOVE = 0.02, 0.05  # of what is allocated beside the training state, which is exact
+# from torchtitan's and torchao's published reserved bytes and our allocated bytes, 2026-11-20
+ROUNDING = 0.03  # fraction of allocated: blocks of 512 bytes and segments of 2 MiB
+LOGITS_NOT_REUSED = 4  # bytes x vocabulary x tokens: transformers' loss leaves one fp32 block unused
+BAND_BELOW, BAND_ABOVE = (
+    0.02,
+    0.05,
+)  # fraction of the allocated bytes without the training state, which is exact
 MARGIN = 0.10  # on activations and logits, before a run is called tight
 STATE = ("parameters", "master_weights", "gradients", "optimizer")
 
@@ -41,7 +46,7 @@ class Band:
 
 
 def context_bytes(*, num_gpus: int, calibration: Calibration = NOT_CALIBRATED) -> int:
-    """What a process holds outside PyTorch's allocator: CUDA's context, and NCCL's buffers among several."""
+    """Return a process's bytes outside PyTorch's allocator: CUDA's context, and NCCL's buffers if any."""
     context = round(calibration.cuda_context_bytes or CUDA_CONTEXT_BYTES)
     if num_gpus == 1:
         return context
@@ -49,31 +54,31 @@ def context_bytes(*, num_gpus: int, calibration: Calibration = NOT_CALIBRATED) -
 
 
 def workspace_bytes(gpu: Gpu | None) -> int:
-    """cuBLAS's, which PyTorch's allocator gives out; 0 where no GPU is named."""
+    """Return the bytes of cuBLAS's workspaces, which PyTorch's allocator allocates; 0 without a GPU."""
     if gpu is None:
         return 0
     return WORKSPACE_BYTES_FROM_HOPPER if gpu.name in FROM_HOPPER else WORKSPACE_BYTES
 
 
 def allocated_band(parts: dict[str, int]) -> Band:
-    """Around the sum of the parts: the training state is exact, the rest may be off."""
+    """Return the sum of the parts with its error band: the training state is exact, other parts are not."""
     middle = sum(parts.values())
     rest = middle - sum(parts[name] for name in STATE)
     return Band(middle - round(BAND_BELOW * rest), middle, middle + round(BAND_ABOVE * rest))
 
 
 def reserved_band(allocated: int, slack: int) -> Band:
-    """Around allocated + slack; low: rounding alone, high: half as much slack again, and 5 % of allocated."""
+    """Return allocated + slack with its band: low has rounding only; high adds slack / 2 + 5 %."""
     middle = allocated + slack
     low = min(middle, allocated + round(ROUNDING * allocated))
     return Band(low, middle, middle + round(slack / 2 + BAND_ABOVE * allocated))
 
 
 def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> int:
-    """What the allocator keeps and nobody uses at the peak.
+    """Return the bytes that the allocator holds unused at the peak.
 
-    Blocks of freed gradients (unless the optimizer's step, which has them, is the peak), a block of logits
-    that transformers' loss leaves, and rounding.
+    They are rounding, a block of logits that transformers' loss leaves, and blocks of freed gradients. At a
+    peak in the optimizer's step the gradients are not freed yet.
     """
     gradients = 0.0
     if setup.placement.optimizer_device == "none" and memory.peak_instant != "optimizer step":
@@ -85,32 +90,32 @@ def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> 
 
 
 def verdict_of(parts: dict[str, int], *, allocated: int, reserved: int, usable: int) -> str:
-    """fits, tight or does not fit: see the module's docstring."""
+    """Return "fits", "tight" or "does not fit", as the module's docstring defines them."""
     if allocated > usable:
         return "does not fit"
     margin = MARGIN * (parts["activations"] + parts["logits_and_loss"])
     return "tight" if allocated + margin > usable or reserved > usable else "fits"
 
 
-# RAM of a node: for building the model, and for what is offloaded. All of it is a hypothesis: read off the
-# engines' code, not measured.
+# RAM of a node: to build the model, and for offloaded state. These formulas come from the engines' code and
+# were not measured.
 
 PROCESS_BYTES = round(0.75 * 2**30)
-"RSS of a training process without its model, torch and engine loaded; measured on CPU 2026-11-20"
+"RSS of a training process without its model, with torch and the engine loaded; measured on CPU 2026-11-20"
 
 
 def host_bytes(setup: Setup, *, zero_init: bool | None = None) -> int:
-    """RAM of one node at its worst: while every rank builds the model in fp32, or with what is offloaded.
+    """Return the peak RAM of one node: while every rank builds the model in fp32, or with offloaded state.
 
-    With zero3_init_flag a rank builds a layer at a time, but rank 0 draws random weights whole; `zero_init`
-    assumes that flag, or its absence, in place of the strategy's own.
-    DeepSpeed on cpu: master weights, moments and fp32 gradients of the rank's share. On nvme: its pinned
-    buffers only (deepspeed 0.19.8, runtime/zero/offload_config.py and runtime/swap_tensor).
+    With zero3_init_flag a rank builds one layer at a time, but rank 0 draws random weights of the whole
+    model; `zero_init` overrides the strategy's own flag. DeepSpeed's offload to cpu takes master weights,
+    moments and fp32 gradients of the rank's share; to nvme it takes only its pinned buffers (deepspeed
+    0.19.8, runtime/zero/offload_config.py and runtime/swap_tensor).
     """
     spec, weights = setup.spec, setup.weights
     if zero_init is None:
         zero_init = setup.placement.zero_init
-    trained = weights.trained if weights.is_frozen else 0  # beside the model
+    trained = weights.trained if weights.is_frozen else 0  # adapters come on top of the model
     building = 4 * ((spec.largest_layer_params if zero_init else spec.num_params) + trained)
     is_drawn = spec.path is None or spec.path.endswith(".json")
     of_rank_0 = 4 * spec.num_params if zero_init and is_drawn else 0
@@ -119,7 +124,7 @@ def host_bytes(setup: Setup, *, zero_init: bool | None = None) -> int:
 
 
 def _offloaded_bytes(setup: Setup) -> float:
-    """RAM that one rank's share of the offloaded training state takes."""
+    """Return the RAM of one rank's share of the offloaded training state."""
     placement = setup.placement
     if placement.optimizer_device == "none" and placement.parameter_device == "none":
         return 0

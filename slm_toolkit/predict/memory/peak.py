@@ -1,9 +1,10 @@
-"""Peak memory of one training step on one rank: closed forms, no torch, some hundred microseconds each.
+"""Peak memory of one training step on one rank, by closed forms without torch.
 
-The first estimate of a model under ZeRO-1 or 2, whose gradients are followed one by one, takes 1-2 ms.
+The peak is the largest of a few instants: the loss, the backward of the head and the final norm, some moments
+in the backward of the first and the last layers, the embedding's backward, and the optimizer's step.
 
-The step is a handful of instants - the loss, the head's and the final norm's backward, some of the first and
-the last layer's backward, the embedding's, the optimizer's step - and the peak is the largest of them.
+An estimate takes a few hundred microseconds. The first one of a model under ZeRO-1 or 2 takes 1-2 ms, because
+it follows every gradient.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
     zero_3,
 )
 from slm_toolkit.predict.memory.loss import loss_memory
-from slm_toolkit.predict.memory.zero_gradients import Where
+from slm_toolkit.predict.memory.zero_gradients import Instant
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
 
 BATCH_BYTES_PER_TOKEN = 24
@@ -35,7 +36,7 @@ BATCH_BYTES_PER_TOKEN = 24
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank that holds most, at the instant when it holds most."""
+    """Bytes at the peak, on the rank that needs the most memory."""
 
     parts: dict[str, int]
     "named as in `memory_timeline.PARTS`"
@@ -47,11 +48,11 @@ class MemoryEstimate:
 
 
 def peak(setup: Setup) -> MemoryEstimate:
-    """What `slm_toolkit.train` allocates at its peak on one rank's GPU; CUDA's own memory is not counted.
+    """Return the peak bytes that `slm_toolkit.train` allocates on one rank's GPU, without CUDA's own memory.
 
-    An offloaded optimizer takes gradients and master weights along; the parameters of ZeRO-3 may stay. hpZ
-    adds the share of a second copy of the parameters in 16 bits. Raises ValueError for sizes that can't be,
-    and for flags that no closed form covers.
+    Offloading the optimizer also offloads gradients and master weights; ZeRO-3's parameters may stay on the
+    GPU. hpZ adds a shard of a second, 16-bit copy of the parameters. Raise ValueError for flags without a
+    closed form.
     """
     spec, config, compute = setup.spec, setup.config, setup.compute
     unknown = unknown_to_estimates(config)
@@ -77,19 +78,20 @@ def peak(setup: Setup) -> MemoryEstimate:
             best_total, best = total, (instant, at, activations, logits)
 
     residual = layers[-1].residual * spec.hidden_size * num_tokens
-    # What asks for the gradient of a frozen embedding's output keeps it, and that, until the loss is
-    # forgotten, in the next micro-step's forward; a first layer that is checkpointed keeps it anyway.
-    asks = weights.is_frozen and config.gradient_checkpointing != "none"
-    if asks and config.gradient_checkpointing == "selective_layer":
+    # Checkpointing with frozen weights requires a gradient of the embedding's output. The output and its
+    # gradient stay allocated until the loss is freed, which is in the next micro-step's forward. A
+    # checkpointed first layer saves the output anyway.
+    needs_input_gradient = weights.is_frozen and config.gradient_checkpointing != "none"
+    if needs_input_gradient and config.gradient_checkpointing == "selective_layer":
         fixed += residual
-    left = 2 * residual * (asks and config.gradient_accumulation_steps > 1)
-    consider("forward: the loss", step.at_forward_loss, saved + fixed + left, loss.forward)
+    left_over = 2 * residual * (needs_input_gradient and config.gradient_accumulation_steps > 1)
+    consider("forward: the loss", step.at_forward_loss, saved + fixed + left_over, loss.forward)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
-    if config.loss_kernel != "fused_linear":  # whose head has its gradient already, from forward
+    if config.loss_kernel != "fused_linear":  # fused_linear computes the head's gradient in forward
         consider("backward: lm_head", step.at_head, saved + fixed, loss.head)
-    elif compute == AUTOCAST:  # but in bf16: the parameter's, in fp32, lies beside it
+    elif compute == AUTOCAST:  # that gradient is bf16: the parameter's fp32 gradient comes on top
         consider("backward: lm_head", step.at_norm, saved + fixed, loss.head)
     consider("backward: norm", step.at_norm, saved + fixed + loss.norm, 0)
     last = spec.num_layers - 1
@@ -97,32 +99,33 @@ def peak(setup: Setup) -> MemoryEstimate:
         below = sums[index] * num_tokens + residual + fixed
         for moment in layers[index].moments:
             at = step.at_layer(index, made_at(moment))
-            held = below + moment.num_bytes * num_tokens
-            consider(f"backward: layers.{index}.{moment.where}", at, held, 0)
+            activations = below + moment.num_bytes * num_tokens
+            consider(f"backward: layers.{index}.{moment.where}", at, activations, 0)
             if weights.unpacked_bytes and moment.ffn_grads == 1:  # before the last of the three gradients
                 at = replace(at, temporary=at.temporary + weights.unpacked_bytes)
-                held -= 2 * spec.ffn_size * num_tokens
-                consider(f"backward: layers.{index}, unpacking", at, held, 0)
+                activations -= 2 * spec.ffn_size * num_tokens
+                consider(f"backward: layers.{index}, unpacking", at, activations, 0)
         for arrival in layers[index].arrivals if step.at_arrival else ():
             at = step.at_arrival(index, arrival.place)
             if at is not None:
-                held = below + arrival.when_made * num_tokens
-                consider(f"backward: layers.{index}.{arrival.place}", at, held, 0)
+                activations = below + arrival.when_made * num_tokens
+                consider(f"backward: layers.{index}.{arrival.place}", at, activations, 0)
     outside = {
         "lm_head": saved + fixed + loss.final_norm,
         "norm": saved + fixed + loss.final_norm,
         "embed_tokens": fixed,
-        "end": 2 * residual * asks,
+        "end": 2 * residual * needs_input_gradient,
     }
     for where, at in step.at_reductions:
         if where.layer is None:
             consider(f"backward: {where.place}, reducing", at, outside.get(where.place, fixed), 0)
         else:
-            held = _in_hook(layers[where.layer], where, made_at) + sums[where.layer]
+            per_token = _in_hook(layers[where.layer], where, made_at) + sums[where.layer]
             name = f"backward: layers.{where.layer}, reducing"
-            consider(name, at, held * num_tokens + residual + fixed, 0)
-    consider("backward: embed_tokens", step.at_embedding, (2 if asks else 1) * residual + fixed, 0)
-    consider("optimizer step", step.at_optimizer, 2 * residual * asks, 0)
+            consider(name, at, per_token * num_tokens + residual + fixed, 0)
+    residuals = (2 if needs_input_gradient else 1) * residual
+    consider("backward: embed_tokens", step.at_embedding, residuals + fixed, 0)
+    consider("optimizer step", step.at_optimizer, 2 * residual * needs_input_gradient, 0)
 
     instant, at, activations, logits = best
     state = step.state
@@ -140,8 +143,8 @@ def peak(setup: Setup) -> MemoryEstimate:
     return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
 
 
-def _in_hook(layer: LayerMemory, where: Where, made_at: Callable[[Moment], float]) -> float:
-    """Bytes per token that a layer holds in the hook of a gradient."""
+def _in_hook(layer: LayerMemory, where: Instant, made_at: Callable[[Moment], float]) -> float:
+    """Return a layer's bytes per token during the hook of a gradient."""
     for arrival in layer.arrivals:
         if arrival.place == where.place:
             return arrival.in_hook
@@ -150,7 +153,7 @@ def _in_hook(layer: LayerMemory, where: Where, made_at: Callable[[Moment], float
 
 
 def _parameters_here(setup: Setup, num_bytes: int) -> int:
-    """Bytes of parameters on the GPU, of `num_bytes` that would lie there without offload and hpZ."""
+    """Return the bytes of parameters on the GPU; without offload and hpZ these would be `num_bytes`."""
     placement, stored = setup.placement, setup.weights.total
     if placement.parameter_device != "none":
         num_bytes = 0
@@ -162,7 +165,7 @@ def _parameters_here(setup: Setup, num_bytes: int) -> int:
 
 
 def _saved_below(layers: list[LayerMemory]) -> list[float]:
-    """Bytes per token kept by the layers before each, and by all."""
+    """Return the bytes per token saved by the layers below each layer, and by all layers (the last item)."""
     sums = [0.0]
     for layer in layers:
         sums.append(sums[-1] + layer.saved)
@@ -170,10 +173,10 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
 
 
 def _shared(setup: Setup) -> float:
-    """What all layers share: RoPE's sine and cosine, and with eager attention each sequence's mask.
+    """Return the bytes that all layers share: RoPE's sine and cosine, and eager attention's masks.
 
-    A layer's backward does not need the mask, only its recomputation does. With adapters the mask always
-    counts: their traces are nearer to that.
+    Only recomputation needs the mask, backward does not. With adapters the mask always counts, because this
+    fits their traces better.
     """
     config = setup.config
     e = 2 if setup.compute == BF16 else 4
@@ -185,7 +188,7 @@ def _shared(setup: Setup) -> float:
 
 
 def _engine_step(setup: Setup) -> Step:
-    """The bytes of parameters at each instant of a step, by the function of the setup's engine."""
+    """Return the step of the setup's engine."""
     spec, strategy, config = setup.spec, setup.strategy, setup.config
     weights, dtypes = setup.weights, setup.dtypes
     accumulates = config.gradient_accumulation_steps > 1

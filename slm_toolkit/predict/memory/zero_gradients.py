@@ -1,10 +1,11 @@
-"""Gradients under DeepSpeed's ZeRO-1 and ZeRO-2: bytes that rank 0 holds at each instant of backward.
+"""Bytes of gradients on rank 0 at each instant of backward, under DeepSpeed's ZeRO-1 and ZeRO-2.
 
-Follows `DeepSpeedZeroOptimizer` of deepspeed 0.19.8, runtime/zero/stage_1_and_2.py; docstrings name its
-functions. Backward makes one gradient after the other. Each is copied into a bucket of `reduce_bucket_size`
-elements (DeepSpeed's IPG bucket: "independent partition gradient"). When the next gradient does not fit, the
-bucket is reduced: a flat copy of it is sent, and the gradients of rank 0's partition are copied out of it. A
-gradient larger than a bucket is reduced where it lies. The last bucket is reduced when backward has ended.
+This follows `DeepSpeedZeroOptimizer` of deepspeed 0.19.8, runtime/zero/stage_1_and_2.py; docstrings name its
+functions. Backward computes one gradient after the other. Each gradient is copied into a bucket of
+`reduce_bucket_size` elements (DeepSpeed's IPG bucket: "independent partition gradient"). When the next
+gradient does not fit, the bucket is reduced: a flat copy of it is sent, and the gradients of rank 0's
+partition are copied out of it. A gradient larger than a bucket is reduced without being copied into it. The
+last bucket is reduced after backward.
 """
 
 from bisect import bisect_left
@@ -22,16 +23,16 @@ class Tensor:
     """A trained parameter."""
 
     place: str
-    "the module that it belongs to: embed_tokens, norm, lm_head, q_proj, ...; adapter"
+    "its module: embed_tokens, norm, lm_head, q_proj, ...; adapter"
     layer: int | None
     num_elements: int
     is_matrix: bool = True
-    "norms and biases are the optimizer's second group, without weight decay"
+    "False for norms and biases: they are the optimizer's second group, without weight decay"
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced."""
+    """The settings of DeepSpeed's gradient reduction."""
 
     stage: int
     num_ranks: int
@@ -40,27 +41,27 @@ class Reduction:
     overlap_comm: bool
     contiguous_gradients: bool
     parameter_bytes: int
-    "of one element, and of its gradient as backward makes it"
+    "per element of a parameter, and of its gradient in backward"
     reduced_bytes: int
-    "of one element in the collectives"
+    "per element in the collectives"
     kept_bytes: int
-    "of one element as the optimizer takes it"
+    "per element of the reduced gradient that the optimizer reads"
 
     @property
     def buckets_bytes(self) -> int:
-        """Two buckets with overlap_comm: one is filled while the other is sent."""
+        """Bytes of the buckets. overlap_comm has two: one is filled while the other is sent."""
         num_buckets = (2 if self.overlap_comm else 1) if self.contiguous_gradients else 0
         return num_buckets * self.bucket * self.parameter_bytes
 
     @property
     def is_widened(self) -> bool:
-        """bf16 weights whose reduced gradients are kept in fp32."""
+        """True if the weights are bf16 and their reduced gradients are kept in fp32."""
         return self.kept_bytes > self.parameter_bytes
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes at one instant."""
+class Allocated:
+    """Bytes allocated at one instant."""
 
     gradients: float = 0.0
     communication: float = 0.0
@@ -71,85 +72,85 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A gradient: what rank 0 holds around it."""
+class GradientBytes:
+    """The bytes on rank 0 around the instant when a gradient is computed."""
 
     tensor: Tensor
-    before: Held
-    "when backward makes it, without it"
-    reducing: Held
-    "the most in DeepSpeed's hook, with it"
-    after: Held
+    before: Allocated
+    "when backward computes the gradient, without its own bytes"
+    reducing: Allocated
+    "the peak in DeepSpeed's hook, with the gradient"
+    after: Allocated
 
 
 @dataclass(frozen=True)
-class Where:
+class Instant:
     """An instant at which DeepSpeed reduces a bucket or allocates its buffers."""
 
     place: str
-    "the module whose gradient's hook does so; end: backward has ended"
+    "the module whose gradient's hook reduces or allocates; end: after backward"
     layer: int | None = None
     num_elements: int = 0
-    "elements of the layer's matrices that have gradients by then"
+    "elements of the layer's matrices that have gradients at that instant"
 
 
 @dataclass(frozen=True)
 class Layer:
     """The backward of one decoder layer."""
 
-    made: dict[str, Made]
-    "by the matrix's name"
-    progress: tuple[tuple[int, Held], ...]
-    "how many elements of its matrices have gradients, and what is held then"
+    made: dict[str, GradientBytes]
+    "keyed by the matrix's name"
+    progress: tuple[tuple[int, Allocated], ...]
+    "pairs: number of elements of its matrices that have gradients, and the bytes at that instant"
 
-    def held_at(self, num_elements: float) -> Held:
-        """What is held once so many elements of its matrices have gradients."""
+    def held_at(self, num_elements: float) -> Allocated:
+        """Return the bytes once at least `num_elements` elements of its matrices have gradients."""
         return self.progress[bisect_left(self.progress, num_elements, key=itemgetter(0))][1]
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward of a step. Of several micro-steps, each instant is that of the one that holds most."""
+    """The backward of a step. With several micro-steps, each instant has the largest bytes among them."""
 
-    at_loss: Held
-    at_norm: Held
+    at_loss: Allocated
+    at_norm: Allocated
     layers: dict[int, Layer]
-    at_embedding: Held
-    "before the embedding's gradient is made; a tied head's part of it is there already"
-    reductions: tuple[tuple[Where, Held], ...]
+    at_embedding: Allocated
+    "before the embedding's gradient is computed; a tied head's part of the gradient exists already"
+    reductions: tuple[tuple[Instant, Allocated], ...]
     crowded_layer: int
     "the layer in whose backward the buffer for reduced gradients is allocated"
     kept: float
-    "bytes of reduced gradients that the optimizer's step begins with"
+    "bytes of reduced gradients when the optimizer's step begins"
     largest_piece: int
     "elements of the largest gradient (or part of a gradient) in rank 0's partition"
     num_matrices: int
-    "in rank 0's partition"
+    "number of matrices in rank 0's partition"
 
 
 def tensors_of(spec: ModelSpec, weights: Weights) -> tuple[Tensor, ...]:
-    """Trained parameters in the model's order, which is that of the optimizer's partitions."""
+    """Return the trained parameters in the model's order, which is the order of the partitions, too."""
     if weights.is_frozen:
         shapes = weights.adapter_shapes
         return tuple(
             Tensor("adapter", layer, prod(shape)) for layer in range(spec.num_layers) for shape in shapes
         )
-    found = [Tensor("embed_tokens", None, spec.embedding_params)]
+    tensors = [Tensor("embed_tokens", None, spec.embedding_params)]
     if spec.learned_positions:
-        found.append(Tensor("embed_positions", None, spec.learned_positions * spec.hidden_size))
+        tensors.append(Tensor("embed_positions", None, spec.learned_positions * spec.hidden_size))
     for layer in range(spec.num_layers):
         for name, (inputs, outputs) in matrices_of(spec).items():
             if name == "gate_proj" and not spec.gated_ffn:
                 continue
-            found.append(Tensor(name, layer, inputs * outputs))
+            tensors.append(Tensor(name, layer, inputs * outputs))
             if _has_bias(spec, name):
-                found.append(Tensor(name, layer, outputs, is_matrix=False))
+                tensors.append(Tensor(name, layer, outputs, is_matrix=False))
         for name in ("input_layernorm", "post_attention_layernorm"):
-            found.append(Tensor(name, layer, spec.norm_params, is_matrix=False))
-    found.append(Tensor("norm", None, spec.norm_params, is_matrix=False))
+            tensors.append(Tensor(name, layer, spec.norm_params, is_matrix=False))
+    tensors.append(Tensor("norm", None, spec.norm_params, is_matrix=False))
     if not spec.tied:
-        found.append(Tensor("lm_head", None, spec.embedding_params))
-    return tuple(found)
+        tensors.append(Tensor("lm_head", None, spec.embedding_params))
+    return tuple(tensors)
 
 
 def _has_bias(spec: ModelSpec, name: str) -> bool:
@@ -173,17 +174,17 @@ _IN_BACKWARD = (
     "embed_positions",
     "embed_tokens",
 )
-"modules in the order in which backward makes their gradients"
+"modules in the order in which backward computes their gradients"
 
 
 def in_backward(tensors: tuple[Tensor, ...]) -> list[int]:
-    """Indices of tensors in the order in which backward makes their gradients."""
+    """Return the tensors' indices in the order in which backward computes their gradients."""
     rank = {place: index for index, place in enumerate(_IN_BACKWARD)}
     last = max(tensor.layer or 0 for tensor in tensors)
 
     def order(index: int) -> tuple[int, int]:
         tensor = tensors[index]
-        if tensor.layer is None:  # the head and the final norm before all layers, embeddings after them
+        if tensor.layer is None:  # head and final norm before all layers, embeddings after them
             return (-1 if tensor.place in ("lm_head", "norm") else last + 1), rank[tensor.place]
         return last - tensor.layer, -index if tensor.place == "adapter" else rank[tensor.place]
 
@@ -192,19 +193,19 @@ def in_backward(tensors: tuple[Tensor, ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Share:
-    """The ranks whose partitions a tensor lies in."""
+    """The ranks whose partitions contain a part of a tensor."""
 
     first_rank: int
     last_rank: int
     first_piece: int
-    "elements of it in the first rank's partition"
+    "the tensor's elements in the first rank's partition"
     partition: int
-    "elements of each rank's partition of its group"
+    "elements of each rank's partition of the tensor's group"
 
 
 def _shares(tensors: tuple[Tensor, ...], num_ranks: int) -> list[_Share]:
-    """DeepSpeed cuts each group of parameters into equal partitions of an even number of elements."""
-    found = {}
+    """Return each tensor's share. DeepSpeed splits a group into equal partitions of an even size."""
+    shares = {}
     for is_matrix in (True, False):
         group = [index for index, tensor in enumerate(tensors) if tensor.is_matrix == is_matrix]
         num_elements = sum(tensors[index].num_elements for index in group)
@@ -214,48 +215,49 @@ def _shares(tensors: tuple[Tensor, ...], num_ranks: int) -> list[_Share]:
             end = start + tensors[index].num_elements
             first_rank = start // partition
             piece = min(end, (first_rank + 1) * partition) - start
-            found[index] = _Share(first_rank, (end - 1) // partition, piece, partition)
+            shares[index] = _Share(first_rank, (end - 1) // partition, piece, partition)
             start = end
-    return [found[index] for index in range(len(tensors))]
+    return [shares[index] for index in range(len(tensors))]
 
 
 class _Rank:
-    """Rank 0 in a micro-step that reduces."""
+    """The bytes of rank 0 during a micro-step that reduces gradients."""
 
     def __init__(self, reduction: Reduction, tensors: tuple[Tensor, ...], shares: list[_Share]) -> None:
         self.reduction, self.tensors, self.shares = reduction, tensors, shares
         self.outside: dict[int, int] = {}
-        "bytes of gradients that are not in the bucket, by the tensor's index"
+        "bytes of gradients outside the bucket, by the tensor's index"
         self.outside_bytes = 0
         self.kept_bytes = 0
-        "reduced gradients of rank 0's partition, with those of earlier micro-steps"
+        "reduced gradients of rank 0's partition, including those of earlier micro-steps"
         self.has_room: set[bool] = set()
-        "groups (True: matrices) that have a buffer for reduced gradients in this micro-step"
+        "groups (True: matrices) whose buffer for reduced gradients is allocated in this micro-step"
         self.bucket: list[int] = []
         self.bucket_elements = 0
         self.freed_next: list[int] = []
-        "overlap_comm without contiguous_gradients: the next reduction frees these"
+        "with overlap_comm and without contiguous_gradients, the next reduction frees these"
         self.communication_bytes = 0
         self.crowded_layer: int | None = None
-        self.most = Held()
-        "since the last `forget`"
+        self.most = Allocated()
+        "the peak since the last `forget`"
 
     @property
-    def held(self) -> Held:
-        return Held(self.outside_bytes + self.kept_bytes, self.communication_bytes)
+    def held(self) -> Allocated:
+        return Allocated(self.outside_bytes + self.kept_bytes, self.communication_bytes)
 
     def look(self, temporary_bytes: int = 0) -> None:
-        """Note what is held now, if it is the most."""
+        """Update the peak with the bytes of now."""
         held = self.held
         if held.total + temporary_bytes > self.most.total:
             self.most = replace(held, communication=held.communication + temporary_bytes)
 
-    def forget(self) -> Held:
-        found, self.most = self.most, Held()
-        return found
+    def forget(self) -> Allocated:
+        """Return the peak and reset it."""
+        most, self.most = self.most, Allocated()
+        return most
 
     def put_outside(self, index: int) -> None:
-        """A new gradient; it is added to that of an earlier micro-step if there is one."""
+        """Allocate a gradient, unless an earlier micro-step has: then backward adds to that tensor."""
         if index not in self.outside:
             self.outside[index] = self.tensors[index].num_elements * self.reduction.parameter_bytes
             self.outside_bytes += self.outside[index]
@@ -264,7 +266,7 @@ class _Rank:
         self.outside_bytes -= self.outside.pop(index, 0)
 
     def arrive(self, index: int) -> None:
-        """reduce_independent_p_g_buckets_and_remove_grads"""
+        """Put a gradient into the bucket: reduce_independent_p_g_buckets_and_remove_grads."""
         how, num_elements = self.reduction, self.tensors[index].num_elements
         if self.bucket_elements + num_elements > how.bucket:
             self.reduce()
@@ -276,7 +278,7 @@ class _Rank:
         self.bucket_elements += num_elements
 
     def reduce(self) -> None:
-        """reduce_ipg_grads"""
+        """Reduce the bucket and empty it: reduce_ipg_grads."""
         how = self.reduction
         if how.is_widened and how.contiguous_gradients:
             self._make_widened_room()
@@ -284,16 +286,16 @@ class _Rank:
             self.free(index)
         self.freed_next = []
         self.look(self._sent_bytes())
-        if how.is_widened and not how.contiguous_gradients:  # while the sent copy is there
+        if how.is_widened and not how.contiguous_gradients:  # while the sent copy is allocated
             self._make_widened_room()
             self.look(self.bucket_elements * how.reduced_bytes)
         for index in self.bucket:
-            is_own = self.shares[index].first_rank == 0
-            if is_own and how.contiguous_gradients and not how.is_widened:  # copy_grads_in_partition
+            in_partition = self.shares[index].first_rank == 0
+            if in_partition and how.contiguous_gradients and not how.is_widened:  # copy_grads_in_partition
                 self._make_room()
                 self.look()
                 self.free(index)
-            elif not is_own and how.stage == 2:
+            elif not in_partition and how.stage == 2:
                 if how.overlap_comm and not how.contiguous_gradients:
                     self.freed_next.append(index)
                 else:
@@ -301,13 +303,13 @@ class _Rank:
         self.bucket, self.bucket_elements = [], 0
 
     def _make_room(self) -> None:
-        """grads_in_partition: a buffer for whole gradients, of all tensors that rank 0 has any part of."""
+        """Allocate grads_in_partition: all tensors with a part in rank 0's partition, each of them whole."""
         if not self.has_room:
             self.has_room = {True, False}
             self.kept_bytes += _kept_bytes(self.reduction, self.tensors, self.shares)
 
     def _make_widened_room(self) -> None:
-        """_build_compact_grad_partition_buffer: a buffer per group, for rank 0's partition alone."""
+        """Allocate a buffer per group for rank 0's partition only: _build_compact_grad_partition_buffer."""
         for index in self.bucket:
             group = self.tensors[index].is_matrix
             if self.shares[index].first_rank == 0 and group not in self.has_room:
@@ -315,9 +317,9 @@ class _Rank:
                 self.kept_bytes += self.shares[index].partition * self.reduction.kept_bytes
 
     def _sent_bytes(self) -> int:
-        """average_tensor, allreduce_bucket: a flat copy of the bucket, and a copy in the dtype of sending.
+        """Return the bytes of the bucket's flat copy and its cast copy: average_tensor, allreduce_bucket.
 
-        Neighbours for the same rank are one slice. A single slice is sent without a flat copy.
+        Adjacent gradients for the same rank are one slice. A single slice is sent without a flat copy.
         """
         how, bucket = self.reduction, self.bucket
         flat, cast = how.parameter_bytes, how.reduced_bytes * (how.reduced_bytes != how.parameter_bytes)
@@ -336,7 +338,7 @@ class _Rank:
 
 
 def _sent_bytes_of_large(num_elements: int, share: _Share, bucket: int, flat: int, cast: int) -> int:
-    """allreduce_and_scatter: pieces of a large gradient are put together until a bucket is full."""
+    """Return the same for a gradient larger than a bucket, which allreduce_and_scatter sends in pieces."""
     first, piece = share.first_piece, share.partition
     if first <= bucket:
         first += ((bucket - first) // piece + 1) * piece
@@ -349,21 +351,24 @@ def _sent_bytes_of_large(num_elements: int, share: _Share, bucket: int, flat: in
 
 
 def _kept_bytes(reduction: Reduction, tensors: tuple[Tensor, ...], shares: list[_Share]) -> int:
-    """Reduced gradients of rank 0's partition; if not widened, of tensors that cross its end the whole."""
-    own = [index for index, share in enumerate(shares) if share.first_rank == 0]
+    """Return the bytes of rank 0's reduced gradients; unless widened, the last tensor counts whole."""
+    in_partition = [index for index, share in enumerate(shares) if share.first_rank == 0]
     if reduction.is_widened:
-        partitions = {tensors[index].is_matrix: shares[index].partition for index in own}
+        partitions = {tensors[index].is_matrix: shares[index].partition for index in in_partition}
         return sum(partitions.values()) * reduction.kept_bytes
-    return sum(tensors[index].num_elements for index in own) * reduction.kept_bytes
+    return sum(tensors[index].num_elements for index in in_partition) * reduction.kept_bytes
 
 
 @lru_cache(maxsize=128)
 def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_micro_steps: int) -> Backward:
-    """Cached: it is the same for every batch, and takes longer than the rest of an estimate."""
+    """Return the backward of a step.
+
+    It is cached because it does not depend on the batch, and takes longer than the rest of an estimate.
+    """
     tensors = tensors_of(spec, weights)
     shares = _shares(tensors, reduction.num_ranks)
     kept = _kept_bytes(reduction, tensors, shares)
-    # autograd holds the head's part of a tied gradient until it has the embedding's
+    # autograd keeps the head's part of a tied gradient until it has the embedding's part
     waiting = weights.trained_vocabulary * reduction.parameter_bytes * spec.tied
     rank = _Rank(reduction, tensors, shares)
     if num_micro_steps > 1 and reduction.stage == 2:
@@ -381,66 +386,71 @@ def backward_of(spec: ModelSpec, weights: Weights, reduction: Reduction, *, num_
     rank.reduce()
     rank.look()
     at_end = rank.forget()
-    own = [index for index, share in enumerate(shares) if share.first_rank == 0]
-    outside = {one.tensor.place: one for one in made if one.tensor.layer is None}
+    in_partition = [index for index, share in enumerate(shares) if share.first_rank == 0]
+    outside = {gradient.tensor.place: gradient for gradient in made if gradient.tensor.layer is None}
     return Backward(
         at_loss,
         at_norm=outside["norm"].after if "norm" in outside else at_loss,
         layers=_layers(made),
         at_embedding=outside["embed_tokens"].before if "embed_tokens" in outside else at_end,
-        reductions=(*_reductions(made, waiting, reduction), (Where("end"), at_end)),
+        reductions=(*_reductions(made, waiting, reduction), (Instant("end"), at_end)),
         crowded_layer=rank.crowded_layer or 0,
         kept=kept,
-        largest_piece=max(min(tensors[index].num_elements, shares[index].first_piece) for index in own),
-        num_matrices=sum(tensors[index].is_matrix for index in own),
+        largest_piece=max(
+            min(tensors[index].num_elements, shares[index].first_piece) for index in in_partition
+        ),
+        num_matrices=sum(tensors[index].is_matrix for index in in_partition),
     )
 
 
-def _layers(made: list[Made]) -> dict[int, Layer]:
-    found: dict[int, Layer] = {}
-    for one in made:
-        if one.tensor.layer is None:
+def _layers(made: list[GradientBytes]) -> dict[int, Layer]:
+    layers: dict[int, Layer] = {}
+    for gradient in made:
+        tensor = gradient.tensor
+        if tensor.layer is None:
             continue
-        layer = found.get(one.tensor.layer, Layer({}, ((0, one.before),)))
+        layer = layers.get(tensor.layer, Layer({}, ((0, gradient.before),)))
         *earlier, last = layer.progress
-        if one.tensor.is_matrix:
-            progress = (*earlier, last, (last[0] + one.tensor.num_elements, one.after))
-            layer = Layer({**layer.made, one.tensor.place: one}, progress)
+        if tensor.is_matrix:
+            progress = (*earlier, last, (last[0] + tensor.num_elements, gradient.after))
+            layer = Layer({**layer.made, tensor.place: gradient}, progress)
         else:  # a norm or a bias counts with the matrix before it
-            layer = replace(layer, progress=(*earlier, (last[0], one.after)))
-        found[one.tensor.layer] = layer
-    return found
+            layer = replace(layer, progress=(*earlier, (last[0], gradient.after)))
+        layers[tensor.layer] = layer
+    return layers
 
 
-def _reductions(made: list[Made], waiting_bytes: int, reduction: Reduction) -> list[tuple[Where, Held]]:
-    """Hooks in which rank 0 holds more than when the gradient was made.
+def _reductions(
+    made: list[GradientBytes], waiting_bytes: int, reduction: Reduction
+) -> list[tuple[Instant, Allocated]]:
+    """Return the hooks in which rank 0 needs more bytes than when the gradient was computed.
 
-    A hook counts only if it holds more than those of the same module in layers above: activations are fewer
-    below.
+    A hook counts only if it needs more than the same module's hooks in the layers above: a lower layer has
+    fewer saved activations.
     """
-    found: list[tuple[Where, Held]] = []
+    reductions: list[tuple[Instant, Allocated]] = []
     most: dict[tuple[str, int, int], float] = {}
     num_elements, layer = 0, None
-    for one in made:
-        tensor, held = one.tensor, one.reducing
+    for gradient in made:
+        tensor, held = gradient.tensor, gradient.reducing
         if tensor.layer != layer:
             num_elements, layer = 0, tensor.layer
         num_elements += tensor.num_elements * (tensor.is_matrix and layer is not None)
         own_bytes = tensor.num_elements * reduction.parameter_bytes
         if tensor.place == "embed_tokens" and waiting_bytes:  # both parts, and their sum
-            adding = one.before.gradients + 2 * own_bytes
-            found.append((Where(tensor.place), replace(one.before, gradients=adding)))
-        if held.total <= one.before.total + own_bytes:
+            adding = gradient.before.gradients + 2 * own_bytes
+            reductions.append((Instant(tensor.place), replace(gradient.before, gradients=adding)))
+        if held.total <= gradient.before.total + own_bytes:
             continue
         key = (tensor.place, num_elements, (layer or 0) % 2)  # selective_layer recomputes every second layer
         if held.total > most.get(key, 0.0):
             most[key] = held.total
-            found.append((Where(tensor.place, layer, num_elements), held))
-    return found
+            reductions.append((Instant(tensor.place, layer, num_elements), held))
+    return reductions
 
 
-def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
-    """A micro-step that reduces gradients; the last bucket is left to be reduced."""
+def _reducing(rank: _Rank, waiting_bytes: int) -> list[GradientBytes]:
+    """Return the gradients of a micro-step that reduces; the caller reduces the last bucket."""
     made, how = [], rank.reduction
     at_once = how.stage == 2 or how.overlap_comm
     rank.kept_bytes += waiting_bytes
@@ -453,7 +463,7 @@ def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
         rank.look()
         if at_once:
             rank.arrive(index)
-        made.append(Made(rank.tensors[index], before, rank.forget(), rank.held))
+        made.append(GradientBytes(rank.tensors[index], before, rank.forget(), rank.held))
     if not at_once:  # reduce_gradients, group by group
         for index in sorted(rank.outside, key=lambda index: (not rank.tensors[index].is_matrix, index)):
             rank.arrive(index)
@@ -462,29 +472,29 @@ def _reducing(rank: _Rank, waiting_bytes: int) -> list[Made]:
 
 def _not_reducing(
     reduction: Reduction, tensors: tuple[Tensor, ...], waiting_bytes: int, *, is_first: bool
-) -> list[Made]:
-    """A micro-step of ZeRO-1 before the last one: gradients are summed in `param.grad`."""
+) -> list[GradientBytes]:
+    """Return the gradients of a micro-step of ZeRO-1 before the last: they are summed in `param.grad`."""
     made, buckets = [], reduction.buckets_bytes
     sizes = [tensor.num_elements * reduction.parameter_bytes for tensor in tensors]
-    held = Held(waiting_bytes + (0 if is_first else sum(sizes)), 0 if is_first else buckets)
+    held = Allocated(waiting_bytes + (0 if is_first else sum(sizes)), 0 if is_first else buckets)
     for index in in_backward(tensors):
         before, size = held, sizes[index]
         of_head = waiting_bytes if tensors[index].place == "embed_tokens" else 0
-        held = Held(before.gradients - of_head + size * is_first, buckets)
+        held = Allocated(before.gradients - of_head + size * is_first, buckets)
         reducing = replace(held, gradients=held.gradients + size * (not is_first))
-        made.append(Made(tensors[index], before, reducing, held))
+        made.append(GradientBytes(tensors[index], before, reducing, held))
     return made
 
 
-def _most(one: Made, other: Made) -> Made:
-    """The same gradient in two micro-steps: at each instant the one that holds more."""
+def _most(first: GradientBytes, second: GradientBytes) -> GradientBytes:
+    """Return a gradient that two micro-steps compute, with the larger bytes at each instant."""
 
-    def larger(first: Held, second: Held) -> Held:
-        return max(first, second, key=lambda held: held.total)
+    def larger(*instants: Allocated) -> Allocated:
+        return max(instants, key=lambda held: held.total)
 
-    return Made(
-        one.tensor,
-        larger(one.before, other.before),
-        larger(one.reducing, other.reducing),
-        larger(one.after, other.after),
+    return GradientBytes(
+        first.tensor,
+        larger(first.before, second.before),
+        larger(first.reducing, second.reducing),
+        larger(first.after, second.after),
     )

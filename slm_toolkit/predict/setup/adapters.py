@@ -1,4 +1,4 @@
-"""What `--peft` makes of a model: where adapters sit, which weights are trained and which lie frozen."""
+"""Count a model's adapters, its trained weights and its frozen weights under `--peft`."""
 
 import math
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ FFN = ("gate_proj", "up_proj", "down_proj")
 _IA3_OF = {"qwen2": ("q_proj", "v_proj", "down_proj")}  # peft 0.21, utils/constants.py
 _IA3 = ("k_proj", "v_proj", "down_proj")  # the same for llama and mistral
 NF4_BLOCK, SCALE_BLOCK = 64, 256
-"weights with a scale of 8 bits, and scales with one of 32: bitsandbytes 0.50, functional.quantize_4bit"
+"64 weights share an 8-bit scale, 256 scales an fp32 scale: bitsandbytes 0.50, functional.quantize_4bit"
 CODE_BYTES = (16 + 256) * 4 + 4
-"of each quantized matrix: NF4's 16 values, those of the scales' 256, and the scales' mean, fp32"
+"per quantized matrix, in fp32: NF4's 16 values, the 256 values of its scales, and the mean of its scales"
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The same in every decoder layer."""
+    """The adapters of one decoder layer; all layers have the same."""
 
     targets: tuple[str, ...]
-    "matrices that have one, of ATTENTION and FFN"
+    "the matrices of ATTENTION and FFN that have an adapter"
     rank: int
-    "of LoRA's two matrices; 0: IA3, a vector"
+    "rank of LoRA's two matrices; 0: IA3, whose adapter is a vector"
     drops: bool
-    "dropout before LoRA's matrices"
+    "True if there is dropout before LoRA's matrices"
     is_quantized: bool
-    "the frozen matrices of the layers are in 4 bits"
+    "True if the frozen matrices of the layers have 4 bits per weight"
 
     def __contains__(self, name: str) -> bool:
         return name in self.targets
@@ -36,27 +36,27 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Weights:
-    """Elements as they are stored, sharded and gathered: four weights of 4 bits are one of bf16."""
+    """Numbers of stored elements: four 4-bit weights are stored, sharded and gathered as one bf16 element."""
 
     total: int
     layer: int
     vocabulary: int
-    "of one vocabulary matrix"
+    "in one vocabulary matrix"
     trained: int
     trained_layer: int
     trained_vocabulary: int
     trained_norm: int
-    "of the final norm"
+    "in the final norm"
     largest_trained: int
-    "tensor"
+    "in the largest trained tensor"
     widest_trained: int
-    "tensor of a layer"
+    "in the largest trained tensor of a layer"
     adapter_shapes: tuple[tuple[int, int], ...] = ()
     "rows and columns of a layer's adapters"
     scales_bytes: int = 0
-    "that each rank holds whole, of weights in 4 bits"
+    "scales of the 4-bit weights; they are not sharded"
     unpacked_bytes: int = 0
-    "of the largest matrix in bf16, and its scales in fp32, which backward makes of the 4 bits"
+    "the largest matrix in bf16 and its scales in fp32: backward unpacks the 4-bit weights into them"
 
     @property
     def is_frozen(self) -> bool:
@@ -64,7 +64,10 @@ class Weights:
 
 
 def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
-    """None where all weights are trained. Raises ValueError for modules that no closed form covers."""
+    """Return the adapters, or None if all weights are trained.
+
+    Raise ValueError for modules without a closed form.
+    """
     if config.peft == "none":
         return None
     if problem := unknown_targets(config):
@@ -85,18 +88,21 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
 
 
 def unknown_targets(config: RunConfig) -> str | None:
-    """What of `--lora_target_modules` has no closed form, as a sentence."""
+    """Return an error if `--lora_target_modules` names a module without a closed form, else None."""
     others = [name for name in _target_names(config) or () if name not in (*ATTENTION, *FFN)]
     if config.peft == "none" or not others:
         return None
     return (
-        f"--lora_target_modules {others[0]}: no closed form for it, there are "
+        f"--lora_target_modules {others[0]}: no closed form for it; estimates cover "
         f"{', '.join((*ATTENTION, *FFN))} of all layers, and all-linear"
     )
 
 
 def _target_names(config: RunConfig) -> set[str] | None:
-    """Without the block they lie in, as peft matches the ends of names; None: all, or as IA3 has them."""
+    """Return the targets without their block's name, because peft matches the ends of names.
+
+    None means all-linear: all matrices for LoRA, peft's defaults for IA3.
+    """
     if config.lora_target_modules == "all-linear":
         return None
     names = [name.strip() for name in config.lora_target_modules.split(",")]
@@ -104,7 +110,7 @@ def _target_names(config: RunConfig) -> set[str] | None:
 
 
 def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a decoder layer's matrix products, by transformers' names."""
+    """Return the (inputs, outputs) of each matrix of a decoder layer, by transformers' names."""
     h, f = spec.hidden_size, spec.ffn_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = ((h, query), (h, key), (h, key), (query, h))
@@ -112,25 +118,25 @@ def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def adapter_shapes(spec: ModelSpec, adapters: Adapters) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Rows and columns of what is trained beside each matrix of a layer."""
-    found = {}
+    """Return the (rows, columns) of the adapter tensors of each matrix of a layer."""
+    shapes = {}
     for name, (inputs, outputs) in matrices_of(spec).items():
         if name in adapters and adapters.rank:
-            found[name] = ((adapters.rank, inputs), (outputs, adapters.rank))
-        elif name in adapters:  # before the matrix in an FFN's last, else behind it
-            found[name] = ((1, inputs) if name == "down_proj" else (outputs, 1),)
-    return found
+            shapes[name] = ((adapters.rank, inputs), (outputs, adapters.rank))
+        elif name in adapters:  # IA3 scales the inputs of down_proj, and the outputs of the others
+            shapes[name] = ((1, inputs) if name == "down_proj" else (outputs, 1),)
+    return shapes
 
 
 def adapter_sizes(spec: ModelSpec, adapters: Adapters) -> dict[str, int]:
-    """Trained parameters beside each matrix of a layer."""
+    """Return the number of adapter parameters of each matrix of a layer."""
     shapes = adapter_shapes(spec, adapters)
     return {name: sum(map(math.prod, of_matrix)) for name, of_matrix in shapes.items()}
 
 
 @lru_cache(maxsize=4096)
 def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
-    """How many elements there are of each, and how many of them have gradients and an optimizer's state."""
+    """Count a model's elements, and those of them that have gradients and optimizer states."""
     embedding, widest = spec.embedding_params, spec.hidden_size * spec.ffn_size
     if adapters is None:
         return Weights(
@@ -164,5 +170,5 @@ def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
 
 
 def sharded_adapters(weights: Weights, num_ranks: int) -> int:
-    """Elements of a layer's adapters on FSDP2's first rank, which cuts tensors between rows only."""
+    """Return the elements of a layer's adapters on FSDP2's first rank; FSDP2 shards a tensor by rows."""
     return sum(-(-rows // num_ranks) * columns for rows, columns in weights.adapter_shapes)

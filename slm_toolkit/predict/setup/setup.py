@@ -19,60 +19,60 @@ from slm_toolkit.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from slm_toolkit.hardware.prices import Price
 
-# Dtypes: the bytes of each kind of tensor, as `--numerics`, the engine and a DeepSpeed JSON choose them.
+# Dtypes: the bytes per element of each kind of tensor, set by `--numerics`, the engine and a DeepSpeed JSON.
 
 BF16, AUTOCAST, FP32 = "bf16", "autocast", "fp32"
-"""how a step computes: bf16 weights and residual stream; fp32 ones under bf16 autocast (accelerate's DDP);
-all fp32"""
+"""how a step computes: weights and residual stream in bf16; in fp32 under bf16 autocast (accelerate's DDP);
+everything in fp32"""
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes per element; 0 where there is no such tensor."""
+    """Bytes per element; 0 if there is no such tensor."""
 
     parameter: int
     master: int
     moments: int
-    "both of Adam's together"
+    "Adam's two moments together"
     compute: int
-    "gathered or cast parameters, as matrix products take them"
+    "parameters as matrix products read them, after the all-gather or cast"
     gradient: int
-    "as backward gives them"
+    "gradients that backward writes"
     reduced: int
-    "in the collectives"
+    "gradients in the collectives"
     kept_gradient: int
-    "as the optimizer takes them"
+    "gradients that the optimizer reads"
 
 
 def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
-    """Dtypes that flags and the DeepSpeed JSON choose. Raises ValueError where no closed form covers them."""
+    """Return the dtypes that flags and the DeepSpeed JSON set. Raise ValueError without a closed form."""
     fp32_reduction = config.reduce_dtype == "fp32" or _accumulates_in_fp32(strategy)
     return engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
 
 
 def _accumulates_in_fp32(strategy: Strategy) -> bool:
-    """Whether a DeepSpeed JSON asks for fp32 gradients under bf16 weights. Raises ValueError for ZeRO-1."""
+    """Return whether a DeepSpeed JSON sets fp32 gradients for bf16 weights; raise ValueError with ZeRO-1."""
     if strategy.deepspeed is None or not strategy.deepspeed.accumulates_in_fp32:
         return False
     if strategy.zero_stage == 1:
         raise ValueError(
-            f"{strategy.path}: grad_accum_dtype fp32 makes ZeRO-1 another optimizer: no closed form for it\n"
-            "hint: rehearse it: --rehearse N"
+            f"{strategy.path}: no closed form for grad_accum_dtype fp32 with ZeRO-1 (another optimizer)\n"
+            "hint: measure it in a rehearsal: --rehearse N"
         )
     return True
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
-    """What `run/engine/engine.py` makes of `--numerics` under each engine (the README's table, "probed")."""
+    """Return the dtypes that `run/engine/engine.py` sets for `--numerics` (the README's table, "probed")."""
     if numerics == "fp32":
-        own_master = 4 if strategy.is_deepspeed else 0
-        return Dtypes(4, own_master, 8, 4, 4, 4, 4)
-    if strategy.is_deepspeed and fp32_reduction:  # grad_accum_dtype: what is kept is fp32, too
-        own_master = 2 if numerics == "pure_bf16" else 4
-        return Dtypes(2, own_master, 2 * own_master, 2, 2, 4, 4)
+        master = 4 if strategy.is_deepspeed else 0
+        return Dtypes(4, master, 8, 4, 4, 4, 4)
+    if strategy.is_deepspeed and fp32_reduction:  # grad_accum_dtype: kept gradients are fp32, too
+        master = 2 if numerics == "pure_bf16" else 4
+        return Dtypes(2, master, 2 * master, 2, 2, 4, 4)
     if numerics == "pure_bf16":
-        own_master = 2 if strategy.is_deepspeed else 0
-        return Dtypes(2, own_master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
+        master = 2 if strategy.is_deepspeed else 0
+        return Dtypes(2, master, 4, 2, 2, 4 if fp32_reduction else 2, 2)
     if numerics == "aligned" or strategy.is_deepspeed:
         return Dtypes(2, 4, 8, 2, 2, 4 if fp32_reduction else 2, 2)
     if strategy.is_fsdp:  # fp32 shards, gathered in bf16
@@ -81,12 +81,12 @@ def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) ->
 
 
 MANY_RANKS = 2**40
-"a share over so many ranks is less than a byte: what a rank still holds is not sharded"
+"stands for an offloaded state: a share over so many ranks is less than a byte"
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """The network between the GPUs, and their price. None: the GPU's usual network, no price."""
+    """The network between the GPUs (None: the GPU's usual network) and their price (None: unknown)."""
 
     cluster: Cluster | None = None
     price: "Price | None" = None
@@ -94,28 +94,28 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and its configuration on certain GPUs.
+    """A model, strategy and configuration on certain GPUs.
 
-    The closed forms of predict/memory and predict/speed need a setup as it is launched: see `launched`.
-    Reading a property raises ValueError where no closed form covers the strategy or a flag.
+    The closed forms of predict/memory and predict/speed need a launched setup: see `launched`.
+    A property raises ValueError if no closed form covers the strategy or a flag.
     """
 
     spec: ModelSpec
     strategy: Strategy
     config: RunConfig
-    "with its defaults filled in"
+    "all defaults must be filled in"
     num_gpus: int
     gpus_per_node: int = 8
-    "of a full node; a smaller job takes part of one"
+    "GPUs of a full node; a smaller job uses part of a node"
     gpu: Gpu | None = None
-    "None: bytes are estimated, nothing else"
+    "None: only bytes are estimated"
     software: str = "2026"
     "generation of torch and transformers, a key of `predict.speed.software.SOFTWARE`"
-    deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network holds dicts
+    deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network contains dicts
 
     @property
     def launched(self) -> "Setup":
-        """The same setup as a launch runs it: groups of ranks sized, settings of the user's files applied."""
+        """This setup with the sizes of rank groups and the settings of the user's files applied."""
         strategy = fit_groups(self.strategy, num_ranks=self.num_gpus, ranks_per_node=self.ranks_per_node)
         return dataclasses.replace(self, strategy=strategy, config=config_as_launched(self.config, strategy))
 
@@ -133,12 +133,12 @@ class Setup:
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Ranks that the training state is sharded over."""
+        """Number of ranks that the training state is sharded over."""
         return self.placement.ranks_of_a_copy(num_gpus=self.num_gpus, gpus_per_node=self.ranks_per_node)
 
     @property
     def gpu_state_ranks(self) -> int:
-        """`shard_ranks` of what the GPUs hold: a share of an offloaded optimizer is next to nothing."""
+        """Number of ranks that the state on the GPUs is sharded over; MANY_RANKS if it is offloaded."""
         return self.shard_ranks if self.placement.optimizer_device == "none" else MANY_RANKS
 
     @cached_property
@@ -155,34 +155,34 @@ class Setup:
 
     @cached_property
     def compute(self) -> str:
-        """How matrix products and the residual stream run: BF16, AUTOCAST or FP32."""
+        """Precision of matrix products and the residual stream: BF16, AUTOCAST or FP32."""
         if self.config.numerics == "fp32":
             return FP32
         return AUTOCAST if self.config.numerics == "stock" and self.strategy.is_replicated else BF16
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one micro-step on one rank."""
+        """Tokens in one micro-step on one rank."""
         return self.config.per_device_train_batch_size * self.config.seq_len
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What was measured on this GPU under this software."""
+        """The measurements of this GPU with this software."""
         return calibration_of(self.gpu.name if self.gpu else None, self.software)
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        """What connects the GPUs: the deployment's network, else the GPU's usual one."""
+        """The network between the GPUs: the deployment's, or else the GPU's usual network."""
         return self.deployment.cluster or (cluster_of(self.gpu) if self.gpu else None)
 
 
 def with_flags(setup: Setup, **flags: Any) -> Setup:
-    """The setup with other values of some flags, fields of RunConfig by their names."""
+    """Return the setup with changed flags; the keywords are fields of RunConfig."""
     return dataclasses.replace(setup, config=dataclasses.replace(setup.config, **flags))
 
 
 def config_as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
-    """FSDP's own checkpointing, and in `stock` the JSON's accumulation."""
+    """Apply FSDP's own activation checkpointing and, with `--numerics stock`, the JSON's accumulation."""
     changes: dict[str, Any] = {}
     if strategy.checkpoints_activations:
         changes["gradient_checkpointing"] = "full"
@@ -192,24 +192,24 @@ def config_as_launched(config: RunConfig, strategy: Strategy) -> RunConfig:
     return dataclasses.replace(config, **changes) if changes else config
 
 
-# What estimates don't cover: shardings, and flags, which an estimate names instead of guessing.
+# Shardings and flags without a closed form: an estimate names them instead of guessing.
 
 
 def placement_of(strategy: Strategy) -> Sharding:
-    """The strategy's sharding; offload, hybrid shards and hpZ are hypotheses, read off code and not measured.
+    """Return the strategy's sharding. Offload, hybrid shards and hpZ come from reading code: not measured.
 
-    Raises ValueError for one that no estimate covers: ZeRO-0, FSDP1 without shards, copies without shards.
+    Raise ValueError for a sharding without an estimate: ZeRO-0, FSDP1 NO_SHARD, FSDP2 copies without shards.
     """
     if strategy.zero_stage == 0:
         raise ValueError(
-            f"{strategy.path}: no estimate of ZeRO stage 0\nhint: stages 1 to 3; ddp shards nothing"
+            f"{strategy.path}: no estimate of ZeRO stage 0\nhint: use stages 1 to 3; ddp also shards nothing"
         )
     if strategy.is_fsdp1:
         supported = [name for name in FSDP1_SHARDING_STRATEGIES if name != "NO_SHARD"]
         if (name := strategy.fsdp.sharding_strategy) not in supported:
             raise ValueError(
                 f"{strategy.path}: fsdp_sharding_strategy is {name!r}\n"
-                f"hint: one of {', '.join(supported)}; without shards it is MULTI_GPU"
+                f"hint: use {', '.join(supported)}, or distributed_type MULTI_GPU to shard nothing"
             )
     if strategy.is_fsdp2:
         check_groups(strategy)
@@ -217,13 +217,13 @@ def placement_of(strategy: Strategy) -> Sharding:
         if copies > 1 and strategy.sharding.copy_ranks is None:
             raise ValueError(
                 f"{strategy.path}: parallelism_config: dp_replicate_size {copies} without shards\n"
-                "hint: that is MULTI_GPU"
+                "hint: use distributed_type MULTI_GPU instead"
             )
     return strategy.sharding
 
 
 def unknown_to_estimates(config: RunConfig) -> list[str]:
-    """A sentence for each flag of `config` that estimates don't cover."""
+    """Return a sentence for each flag of `config` that has no closed form."""
     problems = []
     for name in _uncovered(config):
         value = getattr(config, name)
@@ -231,8 +231,8 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
         problems.append(f"{typed}: no closed form for it; {FLAGS[name].no_closed_form}")
     if config.peft != "none" and config.torch_compile:
         problems.append(
-            f"--torch_compile with --peft {config.peft}: no closed form for what compiled adapters keep; a "
-            "GPU measures it"
+            f"--torch_compile with --peft {config.peft}: no closed form for the activations of compiled "
+            "adapters; measure them on a GPU"
         )
     if problem := unknown_targets(config):
         problems.append(problem)
@@ -240,28 +240,30 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
 
 
 def _uncovered(config: RunConfig) -> list[str]:
-    """Names of the flags whose values have no closed form."""
+    """Return the names of the flags whose values have no closed form."""
     return [name for name, flag in FLAGS.items() if not flag.has_closed_form(getattr(config, name))]
 
 
 def known_to_estimates(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The nearest config that estimates cover, and what of `config` they leave out, as sentences."""
+    """Return the nearest config that has closed forms, and a sentence for each flag that it leaves out."""
     changes = {name: getattr(RunConfig, name) for name in _uncovered(config)}
-    if config.use_liger_kernel:  # these keep as much for backward
+    if config.use_liger_kernel:  # these kernels keep the same activations for backward
         changes |= {"norm_kernel": "fused", "mlp_kernel": "fused"}
     return dataclasses.replace(config, **changes), unknown_to_estimates(config)
 
 
 def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
-    """What of a model's own configuration the closed forms leave out, as sentences."""
-    found = []
+    """Return a sentence for each setting of the model's config.json that the closed forms ignore."""
+    sentences = []
     if spec.sliding_window is not None and spec.sliding_window < seq_len:
-        found.append(
+        sentences.append(
             f"{spec.name}: sliding_window {spec.sliding_window}: estimated as if every token attended to all "
             f"{seq_len}"
         )
     if spec.gated_ffn and spec.hidden_act not in ("silu", "swish"):
-        found.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
+        sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
     if spec.attention_dropout:
-        found.append(f"{spec.name}: attention_dropout {spec.attention_dropout:g}: estimated without dropout")
-    return found
+        sentences.append(
+            f"{spec.name}: attention_dropout {spec.attention_dropout:g}: estimated without dropout"
+        )
+    return sentences

@@ -1,4 +1,4 @@
-"""Seconds of one bf16 matrix product on a GPU, by its shape: tiles, waves, alignment, operand traffic."""
+"""Seconds of a matrix product on a GPU, from its shape: tiles, waves, alignment and operand traffic."""
 
 import math
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, Software
 
 ALIGNMENT = 8
-"elements: 16 bytes of bf16, what tensor cores load at once; other widths get slow kernels"
+"elements: tensor cores load 16 bytes of bf16 at once; widths that are not a multiple get slow kernels"
 
-# rows x columns that a streaming multiprocessor works on at once, and what of the best rate such a tile
-# reaches: smaller ones load more per product. Counted by hand from the operands' reuse, not fitted.
+# rows x columns that a streaming multiprocessor computes at once, and the fraction of the best rate that the
+# tile reaches: a smaller tile loads more bytes per product. Counted by hand from operand reuse, not fitted.
 _TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -22,43 +22,43 @@ _TILES = (
     (64, 64, 0.60),
 )
 _SPLITS = (1, 2, 4, 8)
-"parts that the summed dimension may be cut into, so that a small result keeps all multiprocessors busy"
+"possible splits of the summed dimension, which let a small result use all multiprocessors"
 _SPLIT_COST = 0.03
-"of the time, for adding up each part"
+"fraction of the time to add up each part"
 _DEPTH = 32
-"of the summed dimension that a multiprocessor takes at once"
+"elements of the summed dimension that a multiprocessor loads at once"
 
 
 _NOT_OVERLAPPED = 0.5
-"of operand traffic and compute, the shorter; published rows can't tell 0 from 1"
+"fraction of the shorter of operand traffic and compute; published rows fit 0 and 1 equally well"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does per second under a generation of software."""
+    """Speeds of a GPU with a generation of software."""
 
     matmul_flops: float
-    "of large products with aligned widths"
+    "for large products with aligned widths"
     misaligned: float
-    "of that rate, what is left of products with a width off the multiple of 8"
+    "fraction of that rate for products with a width that is not a multiple of 8"
     flash_flops: float
-    "of attention without scores, causal half counted"
+    "for attention kernels that do not store scores; only the causal half is counted"
     memory_bytes: float
-    "that a kernel which only moves bytes moves"
+    "per second, for a kernel that only moves bytes"
     num_sms: int
     peak_flops: float = math.inf
-    "dense bf16, as shares of a calibration count it"
+    "dense bf16 peak, to which the shares of a calibration refer"
     peak_memory_bytes: float = math.inf
     calibration: Calibration = NOT_CALIBRATED
 
     def misaligned_at(self, *widths: int) -> float:
-        """By the largest power of two that divides all widths."""
+        """Return the fraction of the rate for misaligned widths, by the power of two that divides them."""
         divisor = math.gcd(*widths, ALIGNMENT)
         measured = getattr(self.calibration, f"misaligned_share_{divisor}")
         return self.misaligned if measured is None else measured
 
     def flash_seconds(self, which: str, flop: float, *, head_dim: int, seq_len: int) -> float:
-        """Of attention without scores; `which`: forward or backward."""
+        """Return the seconds of attention without stored scores; `which` is forward or backward."""
         measured = self.calibration.attention(which, head_dim)
         if measured is None:
             return flop / self.flash_flops
@@ -78,7 +78,7 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, software: Software) -> Rates:
-    """No faster than the best product that anyone measured on the GPU."""
+    """Return the GPU's rates; matrix products are capped at the best rate ever measured on the GPU."""
     measured = software.calibration
     peak = gpu.dense_bf16_flops_per_second
     best = gpu.measured_matmul_flops_per_second or peak
@@ -105,12 +105,12 @@ def next_aligned(width: int) -> int:
 
 @dataclass(frozen=True)
 class ProductSeconds:
-    """y = x W for x of (rows, inputs), W of (inputs, outputs)."""
+    """Seconds of y = x W and its gradients, with x of (rows, inputs) and W of (inputs, outputs)."""
 
     forward: float
     input_gradient: float
     weight_gradient: float
-    "not made where W is frozen"
+    "not computed if W is frozen"
 
     @property
     def backward(self) -> float:
@@ -125,15 +125,18 @@ class ProductSeconds:
 def product_seconds(
     rates: Rates, *, rows: int, inputs: int, outputs: int, padded: bool, element_bytes: int = 2
 ) -> ProductSeconds:
-    """A linear layer's three products: the longer of compute and operand traffic, and half of the shorter.
+    """Return the seconds of a linear layer's three products.
 
-    `padded`: Inductor copies misaligned operands into aligned ones, and the product runs at full rate.
+    A product takes the longer of compute and operand traffic, plus half of the shorter. If `padded`, Inductor
+    copies misaligned operands into aligned ones, and the product runs at full rate.
     """
     aligned = is_aligned(inputs, outputs)
     rate = rates.matmul_flops * (1.0 if aligned or padded else rates.misaligned_at(inputs, outputs))
     flop = 2.0 * rows * inputs * outputs
     operands = element_bytes * (rows * inputs + rows * outputs + inputs * outputs)
-    moved = operands / rates.memory_bytes * (3.0 if padded and not aligned else 1.0)  # and copied: 2 more
+    moved = (
+        operands / rates.memory_bytes * (3.0 if padded and not aligned else 1.0)
+    )  # the copy reads and writes
     sms, start = rates.num_sms, rates.calibration.product_start_seconds or 0.0
 
     def seconds(result_rows: int, result_columns: int, summed: int) -> float:
@@ -149,7 +152,7 @@ def product_seconds(
 
 @lru_cache(maxsize=65536)
 def wave_efficiency(rows: int, columns: int, depth: int, *, num_sms: int) -> float:
-    """Share of the rate that the best tiling of a (rows, columns) result leaves: last waves are not full."""
+    """Return the fraction of the rate that the best tiling reaches; its last wave is not full."""
     ideal = rows * columns * depth / num_sms
     best = math.inf
     for tile_rows, tile_columns, reuse in _TILES:

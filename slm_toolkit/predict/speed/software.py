@@ -1,8 +1,7 @@
-"""Software: the constants of a step's time that belong to a generation of kernels and engines.
+"""Software: the constants of a step's time for one generation of kernels and engines.
 
-No kernel was timed by us: every constant is fitted to published throughput (`bench/speed_accuracy.py` fits
-them again, says how well they predict what they were not fitted to, and prints these tables) or counted by
-hand where it says so.
+We timed no kernel. Every constant is fitted to published throughput, unless its comment names another source.
+`bench/speed_accuracy.py` repeats the fits, prints the tables, and tests the constants on other rows.
 """
 
 import dataclasses
@@ -13,75 +12,75 @@ from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 
 @dataclass(frozen=True)
 class Shares:
-    """A share by architecture; one without a figure of its own borrows its relative's."""
+    """A fraction for each architecture; an architecture without a value uses a related one."""
 
     ampere: float
     hopper: float
     ada: float | None = None
     blackwell: float | None = None
     geforce: float | None = None
-    "of any generation: they clock higher than the data sheet's boost, and their bf16 peak is half a chip's"
+    "all generations: clocks exceed the data sheet's boost, and the bf16 peak is half of the chip's"
 
     def of(self, architecture: str) -> float:
-        """Ada has Ampere's kind of tensor cores; Blackwell runs what was written for Hopper, or newer."""
-        own = getattr(self, architecture, None)
-        if own is not None:
-            return own
+        """Return an architecture's fraction. Without a value, Blackwell uses Hopper's, others Ampere's."""
+        share = getattr(self, architecture, None)
+        if share is not None:
+            return share
         return self.hopper if architecture == "blackwell" else self.ampere
 
 
 @dataclass(frozen=True)
 class Software:
-    """Shares are of what the hardware can do; seconds are of one step unless they say otherwise.
+    """Constants of one generation: shares are fractions of the hardware's peak, seconds are per step.
 
-    What has a default is the same in all generations known here.
+    Fields with a default have the same value in most generations.
     """
 
     name: str
     matmul_share: Shares
-    "of the dense bf16 peak, what large matrix products with aligned widths reach"
+    "fraction of the dense bf16 peak that large matrix products with aligned widths reach"
     flash_share: Shares
-    "of the bf16 peak, what attention kernels without scores reach; causal half counted"
+    "fraction of the bf16 peak that attention without stored scores reaches; causal half counted"
     eager_slowdown: float
-    "time of eager PyTorch's element-wise kernels over their hand-counted bytes at the memory's rate"
+    "eager PyTorch's element-wise kernels: their time / (hand-counted bytes / memory rate)"
     contention: float
-    "share of the collectives' time that shows although there is enough to compute beside them"
+    "fraction of the collectives' time that is not hidden although there is enough compute"
     misaligned_share: Shares = Shares(ampere=0.317, hopper=0.153)  # fitted to the paper's figures
-    "of matmul_share, what is left where a width is no multiple of 8"
+    "fraction of matmul_share if a width is not a multiple of 8"
     score_bytes: float = 32.3  # fitted to the paper's figures
-    "that eager attention moves in forward per score; backward twice that. Hand count: 20"
+    "bytes per score that eager attention moves in forward; backward moves twice as many. Hand count: 20"
     compiled_score_bytes: float = 8.0
-    "the same where Inductor fuses what happens between its two products; hand count"
+    "the same if Inductor fuses the kernels between the two products; hand count"
     compiled_slowdown: float = 1.0
-    "as eager_slowdown, of compiled and fused kernels; not fitted"
+    "eager_slowdown of compiled and fused kernels; not fitted"
     kernel_seconds: float = (
         14e-6  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
     )
-    "the host's, to launch one kernel from Python: what small steps are bound by"
+    "host time to launch one kernel from Python; it limits small steps"
     layer_seconds: float = 0.0
-    "per layer and step that more than one rank costs; n ranks exp(-few_ranks / (n - 1)) of it"
+    "extra time per layer and step with several ranks; n ranks cost exp(-few_ranks / (n - 1)) of it"
     sharded_layer_seconds: float = 0.0
-    "on top of it where parameters are sharded, in each micro-step"
+    "more of the same in each micro-step if parameters are sharded"
     few_ranks: float = 1.0
     "see layer_seconds"
     ddp_seconds: float = 0.0
     "per step of DDP"
     step_seconds: float = 0.0
-    "per step, whatever is computed"
+    "per step, independent of the computation"
     first_step_seconds: float = 0.0
-    "what the paper's protocol adds: a slow first step averaged over ten; no steady state has it"
+    "extra time in the paper's protocol, which averages a slow first step over ten; else absent"
     reduces_each_micro_step: bool = False
-    "gradients of FSDP under accumulation; accelerate reduces them once"
+    "True if FSDP reduces gradients in every micro-step; accelerate reduces them once per step"
     low: float = 0.88
-    "times the expected rate: nine of ten published rows were not slower than that, left out of the fit"
+    "factor on the expected rate: nine of ten published rows, left out of the fit, were at least as fast"
     high: float = 1.14
-    "and nine of ten not faster"
+    "the same: nine of ten were at most as fast"
     calibration: Calibration = NOT_CALIBRATED
-    "what was measured on the GPU in question"
+    "the measurements of the setup's GPU"
 
 
 def calibrated(software: Software, calibration: Calibration) -> Software:
-    """With a GPU's measured constants; the same object where nothing was measured."""
+    """Return the software with a GPU's measured constants, or unchanged if nothing was measured."""
     if calibration == NOT_CALIBRATED:
         return software
     names = ("eager_slowdown", "compiled_slowdown", "kernel_seconds")
@@ -90,7 +89,7 @@ def calibrated(software: Software, calibration: Calibration) -> Software:
 
 
 MEMORY_SHARE = 0.85
-"of the memory's data-sheet rate that a kernel which only moves bytes reaches; fixed, not fitted"
+"fraction of the memory's data-sheet rate for a kernel that only moves bytes; fixed, not fitted"
 
 _MATMUL, _FLASH = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.316, hopper=0.180)
 "fitted to llm-foundry's and torchtitan's tables"
@@ -107,7 +106,7 @@ PAPER = Software(  # fitted to the paper's figures 1 to 4
     ddp_seconds=0.080,
     first_step_seconds=0.105,
 )
-"PyTorch 2.3 and transformers 4.4x over EFA, as the paper ran them"
+"PyTorch 2.3 and transformers 4.4x over EFA, as in the paper"
 
 LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
     name="llm-foundry",
@@ -118,9 +117,9 @@ LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's 
     step_seconds=0.063,
     reduces_each_micro_step=True,
 )
-"Composer with PyTorch 2.1 and flash-attn, January 2024: only to be held against its tables"
+"Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
 
-TODAY = Software(  # the fits above, less what was one cluster's or one protocol's
+TODAY = Software(  # the fits above, without the constants of one cluster or one protocol
     name="2026",
     # RunPod's B200 and three kinds of GeForce, in bench/data/other_speed.csv
     matmul_share=Shares(ampere=0.834, hopper=0.728, blackwell=0.62, geforce=1.0),
@@ -128,13 +127,13 @@ TODAY = Software(  # the fits above, less what was one cluster's or one protocol
     flash_share=Shares(ampere=0.316, hopper=0.30, blackwell=0.20, geforce=0.50),
     eager_slowdown=PAPER.eager_slowdown,
     contention=LLM_FOUNDRY.contention,
-    # the host between two steps, while the GPU waits: it reads the loss, takes a batch. Not timed: chosen, as
-    # other people's steps of up to 4,096 tokens are predicted 66 % wrong (p90) without it, 25 % with it
+    # host time between two steps, while the GPU waits: it reads the loss and takes a batch. Chosen, not
+    # timed: for published steps of up to 4,096 tokens the p90 error is 66 % without it and 25 % with it
     step_seconds=0.003,
     low=0.80,
     high=1.25,
 )
-"torch 2.13, transformers 5: not calibrated on a GPU by us; its band is wide for that"
+"torch 2.13, transformers 5: not calibrated on a GPU by us, so its band is wide"
 
 SOFTWARE = {software.name: software for software in (PAPER, TODAY)}
-"by `--software`"
+"keyed by the value of `--software`"

@@ -1,12 +1,13 @@
-"""Seconds of one optimizer step, by part: a roofline over its operations, and the communication that shows.
+"""Seconds of one optimizer step, by part: a roofline over its operations, plus the exposed communication.
 
-Arithmetic alone, some tens of microseconds for each configuration. Constants that were fitted stand in
-`software.py`, those counted by hand beside their use.
+This is arithmetic only: a few tens of microseconds per configuration. Fitted constants are in `software.py`,
+constants counted by hand are next to their use.
 
-S: sequence length, h: hidden size, f: FFN width. Work is of forward and backward together, bf16, one layer,
-of transformers' Llama in eager PyTorch unless it says otherwise. A kernel reads its inputs and writes its
-outputs once: 2 bytes each in bf16, 4 where the code makes fp32 copies. That of adapters was counted by hand
-from peft 0.21's and bitsandbytes 0.50's code, never timed; fp32 is for the caller's slowdown to say.
+S: sequence length, h: hidden size, f: FFN width. Unless a comment differs, constants are for forward and
+backward together, in bf16, for one layer of transformers' Llama in eager PyTorch. A kernel reads its inputs
+and writes its outputs once: 2 bytes each in bf16, 4 if the code makes fp32 copies. The constants of adapters
+were counted by hand from the code of peft 0.21 and bitsandbytes 0.50, never timed. For fp32 the caller
+applies a slowdown.
 """
 
 import math
@@ -26,12 +27,12 @@ from slm_toolkit.strategy.strategy import Strategy
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """One layer's element-wise work."""
+    """The work of one layer's element-wise kernels."""
 
     bytes_per_token: float
     "forward and backward; a third of it in forward"
     num_kernels: int
-    "of forward; backward launches twice as many"
+    "in forward; backward launches twice as many"
     is_compiled: bool
 
 
@@ -55,7 +56,7 @@ _FUSED_NORM_SAVES = 10
 def layer_traffic(
     spec: ModelSpec, *, compiled: bool, fused_norm: bool, fused_mlp: bool = False
 ) -> LayerTraffic:
-    """Of one decoder layer; a compiled one has its norms and its MLP fused anyway."""
+    """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
     h, f = spec.hidden_size, spec.ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
@@ -72,46 +73,46 @@ def layer_traffic(
 
 
 LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 30}
-"""moved per logit by the loss. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward: of the
-picked one 4, log-softmax 12, shift 12, to bf16 6. fused_logits: read twice, gradient in place. fused_linear:
-the same in chunks, of which a part stays in cache. fused_kernel: flash-attn's, bf16 read and written, twice.
+"""bytes per logit that the loss moves. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward:
+picked logits 4, log-softmax 12, shift 12, cast to bf16 6. fused_logits: two reads, gradient in place.
+fused_linear: the same in chunks, partly from cache. fused_kernel: flash-attn's, bf16 read and written, twice.
 compiled: the whole loss by Inductor"""
 
 
-# LoRA, of a matrix's outputs: scaled 4, added 6; backward: scaled 4. Of its inputs: two gradients added 6.
+# LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
 _LORA_BYTES_OF_OUTPUTS, _LORA_BYTES_OF_INPUTS = 14, 6
-_DROPOUT_BYTES = 10  # of the inputs: read 2, written 2, a mask of 1, and the same in backward
-_DEFENSIVE_CLONE_BYTES = 4  # of the outputs, where the base is in 4 bits
+_DROPOUT_BYTES = 10  # per input: read 2, write 2, mask 1, and the same in backward
+_DEFENSIVE_CLONE_BYTES = 4  # per output, if the base has 4-bit weights
 _IA3_BYTES = (
-    16  # of what is scaled: 4; backward: 4, and 8 for the scale's own gradient, made whole and summed
+    16  # per scaled element: 4; backward: 4, and 8 for the scale's gradient, computed per token and summed
 )
-_LORA_KERNELS, _IA3_KERNELS = 4, 1  # of forward, a matrix: two products, scale, add; scale
-# Per weight: 4 bits read; of its block's scale 8 bits read and 32 written, 32 read and written as the scales'
-# mean is added, 32 read; bf16 written. The product reads that, as it reads any weight.
+_LORA_KERNELS, _IA3_KERNELS = 4, 1  # in forward, per matrix: two products, scale, add; IA3: scale
+# Per weight: read 4 bits; for its block's scale: read 8 bits and write 32, read and write 32 to add the
+# scales' mean, read 32; write bf16. The matrix product's own read of the bf16 weight is not counted here.
 _UNPACKED_BYTES = 0.5 + (1 + 4 + 8 + 4) / NF4_BLOCK + 2
-_UNPACKING_KERNELS = 3  # a matrix: the scales, their mean added, the weights
+_UNPACKING_KERNELS = 3  # per matrix: unpack the scales, add their mean, unpack the weights
 
 
 @dataclass(frozen=True)
 class AdapterWork:
-    """Of one decoder layer."""
+    """The work of one decoder layer's adapters."""
 
     forward_seconds: float
-    "of A and B"
+    "products with A and B"
     backward_seconds: float
-    "of both their gradients"
+    "the products of their gradients"
     bytes_per_token: float
-    "of element-wise kernels, forward and backward; a third of it in forward"
+    "moved by element-wise kernels, forward and backward; a third of it in forward"
     num_kernels: int
-    "of forward; backward launches twice as many"
+    "in forward; backward launches twice as many"
     unpacking_seconds: float
-    "of all frozen matrices, each time that a pass goes through the layer"
+    "for all frozen matrices, in each pass through the layer"
 
 
 def adapter_work(
     spec: ModelSpec, adapters: Adapters, *, tokens: int, rates: Rates, element_bytes: int
 ) -> AdapterWork:
-    """LoRA's matrices are thin: what they move, not what they multiply, takes their time."""
+    """Return a layer's adapter work. LoRA's matrices are thin, so memory traffic dominates their time."""
     matrices = matrices_of(spec)
     forward = backward = moved = 0.0
     for name in adapters.targets:
@@ -145,21 +146,21 @@ def adapter_work(
 NO_ADAPTERS = AdapterWork(0.0, 0.0, 0.0, 0, 0.0)
 
 
-_FLASH_BACKWARD = 2.5  # of forward: five products for two (Dao, arXiv 2307.08691, section 3)
-_AUTOCAST_SLOWDOWN = 1.5  # of element-wise kernels over an fp32 residual stream; hand count
-_COMPILED_AUTOCAST_SLOWDOWN = 1.2  # with the casts inside other kernels; hand count
-_AUTOCAST_CAST_BYTES = 6  # per parameter: each weight to bf16 for forward; as many for a gradient to fp32
-_FP32_SHARE = 0.85  # of the fp32 peak; unverified
+_FLASH_BACKWARD = 2.5  # x forward: five products instead of two (Dao, arXiv 2307.08691, section 3)
+_AUTOCAST_SLOWDOWN = 1.5  # x: element-wise kernels on an fp32 residual stream; hand count
+_COMPILED_AUTOCAST_SLOWDOWN = 1.2  # x: the casts are fused into other kernels; hand count
+_AUTOCAST_CAST_BYTES = 6  # per parameter: cast a weight to bf16 for forward; the same for a gradient to fp32
+_FP32_SHARE = 0.85  # fraction of the fp32 peak; unverified
 _SELECTIVE_RECOMPUTED = 0.5
 _LAYERS_AGAIN = {"none": 0.0, "full": 1.0, "selective_layer": 0.5, "selective_op": 1.0}
-"share of forward's kernels that checkpointing launches again"
-_SCORE_KERNELS = 6  # of eager attention beside the one of a fused kernel: two products, scale, mask, softmax
-_HEAD_KERNELS = 40  # of embedding, final norm, head and loss, forward and backward
+"fraction of forward's kernels that checkpointing launches again"
+_SCORE_KERNELS = 6  # eager attention's, besides the fused one's: two products, scale, mask, softmax
+_HEAD_KERNELS = 40  # embedding, final norm, head and loss, forward and backward
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one micro-step on the device."""
+    """Seconds of one micro-step on the GPU."""
 
     matmul: float
     attention: float
@@ -176,15 +177,15 @@ class Work:
 
 
 def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel: str) -> Work:
-    """Forward and backward of one micro-step; `loss_kernel`: a key of LOGIT_BYTES."""
+    """Return the work of forward and backward in one micro-step; `loss_kernel` is a key of LOGIT_BYTES."""
     spec, config, adapters, compute = setup.spec, setup.config, setup.adapters, setup.compute
     tokens, compiled = setup.num_tokens, config.torch_compile
     element_bytes = 4 if compute == FP32 else 2
     if compute == FP32:
         rates = _fp32_rates(rates, setup.gpu)
-    is_frozen, beside = adapters is not None, NO_ADAPTERS
+    is_frozen, of_adapters = adapters is not None, NO_ADAPTERS
     if is_frozen:
-        beside = adapter_work(spec, adapters, tokens=tokens, rates=rates, element_bytes=element_bytes)
+        of_adapters = adapter_work(spec, adapters, tokens=tokens, rates=rates, element_bytes=element_bytes)
     products = _products(
         spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen
     )
@@ -209,8 +210,8 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
         for width in (spec.vocab_size, next_aligned(spec.vocab_size))
     )
     misaligned = forward + backward + head - aligned - ideal_head
-    forward += spec.num_layers * beside.forward_seconds
-    backward += spec.num_layers * beside.backward_seconds
+    forward += spec.num_layers * of_adapters.forward_seconds
+    backward += spec.num_layers * of_adapters.backward_seconds
     attention_forward, attention_backward = (
         spec.num_layers * seconds for seconds in _attention(setup, rates, software)
     )
@@ -222,30 +223,30 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
     )
     slowdown = software.compiled_slowdown if traffic.is_compiled else software.eager_slowdown
     slowdown *= _slowdown_of(compute, compiled)
-    per_token = traffic.bytes_per_token + beside.bytes_per_token
+    per_token = traffic.bytes_per_token + of_adapters.bytes_per_token
     elementwise = spec.num_layers * slowdown * per_token * tokens / rates.memory_bytes
     logits = tokens * spec.vocab_size * LOGIT_BYTES[loss_kernel] / rates.loss_bytes(loss_kernel)
     num_cast = (setup.weights.total + setup.weights.trained) * (compute == AUTOCAST)
     casts = num_cast * _AUTOCAST_CAST_BYTES / rates.memory_bytes
 
-    unpacking = spec.num_layers * beside.unpacking_seconds
+    unpacking = spec.num_layers * of_adapters.unpacking_seconds
     layer_forward = forward + attention_forward + elementwise / 3 + unpacking
-    again = {
+    recomputation = {
         "none": 0.0,
         "full": layer_forward,
         "selective_layer": layer_forward / 2,
-        # all but attention, and every second product
+        # everything except attention and every second product
         "selective_op": _SELECTIVE_RECOMPUTED * (forward + unpacking) + elementwise / 3,
     }[config.gradient_checkpointing]
     of_scores = _SCORE_KERNELS if config.attn_implementation == "eager" and not compiled else 0
-    forward_kernels = spec.num_layers * (traffic.num_kernels + beside.num_kernels + of_scores)
+    forward_kernels = spec.num_layers * (traffic.num_kernels + of_adapters.num_kernels + of_scores)
     kernels = 3 * forward_kernels + _HEAD_KERNELS
     return Work(
         matmul=forward + backward + head,
         attention=attention_forward + attention_backward,
         memory_traffic=elementwise + logits + casts,
         dequantization=2 * unpacking,  # forward and backward
-        recomputation=again,
+        recomputation=recomputation,
         misaligned=misaligned,
         num_kernels=kernels + round(_LAYERS_AGAIN[config.gradient_checkpointing] * forward_kernels),
     )
@@ -260,10 +261,10 @@ def _slowdown_of(compute: str, compiled: bool) -> float:
 def _products(
     spec: ModelSpec, tokens: int, rates: Rates, *, padded: bool, element_bytes: int, is_frozen: bool
 ) -> tuple[float, float, float]:
-    """Forward and backward seconds of one layer's matrix products, and both if all widths were aligned."""
+    """Return one layer's seconds of matrix products: forward, backward, and both with aligned widths."""
     h, f = spec.hidden_size, spec.ffn_size
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    # GPT's query, key and value are one matrix, Llama's are three
+    # query, key and value are one matrix in a GPT, three matrices in Llama
     qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
     shapes = (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
     forward = backward = aligned = 0.0
@@ -289,7 +290,7 @@ def _forward_and_backward(
     padded: bool,
     element_bytes: int,
 ) -> tuple[float, float]:
-    """A frozen matrix has no gradient, its input has."""
+    """Return forward and backward seconds of a matrix; a frozen one has no weight gradient."""
     seconds = product_seconds(
         *(rates,), rows=rows, inputs=inputs, outputs=outputs, padded=padded, element_bytes=element_bytes
     )
@@ -297,7 +298,7 @@ def _forward_and_backward(
 
 
 def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, float]:
-    """Forward and backward seconds of one layer's attention, projections not counted."""
+    """Return forward and backward seconds of one layer's attention, without the projections."""
     spec, config, tokens = setup.spec, setup.config, setup.num_tokens
     width = spec.num_heads * spec.head_dim
     if config.attn_implementation != "eager":
@@ -313,7 +314,7 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
 
 
 def _fp32_rates(rates: Rates, gpu: Gpu) -> Rates:
-    """Without tensor cores alignment matters little."""
+    """Return the rates of fp32. Alignment is ignored: it matters little without tensor cores."""
     rate = gpu.fp32_flops_per_second * _FP32_SHARE
     return Rates(rate, 1.0, rate / 2, rates.memory_bytes, rates.num_sms)
 
@@ -322,35 +323,35 @@ PARTS = (
     *("matmul", "attention", "memory_traffic", "dequantization", "recomputation", "optimizer"),
     *("communication", "launch_overhead", "fixed"),
 )
-"""of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss and
-accumulation; 4-bit weights to bf16; what checkpointing does again; the optimizer; communication not hidden;
-waiting for the host to launch kernels; what the host does between two steps"""
+"""parts of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss
+and accumulation; unpacking of 4-bit weights; recomputation of checkpointed layers; the optimizer; exposed
+communication; waiting for the host to launch kernels; host time between two steps"""
 
-CALL_SECONDS = 20e-6  # of a collective inside a node, beside its bytes; hand count, not fitted
-HOP_SECONDS = 10e-6  # more for each doubling of the nodes; hand count, not fitted
-_UNFUSED_ADAM = 1.8  # reads and writes of AdamW's for-each kernels over the fused one's; hand count
-_STEP_KERNELS = 30  # of a step beside its passes and parameters: loss and norm summed, tokens copied, counted
+CALL_SECONDS = 20e-6  # latency of a collective inside a node; hand count, not fitted
+HOP_SECONDS = 10e-6  # extra latency for each doubling of the nodes; hand count, not fitted
+_UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
+_STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
 _SHARDED_KERNELS = (
-    30  # per layer and pass, what FSDP's and ZeRO-3's hooks cost the host, in kernels; unverified
+    30  # per layer and pass: host time of FSDP's and ZeRO-3's hooks, in kernel launches; unverified
 )
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What one rank's optimizer step takes."""
+    """The time of one rank's optimizer step."""
 
     parts_seconds: dict[str, float]
-    "by PARTS; they add up to step_seconds"
+    "keyed by PARTS; they add up to step_seconds"
     tokens: int
-    "of all ranks in one step"
+    "in one step, all ranks together"
     hidden_communication_seconds: float
-    "that costs nothing because something is computed beside it"
+    "communication that overlaps with compute and adds no time"
     overlappable_seconds: float
-    "of compute, what communication could hide behind"
+    "compute that can hide communication"
     last_micro_step_seconds: float
-    "of it, that of the last micro-step"
+    "its part in the last micro-step"
     misaligned_seconds: float
-    "of matmul: what the widths off the multiple of 8 cost"
+    "part of matmul: extra time because widths are not multiples of 8"
 
     @property
     def step_seconds(self) -> float:
@@ -369,11 +370,11 @@ def step_time(
     loss_kernel: str | None = None,
     first_step: bool = False,
 ) -> StepTime | None:
-    """Seconds of one step on the setup's GPU; None where the network between nodes is unknown.
+    """Return the time of one step on the setup's GPU; None if the network between nodes is unknown.
 
-    `transfers`: what a rank sends in the step; `software`: its constants, of `setup.software` or others;
-    `loss_kernel`: of LOGIT_BYTES, where it is none of the trainer's; `first_step`: with what the paper's
-    protocol adds.
+    `transfers` is the communication of a rank in the step. `software` may differ from `setup.software`.
+    `loss_kernel` is a key of LOGIT_BYTES, for a kernel that the trainer does not have. `first_step` adds the
+    extra time of the paper's protocol.
     """
     spec, strategy, config = setup.spec, setup.strategy, setup.config
     rates = rates_of(setup.gpu, software)
@@ -390,7 +391,11 @@ def step_time(
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
     communication = _communication(
-        transfers, setup.cluster, software, beside=micro_steps * (device + launch), micro_steps=micro_steps
+        transfers,
+        setup.cluster,
+        software,
+        compute_seconds=micro_steps * (device + launch),
+        micro_steps=micro_steps,
     )
     if communication is None:
         return None
@@ -426,12 +431,15 @@ def _communication(
     cluster: Cluster,
     software: Software,
     *,
-    beside: float,
+    compute_seconds: float,
     micro_steps: int,
 ) -> tuple[float, float] | None:
-    """Exposed and hidden seconds of a step: what overlaps costs `contention` of its time, and what is longer
-    than the compute beside it costs all of that. What is sent once goes first, beside the last micro-step;
-    the rest hides behind the compute that is left."""
+    """Return exposed and hidden seconds of a step's communication.
+
+    Overlapped communication exposes `contention` of its time, and the time that exceeds the compute is
+    exposed whole. Transfers sent once hide behind the last micro-step; the other transfers hide behind the
+    remaining compute.
+    """
     late = early = alone = 0.0
     for transfer in transfers:
         seconds = transfer_seconds(transfer, cluster)
@@ -443,21 +451,21 @@ def _communication(
             late += seconds
         else:
             early += seconds
-    of_last = beside / micro_steps
+    of_last = compute_seconds / micro_steps
     exposed = alone + _exposed(late, of_last, software)
-    exposed += _exposed(early, beside - min(late, of_last), software)
+    exposed += _exposed(early, compute_seconds - min(late, of_last), software)
     return exposed, alone + early + late - exposed
 
 
-def _exposed(seconds: float, beside: float, software: Software) -> float:
-    return software.contention * min(seconds, beside) + max(0.0, seconds - beside)
+def _exposed(seconds: float, compute_seconds: float, software: Software) -> float:
+    return software.contention * min(seconds, compute_seconds) + max(0.0, seconds - compute_seconds)
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
-    """Latency and bytes of all calls; None between nodes of an unknown network.
+    """Return the seconds of all calls, latency and bytes; None if the network between nodes is unknown.
 
-    On the bus all ranks send at once. Inside a node that is the link's rate; between nodes the rings of a
-    node's ranks share its network, and groups beside each other share it again.
+    All ranks send at the same time. Inside a node each rank has its link's rate. Between nodes, the rings of
+    a node's ranks share the node's network, and so do the node's groups.
     """
     if transfer.ranks == 1:
         return 0.0
@@ -479,15 +487,15 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
 
 
 def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
-    """Read and written per parameter by one optimizer step: `aligned` 2 + 6 + 8 + 28 + 6 = 50.
+    """Return the bytes per parameter that an optimizer step moves: with `aligned` 2 + 6 + 8 + 28 + 6 = 50.
 
-    bf16's rounding is done by whoever holds the masters: `run/engine/optimizer.py`, DeepSpeed likewise.
+    The owner of the master weights rounds them to bf16: `run/engine/optimizer.py`, or DeepSpeed.
     """
     dtypes = dtypes_of(strategy, config)
     gradient, updated = dtypes.kept_gradient, dtypes.master or dtypes.parameter
     norm = gradient
     cast = gradient + updated if gradient != updated else 0
-    clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock: times 1, if none
+    clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
     adamw = 3 * updated + 2 * dtypes.moments  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
     copy_back = updated + dtypes.parameter if dtypes.master else 0
@@ -495,13 +503,13 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
 
 
 def _optimizer_kernels(setup: Setup) -> int:
-    """A gradient is cast by itself, all else is done for a list of them at once."""
+    """Return the kernels of an optimizer step: gradients are cast one by one, the rest handles lists."""
     num_params = setup.spec.num_layers * (2 + 4 + setup.spec.num_ffn_matrices) + 3
     return _STEP_KERNELS + (num_params if setup.config.numerics == "aligned" else 0)
 
 
 def _accumulation_seconds(setup: Setup, rates: Rates) -> float:
-    """A further micro-step reads the gradients there are, reads the new ones and writes their sum."""
+    """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum."""
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
     return 3 * element_bytes * setup.weights.trained / rates.memory_bytes
 
@@ -513,5 +521,5 @@ BOTTLENECKS = (
 
 
 def bottleneck_of(time: StepTime) -> str:
-    """The largest of BOTTLENECKS' parts; what checkpointing does again is counted to none of them."""
+    """Return the largest part among BOTTLENECKS, which don't include recomputation."""
     return max(BOTTLENECKS, key=lambda name: time.parts_seconds[name])

@@ -1,12 +1,12 @@
 """Bytes that one rank sends in one optimizer step, by collective, under DDP, FSDP, ZeRO and ZeRO++.
 
-P parameters in bf16 are M = 2 P bytes. A gather or a scatter of M bytes over n ranks makes each rank send
-M (n - 1) / n, a reduction to all of them twice that. So per step, with one micro-step: DDP, ZeRO-1 and ZeRO-2
-2 M, FSDP full shard and ZeRO-3 3 M, shard grad-op 2 M (Rajbhandari et al., arXiv 1910.02054, section 7).
-ZeRO++ (Wang et al., arXiv 2306.10209): qwZ gathers int8 for forward, hpZ gathers backward's inside a group,
-qgZ sends int4 gradients: 3 M between nodes become 0.75 M.
-Under --peft gathers are of all parameters, frozen ones too; gradients, and what ZeRO-1 and ZeRO-2 gather
-after the step, are the adapters' alone.
+P parameters in bf16 are M = 2 P bytes. In an all-gather or reduce-scatter of M bytes over n ranks, each rank
+sends M (n - 1) / n; in an all-reduce it sends twice as much. A step with one micro-step sends 2 M under DDP,
+ZeRO-1 and ZeRO-2, 3 M under FSDP full shard and ZeRO-3, and 2 M under shard grad-op (Rajbhandari et al.,
+arXiv 1910.02054, section 7). ZeRO++ (Wang et al., arXiv 2306.10209) reduces 3 M between nodes to 0.75 M: qwZ
+gathers int8 for forward, hpZ gathers for backward inside a group, qgZ sends int4 gradients.
+With --peft, FSDP and ZeRO-3 gather all parameters, frozen ones too. Only the adapters have gradients to send,
+and ZeRO-1 and ZeRO-2 gather only the adapters after the step.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from slm_toolkit.predict.memory.engine_bytes import DDP_BUCKET_BYTES
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
-INT8_SCALES = 1.0  # qwZ: one byte per parameter; its scales, one per some thousand, are not counted
+INT8_SCALES = 1.0  # qwZ: one byte per parameter; scales (one per a few thousand parameters) are not counted
 INT4_SCALES = 0.5
 
 
@@ -25,37 +25,37 @@ class Transfer:
     """Collectives of one kind and purpose in one step."""
 
     name: str
-    "what is sent, as in traffic_bytes: gather_forward, gather_backward, reduce_gradients, ..."
+    "key of traffic_bytes: gather_forward, gather_backward, reduce_gradients, ..."
     collective: str
     "all_reduce, all_gather or reduce_scatter"
     num_bytes: float
-    "of the whole tensors, all collectives of the step together"
+    "size of the whole tensors, summed over the step's collectives"
     ranks: int
-    "that take part in one of them"
+    "ranks in one collective"
     ranks_per_node: int
-    "of those, how many share a node"
+    "how many of those ranks share a node"
     groups_per_node: int
-    "that do this at the same time beside each other"
+    "groups of a node that communicate at the same time"
     num_calls: float
     overlaps: bool
-    "can be hidden behind compute; what follows the optimizer can't"
+    "True if compute can hide it; communication after the optimizer can't be hidden"
     in_last_micro_step: bool = False
-    "once per step, behind the last micro-step's compute only"
+    "True if it happens once per step, so that only the last micro-step's compute can hide it"
 
     @property
     def num_nodes(self) -> int:
-        """That a group lies on."""
+        """Number of nodes that a group spans."""
         return -(-self.ranks // self.ranks_per_node)
 
     @property
     def sent_bytes(self) -> float:
-        """By each rank, whatever the algorithm."""
+        """Bytes that each rank sends, with any algorithm."""
         twice = 2 if self.collective == "all_reduce" else 1
         return twice * self.num_bytes * (self.ranks - 1) / self.ranks
 
     @property
     def inter_node_bytes(self) -> float:
-        """Of `sent_bytes`, what leaves the node: a ring has one such link for each node's ranks."""
+        """The part of `sent_bytes` that leaves the node: a ring has one outgoing link per node."""
         return self.sent_bytes / self.ranks_per_node if self.ranks > self.ranks_per_node else 0.0
 
     @property
@@ -64,10 +64,10 @@ class Transfer:
 
 
 def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[Transfer, ...]:
-    """All that a rank communicates in one optimizer step; nothing for a single one.
+    """Return the communication of a rank in one optimizer step; nothing for a single rank.
 
-    FSDP under accumulation reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
-    micro-step. Raises ValueError for what has no closed form.
+    With accumulation, FSDP reduces once per step (accelerate's no_sync), ZeRO-2 and ZeRO-3 in each
+    micro-step. Raise ValueError for a setup without a closed form.
     """
     strategy = setup.strategy
     if setup.num_gpus == 1 or strategy.is_single:
@@ -93,8 +93,8 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         stride: int = 1,
         overlaps: bool = True,
     ) -> Transfer:
-        # a group of every `stride`-th rank has so many in a node; where it doesn't divide one, some groups
-        # lie across two, and the slowest decides
+        # a group of every `stride`-th rank has `places` ranks in a node; if it does not divide the node, some
+        # groups span two nodes, and the slowest group decides
         places = max(1, setup.ranks_per_node // stride)
         per_node = gcd(ranks, places)
         groups = max(1, setup.ranks_per_node // per_node)
@@ -116,7 +116,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
     secondary_ranks = setup.placement.secondary_ranks
     whole = dtypes.compute if not zero.zero_quantized_weights else INT8_SCALES
-    found = [
+    sent = [
         transfer(
             "gather_forward",
             "all_gather",
@@ -127,7 +127,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         )
     ]
     if setup.placement.reshard_after_forward:
-        found.append(
+        sent.append(
             transfer(
                 "gather_backward",
                 "all_gather",
@@ -137,21 +137,21 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
                 ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
             )
         )
-    each = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
+    times = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
-    found.append(
-        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=each, ranks=shard_ranks)
+    sent.append(
+        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=times, ranks=shard_ranks)
     )
-    if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between them
-        found.append(
+    if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between copies
+        sent.append(
             transfer(
                 "reduce_between_copies",
                 "all_reduce",
                 gradients / shard_ranks,
                 num_units,
-                times=each,
+                times=times,
                 ranks=setup.num_gpus // shard_ranks,
                 stride=shard_ranks,
             )
         )
-    return tuple(found)
+    return tuple(sent)

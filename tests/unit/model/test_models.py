@@ -79,7 +79,7 @@ def test_a_config_json_gives_the_same_model_as_its_preset(tmp_path: Path) -> Non
     [
         ("slm-9x", "unknown model"),
         ("slm-1k", "unknown model"),
-        ("slm-20m", "the paper's fit serves"),
+        ("slm-20m", "the paper's fit covers"),
         ("no/such/folder", "unknown model"),
     ],
 )

@@ -61,6 +61,6 @@ def test_the_papers_unit_is_one_second_of_an_a100_40gb(gpu_name: str, expected: 
 
 def test_the_paper_has_no_price_of_other_gpus() -> None:
     with pytest.raises(
-        ValueError, match="no price of 'h200'\nhint: its GPUs are a100-40gb, a100-80gb, h100-80gb"
+        ValueError, match="no price for 'h200'\nhint: its GPUs are a100-40gb, a100-80gb, h100-80gb"
     ):
         paper_token_per_dollar(25_300, "h200")

@@ -70,7 +70,10 @@ MODELS = {
             ["--strategy", "fixed.yaml"],
             "train_micro_batch_size_per_gpu 32, --per_device_train_batch_size says 4",
         ),
-        (["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"], "--largest_batch looks for it"),
+        (
+            ["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"],
+            "--largest_batch searches for it",
+        ),
         (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
         (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
         (["--strategy", "tensor.yaml"], "tp_size 4"),

@@ -95,7 +95,7 @@ def test_a_target_loss_takes_the_tokens_of_the_law() -> None:
     assert row["expected_loss"] == pytest.approx(2.9)
     done = slm_here("recommend", "--model", "slm-1b", "--gpu", "h100-80gb", "--target_loss", "1.9")
     assert done.code == 2
-    assert "hint: endless tokens lead to" in done.err
+    assert "hint: infinite tokens give" in done.err
 
 
 def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() -> None:
@@ -220,8 +220,8 @@ def test_gpus_without_a_price_come_last_and_are_not_compared_in_dollars() -> Non
     ("flags", "reason"),
     [
         (("--strategy", "ds_zero1", "--reduce_dtype", "fp32"), "would make ZeRO-1 another optimizer"),
-        (("--global_batch_tokens", "1000"), "no batch comes near 1,000 tokens per step"),
-        (("--gpu", "a40:16@1"), "the network between nodes is not known (--inter_node_gbps)"),
+        (("--global_batch_tokens", "1000"), "no batch gives 1,000 tokens per step"),
+        (("--gpu", "a40:16@1"), "the network between nodes is unknown (give --inter_node_gbps)"),
     ],
 )
 def test_what_was_not_considered_is_named_with_its_reason(flags: tuple[str, ...], reason: str) -> None:

@@ -124,7 +124,7 @@ def test_a_loss_out_of_reach_is_refused(law: Law, above: float) -> None:
     lowest = lowest_loss(law, 1e9)
     with pytest.raises(ValueError, match="1e\\+09 parameters never reach a loss of") as caught:
         tokens_for_loss(law, 1e9, lowest + above)
-    assert f"\nhint: endless tokens lead to {lowest:.4f}; " in str(caught.value)
+    assert f"\nhint: infinite tokens give {lowest:.4f}; " in str(caught.value)
 
 
 def test_the_loss_that_a_dollar_takes_off_by_hand() -> None:

@@ -191,7 +191,7 @@ def test_a_measured_cell_stands_for_its_prediction_and_is_marked(compared: list[
     assert changed[0].our_token_per_dollar == pytest.approx(409_600 / 2.53)
     text = text_of(figure_table(comparisons(measured), 2, width=200), width=200)
     assert "161.9k*" in text
-    assert "measured by given records, numerics pure_bf16" in text
+    assert "measured in your records with numerics pure_bf16" in text
 
 
 def test_a_cell_that_ran_out_of_memory_is_no_longer_predicted(compared: list[Comparison]) -> None:
@@ -300,7 +300,7 @@ def test_what_cannot_be_done_is_refused(flags: tuple[str, ...], said: str) -> No
 @pytest.mark.full
 def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
     shown = slm_here("report", "--paper", "--gpu", "a40").out
-    assert "no price known of a40: --usd_per_gpu_hour gives one" in shown
-    assert "no usual network known between nodes of a40: --inter_node_gbps gives one" in shown
+    assert "the price of a40 is unknown: give --usd_per_gpu_hour" in shown
+    assert "the network between nodes of a40 is unknown: give --inter_node_gbps" in shown
     rows = json.loads(slm_here("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
     assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")
