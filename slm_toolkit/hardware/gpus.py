@@ -78,7 +78,7 @@ def find_gpu(driver_name: str | None) -> Gpu | None:
 
 
 def gpu_of_name(name: str, *, count: str = "") -> Gpu:
-    """Return the Gpu for a canonical name in any spelling (`rtx-4090`, `RTX 4090`, `4090`) or a driver's name.
+    """Return the Gpu for a canonical name in any spelling (`rtx-4090`, `RTX 4090`, `4090`) or a driver name.
 
     Raises ValueError for an unknown name, with the closest names, each followed by `count`.
     """

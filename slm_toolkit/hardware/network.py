@@ -135,7 +135,7 @@ class Cluster:
     measured: MeasuredNetwork | None = None
 
     def node_bytes_per_second(self, gpus_per_node: int) -> float | None:
-        """Return a node's network rate: measured (all_gather between nodes), given, or usual; None: unknown."""
+        """Return a node's network rate: measured (all_gather across nodes), given or usual; None: unknown."""
         if self.measured is not None and self.measured.num_nodes > 1:
             rate = self.fits["all_gather"].bus_bytes_per_second
             return None if rate is None else rate / NODE_NETWORK_SHARE

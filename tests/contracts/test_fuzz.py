@@ -149,7 +149,7 @@ def test_a_number_that_is_none_is_refused_in_json_and_yaml(word: str) -> None:
         (b"a: 1\nb: !!python/object/apply:os.system [x]", "the tag tag:yaml.org,2002:python"),
         (b"1: a", "the key 1, which is not text"),
         (b"a: 2026-11-01", "the date '2026-11-01'"),
-        (b"a: &x [*x]", "inside one another"),
+        (b"a: &x [*x]", "settings nested more than"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(data: bytes, says: str, tmp_path: Path) -> None:

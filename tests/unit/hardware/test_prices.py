@@ -88,7 +88,7 @@ def test_a_provider_without_such_a_price_of_2026_gives_none() -> None:
         ({"gpu_name": "h100"}, "unknown GPU 'h100'\nhint: did you mean h100-80gb or h100-80gb-pcie?"),
         (
             {"gpu_name": "l4", "kind": "preemptible"},
-            "unknown kind of price 'preemptible'\nhint: one of on-demand,",
+            "unknown kind of price 'preemptible'\nhint: use on-demand,",
         ),
         (
             {"gpu_name": "l4", "provider": "Amazon"},
