@@ -291,8 +291,8 @@ class RunRecord:
     """each rank's bytes of parameters, gradients, master_weights and optimizer, counted from live tensors.
     Gradients are counted when the optimizer's step begins; even ZeRO-1 has reduced them to a shard then"""
     peak_allocated_bytes: list[Count] | None = None
-    """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank 0's
-    peak, which is traced if there is no GPU"""
+    """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank
+    0's peak, which is traced if there is no GPU"""
     peak_reserved_bytes: list[Count] | None = None
     peak_rss_bytes: list[Count] | None = None
     "peak resident memory of each rank's process"

@@ -41,7 +41,7 @@ def test_mfu_by_hand() -> None:
 def test_an_mfu_over_100_percent_is_a_failed_row() -> None:
     row = row_from(made_record(step_seconds=[[0.001] * 33]))
     assert row.status == "failed"
-    assert "more than a NVIDIA H100 80GB HBM3 can do" in row.reason
+    assert "impossible on a NVIDIA H100 80GB HBM3" in row.reason
 
 
 def test_the_bf16_peak_says_nothing_of_an_fp32_run() -> None:
