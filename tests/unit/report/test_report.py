@@ -113,7 +113,7 @@ def test_no_figure_is_cut_at_any_width(width: int) -> None:
     assert "fsdp_shard_grad_op" in text
     assert "…" not in text
     assert "3.00" in text  # GiB allocated on the fuller rank
-    assert ("left out for want of width" in text) == (width <= 120)
+    assert ("columns that did not fit" in text) == (width <= 120)
     if width >= 60:
         assert max(len(line) for line in text.splitlines()) <= width
 
