@@ -218,7 +218,7 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     too_slow = [row for row in too_slow if row.inter_node_gbps_needed > row.inter_node_gbps]
     if too_slow:
         worst = max(too_slow, key=lambda row: row.inter_node_gbps_needed)
-        needed, available = (f"{rate:,.0f}" for rate in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
+        needed, available = (f"{gbps:,.0f}" for gbps in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
         notes.append(
             f"between nodes, {worst.strategy} needs {needed} Gbit/s to hide its communication; "
             f"a node of {worst.gpu} has {available}"

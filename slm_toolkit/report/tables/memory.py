@@ -1,4 +1,4 @@
-"""Show a step's memory: where its peak is and what uses it (a table), and how it rises and falls (a chart)."""
+"""Show a step's memory: the place and owners of its peak (a table), and its rise and fall (a chart)."""
 
 import re
 from collections.abc import Iterable
