@@ -166,7 +166,7 @@ class Numerics:
     optimizer_kernel: str | None = _probed("fused, foreach or for-loop, as run", settings=("optim",))
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(
-        "whether backward computed activations again; None where torch.compile hides it",
+        "whether backward recomputed activations; None if torch.compile hides it",
         settings=("gradient_checkpointing", "torch_compile", "attn_implementation"),
     )
     float8: str | None = _probed(

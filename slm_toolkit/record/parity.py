@@ -233,7 +233,7 @@ class Parity:
 
 
 def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> list[Parity | None]:
-    """Return the Parity of each record: the comparison in fp32, or a worse one if it exceeds its limits.
+    """Return the Parity of each record: with the fp32 reference, or another one if that exceeds its limits.
 
     Returns None for references and for records that can't be compared. Runs of several strategies without a
     reference are compared with each other, if their flags and batches are equal. `loss_tolerance` replaces

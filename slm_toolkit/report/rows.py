@@ -165,40 +165,40 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     ok = [record for record in records if record.status == "ok"]
     # a failed launch decides the status, even if others ended ok
     status_record = next((record for record in records if record.status != "ok"), records[0])
-    shown = ok[0] if ok else status_record
-    computed, padding = throughput(ok), padding_share(shown)
-    rate = computed and computed.times(1 - padding)
-    config, spec = shown.flags, shown.spec
-    per_gpu = rate.tokens_per_second / shown.world_size if rate and shown.world_size else None
-    price = find_price(shown.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    main_record = ok[0] if ok else status_record
+    rate_with_padding, padding = throughput(ok), padding_share(main_record)
+    rate = rate_with_padding and rate_with_padding.times(1 - padding)
+    config, spec = main_record.flags, main_record.spec
+    per_gpu = rate.tokens_per_second / main_record.world_size if rate and main_record.world_size else None
+    price = find_price(main_record.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     # frozen weights need no gradients, hence fewer FLOPs
-    adapters = None if config["peft"] == "none" else shown.num_trainable_params or 0
+    adapters = None if config["peft"] == "none" else main_record.num_trainable_params or 0
     with_attention = flops_per_token(spec, seq_len=config["seq_len"], adapter_params=adapters)
     without = flops_per_token_without_attention(spec, adapter_params=adapters)
-    mfu = mfu_of(shown, per_gpu and per_gpu / (1 - padding), with_attention)
+    mfu = mfu_of(main_record, per_gpu and per_gpu / (1 - padding), with_attention)
     status, reason = status_record.status, status_record.reason
     if status == "ok" and (contradiction := impossible(ok, mfu)):
         status, reason = "failed", contradiction
     measured = ok or records
-    rehearsed = shown.is_rehearsal
-    estimate = estimate_of(shown) if shown.gpu or rehearsed else None
+    rehearsed = main_record.is_rehearsal
+    estimate = estimate_of(main_record) if main_record.gpu or rehearsed else None
     losses = [] if rehearsed else measured[0].losses
     return Row(
         model=spec.name,
-        strategy=shown.strategy,
+        strategy=main_record.strategy,
         status=status,
         reason=reason,
-        evidence=shown.evidence,
-        engine=shown.engine,
-        zero_stage=shown.zero_stage,
-        reshard_after_forward=shown.reshard_after_forward,
-        world_size=shown.world_size,
-        num_machines=shown.num_machines,
-        gpu=shown.gpu,
-        cpu=shown.cpu,
-        allocator=shown.versions.get("allocator"),
-        started_at=shown.started_at,
-        attn_implementation=shown.attn_implementation,
+        evidence=main_record.evidence,
+        engine=main_record.engine,
+        zero_stage=main_record.zero_stage,
+        reshard_after_forward=main_record.reshard_after_forward,
+        world_size=main_record.world_size,
+        num_machines=main_record.num_machines,
+        gpu=main_record.gpu,
+        cpu=main_record.cpu,
+        allocator=main_record.versions.get("allocator"),
+        started_at=main_record.started_at,
+        attn_implementation=main_record.attn_implementation,
         **{
             name: config[name]
             for name in (
@@ -223,8 +223,8 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         mfu_without_attention=mfu * without / with_attention if mfu else None,
         flops_per_token=with_attention,
         flops_per_token_without_attention=without,
-        tokens_per_step=shown.tokens_per_step,
-        tokens_counted=shown.tokens_counted,
+        tokens_per_step=main_record.tokens_per_step,
+        tokens_counted=main_record.tokens_counted,
         padding=padding,
         final_loss_by_dataset={
             name: next((loss for loss in reversed(losses) if loss is not None), None)
@@ -233,19 +233,21 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         final_eval_losses={
             name: losses[-1] for name, losses in measured[0].eval_losses_by_set.items() if losses
         },
-        num_trainable_params=shown.num_trainable_params,
+        num_trainable_params=main_record.num_trainable_params,
         peak_allocated_bytes=_largest([record.peak_allocated_bytes for record in measured]),
-        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else shown.predicted_peak_bytes,
+        estimated_peak_bytes=estimate.peak_allocated_bytes if estimate else main_record.predicted_peak_bytes,
         estimated_tokens_per_second=estimate.tokens_per_second if estimate and not rehearsed else None,
         peak_reserved_bytes=_largest([record.peak_reserved_bytes for record in measured]),
         peak_rss_bytes=_largest([record.peak_rss_bytes for record in measured]),
         memory_at_peak=next((record.memory_at_peak for record in measured if record.memory_at_peak), None),
         state_bytes_per_rank=_largest_state(measured[0].state_bytes),
-        deepspeed_bytes=shown.deepspeed_estimate["gpu_bytes"] if shown.deepspeed_estimate else None,
+        deepspeed_bytes=main_record.deepspeed_estimate["gpu_bytes"]
+        if main_record.deepspeed_estimate
+        else None,
         usd_per_million_tokens=usd_per_million_tokens(
             tokens_per_second=rate.tokens_per_second,
             usd_per_gpu_hour=price.usd_per_gpu_hour,
-            num_gpus=shown.world_size,
+            num_gpus=main_record.world_size,
         )
         if rate and price and not rehearsed
         else None,
@@ -272,7 +274,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
     )
 
 
-def num_asked_otherwise(row: Row, other: Row) -> int:
+def num_different_flags(row: Row, other: Row) -> int:
     """Count the flags of `row` that have another value in `other`."""
     return sum(other.asked.get(name) != value for name, value in row.asked.items())
 
@@ -475,7 +477,7 @@ class _Candidates:
                 first_by_values.setdefault(tuple(map(other.asked.get, names)), other)
         if same := self._by_values[names].get(tuple(row.asked.values())):
             return same
-        return min(self._rows, key=lambda other: num_asked_otherwise(row, other))
+        return min(self._rows, key=lambda other: num_different_flags(row, other))
 
 
 def _with_differences(row: Row, reference: Row) -> Row:

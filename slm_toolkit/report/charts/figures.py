@@ -143,12 +143,12 @@ def above_plot() -> dict[str, Any]:
         "y": 1,
         "yanchor": "bottom",
         "traceorder": "normal",
-        "maxheight": 0.9,  # of the figure's height; by default, plotly makes a legend scroll beyond half of it
+        "maxheight": 0.9,  # of the figure's height; by default, a legend scrolls beyond half of it
     }
 
 
 MOST_POINTS = 300
-"most points of a curve; of a longer curve, every second, third, ... step is drawn"
+"points of a curve at most; of a longer curve, every second, third, ... step is drawn"
 _MOST_TEXTS = 12
 "most names next to points; more would overlap"
 _MOST_BANDS = 6
@@ -158,19 +158,19 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 def speed_panel(rows: dict[str, Row]) -> Panel:
     """Show tokens per second with intervals, and the estimates."""
     name, title = "speed", "Tokens per second"
-    shown = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
-    if not shown:
+    shown_rows = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
+    if not shown_rows:
         return Panel(name, title, missing="no run was timed")
-    measured = _bars(shown, lambda row: row.tokens_per_second, _speed_words)
+    measured = _bars(shown_rows, lambda row: row.tokens_per_second, _speed_words)
     measured["error_x"] = {
         "type": "data",
         "symmetric": False,
-        "array": [row.tokens_per_second_highest - row.tokens_per_second for row in shown.values()],
-        "arrayminus": [row.tokens_per_second - row.tokens_per_second_lowest for row in shown.values()],
+        "array": [row.tokens_per_second_highest - row.tokens_per_second for row in shown_rows.values()],
+        "arrayminus": [row.tokens_per_second - row.tokens_per_second_lowest for row in shown_rows.values()],
         "thickness": 1.5,
     }
     data = [measured]
-    if estimated := {label: row for label, row in shown.items() if row.estimated_tokens_per_second}:
+    if estimated := {label: row for label, row in shown_rows.items() if row.estimated_tokens_per_second}:
         data.append(
             {
                 **{"type": "scatter", "mode": "markers", "name": "estimated", "hoverinfo": "text"},
@@ -185,54 +185,56 @@ def speed_panel(rows: dict[str, Row]) -> Panel:
         )
     notes = ["whiskers: the interval in which another measurement is expected"]
     notes += ["hollow diamonds: estimated by closed forms"] if estimated else []
-    layout = bars_layout(_places(shown), x_title="tokens/s, all ranks")
-    return Panel(name, title, (Figure(name, title, data, layout),), (*notes, *_left_out_notes(rows, shown)))
+    layout = bars_layout(_places(shown_rows), x_title="tokens/s, all ranks")
+    return Panel(
+        name, title, (Figure(name, title, data, layout),), (*notes, *_left_out_notes(rows, shown_rows))
+    )
 
 
 def cost_panel(rows: dict[str, Row]) -> Panel:
     """Show dollars per million tokens."""
     name, title = "cost", "Dollars per million tokens"
-    shown = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
-    if not shown:
+    shown_rows = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
+    if not shown_rows:
         return Panel(name, title, missing=_no_dollars(rows))
     bars = _bars(
-        shown,
+        shown_rows,
         lambda row: row.usd_per_million_tokens,
         lambda row: f"${row.usd_per_million_tokens:.4f} per million tokens<br>{escaped(row.price or '')}",
     )
-    layout = bars_layout(_places(shown), x_title="$ per million tokens")
-    prices = tuple(f"price: {price}" for price in sorted({row.price for row in shown.values()}))
+    layout = bars_layout(_places(shown_rows), x_title="$ per million tokens")
+    prices = tuple(f"price: {price}" for price in sorted({row.price for row in shown_rows.values()}))
     return Panel(name, title, (Figure(name, title, [bars], layout),), prices)
 
 
 def front_panel(rows: dict[str, Row]) -> Panel:
     """Show cost against speed, and the Pareto front: no other run is both faster and cheaper."""
     name, title = "front", "Cost and speed"
-    shown = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
-    if not shown:
+    shown_rows = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
+    if not shown_rows:
         return Panel(name, title, missing=_no_dollars(rows))
-    front = pareto_front(shown)
+    front = pareto_front(shown_rows)
     line = {
         **{"type": "scatter", "mode": "lines", "name": "Pareto front", "hoverinfo": "skip"},
-        "x": [shown[label].tokens_per_second for label in front],
-        "y": [shown[label].usd_per_million_tokens for label in front],
+        "x": [shown_rows[label].tokens_per_second for label in front],
+        "y": [shown_rows[label].usd_per_million_tokens for label in front],
         "line": {"dash": "dot", "width": 1.5, "color": colour(9)},
     }
     points = {
         **{"type": "scatter", "hoverinfo": "text", "textposition": "top center", "cliponaxis": False},
-        "mode": "markers+text" if len(shown) <= _MOST_TEXTS else "markers",
-        "x": [row.tokens_per_second for row in shown.values()],
-        "y": [row.usd_per_million_tokens for row in shown.values()],
-        "text": [escaped(label) for label in shown],
+        "mode": "markers+text" if len(shown_rows) <= _MOST_TEXTS else "markers",
+        "x": [row.tokens_per_second for row in shown_rows.values()],
+        "y": [row.usd_per_million_tokens for row in shown_rows.values()],
+        "text": [escaped(label) for label in shown_rows],
         "hovertext": [
             f"{escaped(label)}<br>{row.tokens_per_second:,.0f} tokens/s"
             f"<br>${row.usd_per_million_tokens:.4f} per million tokens"
-            for label, row in shown.items()
+            for label, row in shown_rows.items()
         ],
         "marker": {
-            "size": [13 if label in front else 8 for label in shown],
-            "color": _colours(shown),
-            "symbol": _symbols(shown),
+            "size": [13 if label in front else 8 for label in shown_rows],
+            "color": _colours(shown_rows),
+            "symbol": _symbols(shown_rows),
         },
     }
     layout = curves_layout(x_title="tokens/s, all ranks", y_title="$ per million tokens", num_keys=1)
@@ -257,8 +259,8 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
     num_seen: dict[tuple, int] = {}
     for label, row in rows.items():
         if row.tokens_per_second and row.world_size and not row.is_rehearsed:
-            asked = tuple(sorted((key, str(value)) for key, value in row.asked.items()))
-            key = (row.strategy, row.gpu or row.cpu, asked)
+            flags = tuple(sorted((key, str(value)) for key, value in row.asked.items()))
+            key = (row.strategy, row.gpu or row.cpu, flags)
             # a second run of the same size has other versions: it starts another line
             repeat = num_seen[*key, row.world_size] = num_seen.get((*key, row.world_size), -1) + 1
             series.setdefault((*key, repeat), []).append((label, row))
@@ -302,13 +304,13 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
 def loss_panel(rows: dict[str, Row]) -> Panel:
     """Show all loss curves in one plot."""
     name, title = "losses", "Loss"
-    shown = {label: row for label, row in rows.items() if len(row.losses) > 1}
-    if not shown:
+    shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
+    if not shown_rows:
         return Panel(name, title, missing="no run has more than one step")
     used: dict[str, int] = {}
     data = []
     others = [row.strategy for row in rows.values()]
-    for index, (label, row) in enumerate(shown.items()):
+    for index, (label, row) in enumerate(shown_rows.items()):
         number = used[row.strategy] = used.get(row.strategy, -1) + 1
         every = math.ceil(len(row.losses) / MOST_POINTS)
         steps = list(range(len(row.losses)))[::-every][::-1]  # the last step is always drawn
@@ -321,13 +323,14 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
                     "color": strategy_colour(row.strategy, others),
                     "dash": _DASHES[number % len(_DASHES)],
                     # equal curves hide each other, so the first of a few curves are wide bands below the rest
-                    "width": 1.8 + (1.4 * (len(shown) - 1 - index) if len(shown) <= _MOST_BANDS else 0),
+                    "width": 1.8
+                    + (1.4 * (len(shown_rows) - 1 - index) if len(shown_rows) <= _MOST_BANDS else 0),
                 },
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }
         )
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(data))
-    thinned = any(len(row.losses) > MOST_POINTS for row in shown.values())
+    thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
     notes = (f"at most {MOST_POINTS} steps of a curve are drawn",) if thinned else ()
     return Panel(name, title, (Figure(name, title, data, layout),), notes)
 
@@ -335,27 +338,27 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
 def anatomy_panel(rows: dict[str, Row]) -> Panel:
     """Show the time of a profiled step by activity."""
     name, title = "anatomy", "Anatomy of a step"
-    shown = {label: Anatomy(**row.anatomy) for label, row in rows.items() if row.anatomy}
-    if not shown:
+    shown_rows = {label: Anatomy(**row.anatomy) for label, row in rows.items() if row.anatomy}
+    if not shown_rows:
         return Panel(name, title, missing="no run used --profile")
     data = []
     for number, part in enumerate(PARTS):
-        seconds = [getattr(anatomy, part.field) for anatomy in shown.values()]
+        seconds = [getattr(anatomy, part.field) for anatomy in shown_rows.values()]
         part_title = part.title.replace("\n", " ").replace("comm.", "communication")
         data.append(
             {
                 **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
                 "x": [_rounded(part_seconds * 1e3) for part_seconds in seconds],
-                "y": list(shown),
+                "y": list(shown_rows),
                 "marker": {"color": colour(9) if part.field == "idle_seconds" else colour(number)},
                 "hovertext": [
                     f"{escaped(label)}<br>{part_title}: {part_seconds * 1e3:,.1f} ms, "
                     f"{part_seconds / anatomy.step_seconds:.0%}"
-                    for (label, anatomy), part_seconds in zip(shown.items(), seconds, strict=True)
+                    for (label, anatomy), part_seconds in zip(shown_rows.items(), seconds, strict=True)
                 ],
             }
         )
-    layout = bars_layout(_places(shown), x_title="ms per step", legend=True)
+    layout = bars_layout(_places(shown_rows), x_title="ms per step", legend=True)
     notes = ("profiling slows steps down: use these shares, but take rates from timed steps",)
     return Panel(name, title, (Figure(name, title, data, layout),), notes)
 
@@ -394,11 +397,11 @@ def _speed_words(row: Row) -> str:
     )
 
 
-def _left_out_notes(rows: dict[str, Row], shown: dict[str, Row]) -> list[str]:
+def _left_out_notes(rows: dict[str, Row], shown_rows: dict[str, Row]) -> list[str]:
     """Return a note for the rows that a panel leaves out, grouped by reason."""
     labels_by_reason: dict[str, list[str]] = {}
     for label, row in rows.items():
-        if label not in shown:
+        if label not in shown_rows:
             reason = row.status if row.status != "ok" else row.evidence
             labels_by_reason.setdefault(reason, []).append(label)
     return [f"without a rate, {reason}: {named(labels)}" for reason, labels in labels_by_reason.items()]

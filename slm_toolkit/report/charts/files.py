@@ -137,8 +137,8 @@ def write_images(panels: list[Panel], folder: Path) -> list[Path]:
     browser = find_browser()
     if browser is None:
         raise ValueError(
-            "no Chrome or Chromium was found; --figures needs one to draw\nhint: `apt-get install chromium`, or set "
-            "CHROME_PATH=/path/to/chrome; or use --html: you can save charts from its page"
+            "no Chrome or Chromium was found; --figures needs one to draw\nhint: `apt-get install chromium`, "
+            "or set CHROME_PATH=/path/to/chrome; or use --html: you can save charts from its page"
         )
     try:
         import kaleido

@@ -55,8 +55,8 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     groups: dict[tuple, list[str]] = {}
     rehearsals: dict[tuple, list[str]] = {}
     for label, row in rows.items():
-        asked = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
-        key = (row.strategy, row.world_size, asked)
+        flags = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
+        key = (row.strategy, row.world_size, flags)
         if row.is_rehearsed and row.gpu is None:  # it belongs to the same run on any GPU
             rehearsals.setdefault(key, []).append(label)
         else:
@@ -110,12 +110,12 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
 def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> Panel:
     """Show the memory in use while a step runs through its modules, in one figure per traced run."""
     name, title = "timeline", "Memory over a step"
-    shown = {label: picture for label, picture in pictures.items() if picture.moments}
-    if not shown:
+    with_timeline = {label: picture for label, picture in pictures.items() if picture.moments}
+    if not with_timeline:
         return Panel(name, title, missing="no memory_timeline.csv: --trace_memory or --rehearse writes one")
     figures = tuple(
         _timeline(f"{name}-{number}", label, picture)
-        for number, (label, picture) in enumerate(shown.items(), start=1)
+        for number, (label, picture) in enumerate(with_timeline.items(), start=1)
     )
     return Panel(name, title, figures, ("rank 0; each place shows its highest memory",))
 

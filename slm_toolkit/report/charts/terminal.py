@@ -30,9 +30,9 @@ def terminal_plots(rows: dict[str, Row], *, width: int) -> RenderableType:
     """Draw a bar chart for each measure with values, then loss curves. Print it with `crop=False`."""
     parts: list[RenderableType] = []
     for measure in _MEASURES:
-        shown = {label: row for label, row in rows.items() if measure.value(row) is not None}
-        if shown:
-            parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown, measure, width)]
+        shown_rows = {label: row for label, row in rows.items() if measure.value(row) is not None}
+        if shown_rows:
+            parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown_rows, measure, width)]
     curves = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if curves:
         parts += [Text(""), *_curves(curves, width)]
@@ -61,17 +61,17 @@ def _bars(rows: dict[str, Row], measure: _Measure, width: int) -> list[Text]:
 
 def _curves(rows: dict[str, Row], width: int) -> list[Text]:
     """Draw curves in braille, two by four dots per character; later curves overwrite the colour."""
-    shown = dict(list(rows.items())[:_MOST_CURVES])
-    losses = [loss for row in shown.values() for loss in row.losses if loss is not None]
+    shown_rows = dict(list(rows.items())[:_MOST_CURVES])
+    losses = [loss for row in shown_rows.values() for loss in row.losses if loss is not None]
     if not losses:
         return []
     lowest, highest = min(losses), max(losses)
-    longest = max(row.first_step + len(row.losses) for row in shown.values())
+    longest = max(row.first_step + len(row.losses) for row in shown_rows.values())
     axis_width = max(len(f"{lowest:.3g}"), len(f"{highest:.3g}")) + 1
     num_columns = max(1, width - axis_width - 1)
     dots: dict[tuple[int, int], int] = {}
     styles: dict[tuple[int, int], str] = {}
-    for row, style in zip(shown.values(), _STYLES, strict=False):
+    for row, style in zip(shown_rows.values(), _STYLES, strict=False):
         for column in range(num_columns * 2):
             position = column / (num_columns * 2 - 1) * (longest - 1) - row.first_step
             loss = _interpolated(row.losses, position)
@@ -92,9 +92,9 @@ def _curves(rows: dict[str, Row], width: int) -> list[Text]:
         lines.append(line)
     lines.append(Text(f"{'':>{axis_width}}└{f' step 1 to {longest}':─>{num_columns}}"))
     legend = Text()
-    for label, style in zip(shown, _STYLES, strict=False):
+    for label, style in zip(shown_rows, _STYLES, strict=False):
         legend.append("━╴", style=style).append(f"{label}  ")  # not a space, so that no line ends in one
-    hidden = len(rows) - len(shown)
+    hidden = len(rows) - len(shown_rows)
     more = [Text(f"{hidden} more: --html shows all", style="dim")] if hidden else []
     return [*lines, legend, *more]
 

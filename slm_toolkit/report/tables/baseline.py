@@ -8,7 +8,7 @@ from rich.text import Text
 
 from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.report.rows import Row, num_asked_otherwise
+from slm_toolkit.report.rows import Row, num_different_flags
 from slm_toolkit.report.stats import overlap
 from slm_toolkit.report.tables.fitted import Column, columns_that_fit, rate, table_of
 
@@ -62,7 +62,7 @@ def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
         same_runs = [other for other in then if _same_run(row, other)]
-        earlier = min(same_runs, key=lambda other: num_asked_otherwise(row, other), default=None)
+        earlier = min(same_runs, key=lambda other: num_different_flags(row, other), default=None)
         if earlier is None:
             missing.append(row)
         else:

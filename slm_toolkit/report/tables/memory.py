@@ -142,7 +142,7 @@ def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
         return []
     peak = max(segments, key=lambda segment: segment.num_bytes)
     numbers = _micro_steps(segments)
-    shown = numbers[segments.index(peak)] or max(numbers)
+    shown_step = numbers[segments.index(peak)] or max(numbers)
     places = _places(segments)
     num_layers = 1 + max((_layer_of(place) or 0 for place in places), default=0)
     for together in range(1, num_layers + 1):
@@ -150,14 +150,14 @@ def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
             _highest(group)
             for _, group in groupby(
                 zip(segments, places, numbers, strict=True),
-                key=lambda item, together=together: _row_of(*item, shown=shown, together=together),
+                key=lambda item, together=together: _row_of(*item, shown_step=shown_step, together=together),
             )
         ]
         if len(rows) <= most_rows:
             break
     return [
         ChartRow(phase, place, segment.num_bytes, segment.parts, segment is peak)
-        for segment, phase, place in (_labelled(row, shown) for row in rows)
+        for segment, phase, place in (_labelled(row, shown_step) for row in rows)
     ]
 
 
@@ -190,10 +190,10 @@ _Item = tuple[Segment, str, int]
 "a segment, its place, the number of its micro-step"
 
 
-def _row_of(segment: Segment, place: str, number: int, *, shown: int, together: int) -> tuple:
+def _row_of(segment: Segment, place: str, number: int, *, shown_step: int, together: int) -> tuple:
     """Return a key; neighbouring segments with equal keys share a row."""
-    if number not in (0, shown):
-        return ("another micro-step", number < shown)
+    if number not in (0, shown_step):
+        return ("another micro-step", number < shown_step)
     if segment.phase in ("between", "data"):
         return ("data",)
     layer = _layer_of(place)
@@ -205,10 +205,10 @@ def _highest(group: Iterable[_Item]) -> list[_Item]:
     return sorted(group, key=lambda item: -item[0].num_bytes)
 
 
-def _labelled(row: list[_Item], shown: int) -> tuple[Segment, str, str]:
+def _labelled(row: list[_Item], shown_step: int) -> tuple[Segment, str, str]:
     """Return a row's highest segment, and its phase and place in words."""
     segment, place, number = row[0]
-    if number not in (0, shown):
+    if number not in (0, shown_step):
         others = sorted({number for _, _, number in row})
         return segment, "micro-step" + "s" * (len(others) > 1), _numbers(others)
     if segment.phase == "between":
