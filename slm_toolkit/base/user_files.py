@@ -49,8 +49,8 @@ def read_bytes(path: Path | str, *, what: str, hint: str, limit_bytes: int = SET
     """Read a regular file.
 
     `what` names the kind of file in messages: "record" in "can't read record runs/x/record.json: ...".
-    Raises ValueError for a pipe, a device or a folder without waiting for data, and for a file of more than
-    `limit_bytes`, without reading the rest.
+    Raises ValueError for a pipe, a device or a folder, without waiting for data. Raises ValueError for a file
+    of more than `limit_bytes`, without reading the rest.
     """
     name = f"can't read {what} {path}" if what else f"can't read {path}"
     try:

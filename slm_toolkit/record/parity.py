@@ -281,8 +281,8 @@ def _comparable(by_settings: dict[bytes, list[int]], records: list[RunRecord]) -
 def _comparisons(record: RunRecord, references: "_References", loss_tolerance: float | None) -> list[Parity]:
     """Compare a record with its references; empty if there is no fp32 reference.
 
-    Compares the run with the fp32 reference, its fp32 steps with the fp32 reference, and the run with one
-    process of the same numerics. That process is compared with fp32, too: its fault would be in every run.
+    Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
+    numerics. That process is compared with fp32, too, because its fault would be in every run.
     """
     fp32 = _fp32_reference_of(record, references)
     if fp32 is None:

@@ -319,8 +319,8 @@ class RunRecord:
 
         That is `timing_warmup_steps` if it is set, else the number of slow or compiling first steps. The
         steady time is the median of the second half. Warm-up ends before the first two consecutive steps
-        within SLOW times the steady time, but not before the last compilation of the first half, and in the
-        middle at the latest. Probed steps belong to the warm-up.
+        within SLOW times the steady time. It includes all probed steps and all compilations of the first
+        half, and ends in the middle at the latest.
         """
         if self.timing_warmup_steps is not None:
             return self.timing_warmup_steps

@@ -12,9 +12,9 @@ in this list that applies:
  4. idle: on a GPU no kernel runs; on a CPU, Python or other code that is not a torch op runs.
 
 On a GPU, kernels and copies on all streams count. A kernel's name and the CPU op that launched it decide its
-activity. If every step's kernels end inside the step's window on the CPU (the loop synchronizes, as
-`StepClock` does), the step is that window, which includes the wait before the first kernel. Otherwise the
-step is its window on the device, up to the beginning of the next one.
+activity. If the loop synchronizes, as `StepClock` does, every step's kernels end inside the step's window on
+the CPU. Then the step is that window; it includes the wait before the first kernel. Otherwise the step is its
+window on the device, up to the beginning of the next step.
 
 On a CPU, ops of the training thread (and of autograd's thread, if it is another) are compute; `gloo:...` on
 any thread is communication. Only the innermost op at an instant counts. Autograd nodes, autograd.Functions

@@ -23,8 +23,8 @@ _NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps",
 def estimate_of(record: RunRecord) -> Estimate | None:
     """Return the estimate for a run.
 
-    None if the run ended before its engine was probed, if no estimate covers its strategy, and for offload
-    without a GPU, where the host's bytes can't be separated from the others.
+    None if the run ended before its engine was probed, or if no closed form covers its strategy. None for
+    offload without a GPU, too: there the host's bytes can't be separated from the others.
     """
     if record.engine is None or record.world_size is None:
         return None

@@ -44,9 +44,8 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     A step takes as long as its slowest rank. The timed steps of a launch are split into blocks of ten (a
     remainder makes blocks a little longer); a launch's rate is the median of its blocks' rates. With three or
     more launches, the interval is Student's prediction interval for another launch. Fewer launches don't show
-    how much launches differ. Then it is the interval of the blocks' median (of the steps' median, below three
-    blocks), and at least LAUNCH_NOISE wide in both directions. Disturbed launches widen it: see
-    `disturbance`.
+    how much launches differ. Then it is the interval of the blocks' median (below three blocks: of the steps'
+    median), but at least LAUNCH_NOISE in both directions. Disturbed launches widen it: see `disturbance`.
     """
     timed = [(record, timed_seconds(record)) for record in repeats]
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
