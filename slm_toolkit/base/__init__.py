@@ -1,1 +1,1 @@
-"""What every room uses: errors, files that users name, files that runs write, secrets."""
+"""Code that every room uses: errors, users' files, runs' files, secrets."""

@@ -1,4 +1,4 @@
-"""A user's mistake becomes one line with a hint and exit code 2; a bug keeps its traceback."""
+"""Turn a user's mistake into one line with a hint and exit code 2; a bug keeps its traceback."""
 
 import errno
 import os
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE_VARIABLE = "SLM_EXIT_CODE_FILE"
-"in the environment of ranks that `slm launch` started: where they write with which code they end, if not 0"
+"environment variable of ranks started by `slm launch`: the file where a rank writes a nonzero exit code"
 TIME_LIMIT_VARIABLE = "SLM_TIME_LIMIT"
-"in the environment of ranks that `slm compare` started: seconds, and the monotonic time when they are over"
+"environment variable of ranks started by `slm compare`: the limit in seconds, and its monotonic end time"
 KILLED_OR_CRASHED = "was killed or crashed"
-"in the message about a process that ended without one; the process that started it knows the signal"
+"part of the message about a process that ended without a message; its parent process knows the signal"
 STOPPED_AFTER = "stopped after"
-"begins the message of a run that ended at its time limit"
+"first words of the message of a run that reached its time limit"
 
 
 class RunEnded(RuntimeError):
-    """Ends a run that had begun, on all ranks alike: one message, a record that says why, no traceback."""
+    """Ends a started run on all ranks: prints one message, records the reason, shows no traceback."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -28,9 +28,10 @@ class RunEnded(RuntimeError):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a ValueError, or what `about_path` knows, as `error: ...` and exit with 2: once on each machine.
+    """Print a ValueError, or an error that `about_path` explains, as `error: ...`; then exit with code 2.
 
-    The launcher kills all ranks once one exits, so other ranks wait until local rank 0 has printed the error.
+    Each machine shows the error once: the launcher kills all ranks once one exits, so other ranks wait until
+    local rank 0 has printed the error.
     """
     try:
         yield
@@ -45,29 +46,32 @@ def user_errors() -> Iterator[None]:
 
 
 def about_path(error: OSError) -> str | None:
-    """What can be said in a line, with a hint, of a path that can't be used; None for all other errors."""
+    """Return a message with a hint for an error about an unusable path; None for all other errors."""
     if error.errno not in _HELPS:
         return None
-    where = "the output" if error.filename is None else error.filename
-    return shown(f"can't use {where}: {error.strerror}\nhint: {_HELPS[error.errno]}")
+    path = "the output" if error.filename is None else error.filename
+    return shown(f"can't use {path}: {error.strerror}\nhint: {_HELPS[error.errno]}")
 
 
 _HELPS = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "is it yours, and its disk writable?"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "is its disk full?"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file stands where a folder is needed"),
-    errno.EISDIR: "a folder stands where a file is needed",
-    errno.ELOOP: "links there lead to one another",
-    errno.ENAMETOOLONG: "a shorter name",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "check who owns it and whether its disk is writable",
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space on its disk or raise its quota"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the place of a folder; use another path"),
+    errno.EISDIR: "this is a folder; give the path of a file",
+    errno.ELOOP: "its symbolic links form a loop",
+    errno.ENAMETOOLONG: "use a shorter name",
 }
 
 
 _FIRST_RANK_SECONDS = 30.0
-"to find the same mistake, and to be the one who tells"
+"time for local rank 0 to find and print the same mistake"
 
 
 def shown(message: str) -> str:
-    """A message as a terminal may have it: what a file or a name smuggled in is spelt out, or cut short."""
+    """Return a message that is safe to print: control characters are escaped, long lines are shortened."""
     lines = without_controls(message).split("\n")
     half = _LONGEST_LINE // 2
     return "\n".join(
@@ -76,29 +80,29 @@ def shown(message: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """The text, with characters spelt out that a terminal obeys or that can't be seen: `\\x1b`, `\\u202e`."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return the text with control characters and invisible characters escaped: `\\x1b`, `\\u202e`."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-_CONTROL = re.compile(  # all but tab and newline; then marks of direction and of no width, separators, tags
+_CONTROL = re.compile(  # controls except tab and newline; direction marks, zero widths, separators, tags
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f"
     r"\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
 )
-_LONGEST_LINE = 2000  # characters, of lines that quote a user's own words
+_LONGEST_LINE = 2000  # characters; a longer line quotes a user's file or name
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message, or its type."""
+    """Return the first line of the error's message, or the name of its type if it has no message."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"error numbers of a write for which there is no room: of the disk, of a quota, of a limit on a file's size"
+"error numbers of a failed write: the disk is full, the quota is used up, the file exceeds its size limit"
 SAYS_DISK_FULL = re.compile(
     r"\[Errno (28|122|27)\]|No space left on device|Disk quota exceeded|os error (28|122|27)\b"
 )
-"the same numbers on Linux, and how C++ and Rust say it"
+"the same errors in text: Linux's numbers, and the messages of C++ and Rust"
 
 
 # The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves
@@ -113,5 +117,5 @@ PACKAGES = {
 
 
 def pip_install(extra: str) -> str:
-    """`pip install peft bitsandbytes` of "peft"."""
+    """Return the command that installs an extra: "peft" gives `pip install peft bitsandbytes`."""
     return f"pip install {PACKAGES[extra]}"

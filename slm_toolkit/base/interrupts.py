@@ -1,4 +1,4 @@
-"""Ctrl-C (SIGINT) while there is nothing to save; how two of them are told from one that arrives twice."""
+"""Handle Ctrl-C (SIGINT) while there is nothing to save."""
 
 import contextlib
 import signal
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterator
 
 SAME_SECONDS = 1.0
-"""within this time it is the same Ctrl-C: a terminal sends it to all processes in its foreground, and a
-launcher passes it on to its ranks, too"""
+"""Two SIGINTs within this time come from one Ctrl-C: the terminal sends it to all processes in its
+foreground, and the launcher also forwards it to its ranks."""
 
 
 def end_at_once() -> None:
-    """From now on SIGINT ends this process without a traceback, even in native code, and shells see 130.
+    """Let SIGINT end this process from now on, without a traceback, even in native code; shells see 130.
 
-    Where SIGINT is ignored (`nohup`, a script's background jobs) it stays so.
+    If SIGINT is ignored (`nohup`, background jobs of a script), it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -21,8 +21,8 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Within, SIGINT ends this process: modules in C may crash where KeyboardInterrupt ends their import."""
-    if threading.current_thread() is not threading.main_thread():  # in which alone Python takes signals
+    """Let SIGINT end the process inside this block: C modules can crash on a KeyboardInterrupt at import."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""How a run's files are made, anew and never through a link, and how one process holds a folder."""
+"""Create a run's files and folders without following links, and lock them for one process."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ except ImportError:  # Windows
 
 
 def open_new(path: Path, mode: str = "x", *, newline: str | None = None) -> IO:
-    """Open a file to write it anew; a link in its place is removed, and what it points to stays as it is."""
+    """Open a new file at `path`. An old file or link there is removed; a link's target is not changed."""
     path.unlink(missing_ok=True)
     return path.open(mode, newline=newline)
 
@@ -24,16 +24,16 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = None) -> list[Path]:
-    """Write the files that a user asked for by `flag`, and their folders; returns their paths.
+    """Write the files that a user requested with `flag`, make their folders, and return the paths.
 
-    `overwrite`: None for a verb without that flag. Raises ValueError where one is there, and writes none of
-    them, or where one can't be written.
+    `overwrite` is None for a verb without an --overwrite flag. Raises ValueError if a file exists already
+    (then no file is written) or if a file can't be written.
     """
     if (present := [path for path in texts if path.exists()]) and not overwrite:
-        such = f" ({len(present)} such files)" if len(present) > 1 else ""
-        instead = "" if overwrite is None else ", or --overwrite to replace it"
+        count = f" ({len(present)} such files)" if len(present) > 1 else ""
+        alternative = "" if overwrite is None else ", or --overwrite to replace it"
         raise ValueError(
-            f"{present[0]} exists{such}: nothing was written\nhint: another folder after {flag}{instead}"
+            f"{present[0]} exists{count}: nothing was written\nhint: give {flag} another folder{alternative}"
         )
     for path, text in texts.items():
         try:
@@ -47,20 +47,21 @@ def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = 
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` where it is not there; a link in its place is removed, its target stays as it is."""
+    """Make `folder` if it does not exist. A link in its place is removed; the link's target stays."""
     if folder.is_symlink():
         folder.unlink()
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def hold(path: Path) -> IO[str]:
-    """Lock the file `path` until the returned file is closed or this process ends, however it ends.
+    """Lock the file `path` until the returned file is closed or this process ends for any reason.
 
-    Raises BlockingIOError, whose `strerror` names the process that holds it, and OSError where the file can't
-    be opened, a link for one. A file system without locks stops nobody.
+    Raises BlockingIOError if another process has the lock; its `strerror` names that process. Raises OSError
+    if the file can't be opened, for example because it is a link. On a file system without locks, nothing
+    is locked and no error is raised.
     """
     flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    for access in (os.O_RDONLY, os.O_RDWR):  # open to write it would keep its disk from being made read-only
+    for access in (os.O_RDONLY, os.O_RDWR):  # read-only first: a file open for writing blocks a remount as ro
         file = open(os.open(path, flags | access, 0o666))  # noqa: SIM115 - open as long as it is held
         try:
             if fcntl is not None:
@@ -69,9 +70,9 @@ def hold(path: Path) -> IO[str]:
         except BlockingIOError as error:
             with file:
                 raise BlockingIOError(error.errno, file.read(200).strip(), str(path)) from None
-        except OSError:  # NFS locks only what is open to write, others nothing
+        except OSError:  # NFS locks only files open for writing; some file systems have no locks
             continue
-    os.register_at_fork(after_in_child=file.close)  # a data loader's worker may outlive its rank
+    os.register_at_fork(after_in_child=file.close)  # a data loader's worker can outlive its rank
     with suppress(OSError), open(os.open(path, flags | os.O_WRONLY | os.O_TRUNC), "w") as name:
         name.write(f"process {os.getpid()} on {socket.gethostname()}")
     return file

@@ -1,4 +1,4 @@
-"""Secrets, which stay in the environment: known by the names of what holds them, never written or shown."""
+"""Recognize secrets by the names of their variables, flags and keys, and never write or show them."""
 
 import os
 import re
@@ -10,50 +10,53 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _OF_A_TOKENIZER = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
-_LEAST_CHARACTERS = 8  # of a secret: a shorter value is a word that stands in many places
+_LEAST_CHARACTERS = 8  # of a secret to hide: a shorter value also occurs as an ordinary word
 _HIDDEN = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, flag or key of this name holds a secret: HF_TOKEN, WANDB_API_KEY, hub_token."""
+    """Return whether a variable, flag or key with this name holds a secret: HF_TOKEN, hub_token, ..."""
     name = name.replace("-", "_")
     return _NAMES.search(name) is not None and _OF_A_TOKENIZER.search(name) is None
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """The words of a command with what must not be seen hidden: by its name, or by its value."""
+    """Return a command's words with each secret replaced by `***`.
+
+    A secret is the value of a flag with a secret's name, or the value of such an environment variable.
+    """
     values = [
         value for name, value in os.environ.items() if is_secret(name) and len(value) >= _LEAST_CHARACTERS
     ]
-    found, hide_next = [], False
+    safe_words, hide_next = [], False
     for word in words:
         name, equals, _ = word.partition("=")
-        named = is_secret(name.lstrip("-"))
+        has_secret_name = is_secret(name.lstrip("-"))
         if hide_next and not word.startswith("--"):
             word = _HIDDEN
-        elif named and equals:
+        elif has_secret_name and equals:
             word = f"{name}={_HIDDEN}"
         for value in values:
             word = word.replace(value, _HIDDEN)
-        hide_next = named and not equals and word.startswith("-")
-        found.append(word)
-    return found
+        hide_next = has_secret_name and not equals and word.startswith("-")
+        safe_words.append(word)
+    return safe_words
 
 
 def check_no_secrets(config: Mapping[str, Any], path: object) -> None:
-    """Raises ValueError for settings that hold one: they are copied into launch files and records."""
-    left: list[tuple[str, Any]] = list(config.items())
-    while left:
-        name, value = left.pop()
+    """Raise ValueError if a setting is a secret: settings are copied into launch files and records."""
+    remaining: list[tuple[str, Any]] = list(config.items())
+    while remaining:
+        name, value = remaining.pop()
         if isinstance(value, dict):
-            left += [(f"{name}.{key}", below) for key, below in value.items()]
+            remaining += [(f"{name}.{key}", inner) for key, inner in value.items()]
         elif isinstance(value, str) and value.strip() and is_secret(name.rpartition(".")[2]):
             raise ValueError(
-                f"{path}: {name} is a secret, which would be copied into records\n"
-                "hint: leave it out; the environment has it, as in HF_TOKEN or WANDB_API_KEY"
+                f"{path}: {name} is a secret and would be copied into records\n"
+                "hint: remove it, and set an environment variable such as HF_TOKEN or WANDB_API_KEY"
             )
 
 
 def hidden(name: str, value: Any) -> Any:
-    """A setting's value as it may be shown."""
+    """Return a setting's value, or `***` if the setting is a secret."""
     return _HIDDEN if is_secret(name) and isinstance(value, str) else value

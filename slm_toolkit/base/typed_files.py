@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 LARGEST = 10**18
-"of any number: products of a few stay finite, and int64, which Parquet has, holds it"
+"limit of every number: it fits Parquet's int64, and products of a few such numbers stay finite"
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 PositiveInt = Annotated[int, Meta(ge=1, le=LARGEST)]
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def converted(value: Any, kind: type[T], *, prefix: str = "", from_text: bool = False) -> T:
-    """A decoded value as `kind`; `from_text`: numbers may be text, as in CSV.
+    """Convert a decoded value to `kind`. With `from_text`, numbers may be text, as in CSV.
 
-    Raises ValueError, without a hint, for a value that doesn't fit; `prefix` is put before the field's name.
+    Raises ValueError without a hint if the value doesn't fit; `prefix` comes before the field's name.
     """
     try:
         return msgspec.convert(value, kind, strict=not from_text)
@@ -43,7 +43,7 @@ def converted(value: Any, kind: type[T], *, prefix: str = "", from_text: bool = 
 
 
 def csv_rows(file: Path, kind: type[T], *, hint: str = "") -> tuple[T, ...]:
-    """The rows of a CSV file; an empty cell is None. Raises ValueError with the line's number."""
+    """Read the rows of a CSV file; an empty cell is None. Raises ValueError with the line's number."""
     rows = []
     with file.open(newline="") as lines:
         reader = csv.DictReader(lines)
@@ -58,7 +58,7 @@ def csv_rows(file: Path, kind: type[T], *, hint: str = "") -> tuple[T, ...]:
 
 
 def field_problem(error: msgspec.ValidationError, *, prefix: str = "") -> str:
-    """`invalid field: losses[2] (expected float, got str)`, or `missing field: asked.config`."""
+    """Return `invalid field: losses[2] (expected float, got str)`, or `missing field: asked.config`."""
     reason, _, place = str(error).replace("`", "").partition(" - at ")
     field = (prefix + place.replace("$", "", 1)).removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field (\w+)", reason):
@@ -68,10 +68,10 @@ def field_problem(error: msgspec.ValidationError, *, prefix: str = "") -> str:
 
 
 def typed_dict_of(kind: type, *, required: tuple[str, ...] = (), **types: Any) -> Any:
-    """A TypedDict of a dataclass's fields, whose numbers are not negative.
+    """Make a TypedDict with a dataclass's fields; its numbers must not be negative.
 
-    `required`: fields that may not be missing though they have a default; `types`: of fields that a file
-    holds otherwise, or beside those of the dataclass.
+    `required` names fields with a default that must still be present. `types` replaces the types of fields
+    that differ in the file, and adds fields that only the file has.
     """
     hints = {name: _not_negative(hint) for name, hint in get_type_hints(kind).items()} | types
     for field in dataclasses.fields(kind):

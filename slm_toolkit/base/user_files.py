@@ -1,4 +1,4 @@
-"""Files that a user names, read whole: none that is waited for or huge, settings in plain values alone."""
+"""Read the files that a user names: never wait for a pipe, limit the size, accept only plain values."""
 
 import json
 import math
@@ -11,22 +11,22 @@ from typing import Any
 import yaml
 
 SETTINGS_BYTES = 2**17
-"of a YAML or JSON of settings, of prices, of a model's config.json: those that people write have a few KB"
+"size limit of a YAML or JSON with settings or prices, and of a config.json; real files have a few KB"
 MOST_VALUES = 10_000
-"in one such file, those that YAML's aliases and merges repeat counted each time"
+"limit of values in such a file; each use of a YAML alias or merge counts its values again"
 MOST_LEVELS = 40
-"of mappings and lists inside one another; DeepSpeed's JSON has four"
-_LARGEST_BITS = 1023  # of a whole number that a float can hold
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast, where it is there
+"limit of nested mappings and lists; DeepSpeed's JSON has four levels"
+_LARGEST_BITS = 1023  # a larger integer may not fit in a float
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if present, is ten times as fast
 
 
 def typed_path(text: str) -> Path:
-    """A path as a shell would read it; `Path.expanduser` raises RuntimeError for a user who is not there."""
+    """Expand `~` as a shell does; `Path.expanduser` would raise RuntimeError for an unknown user."""
     return Path(os.path.expanduser(text))
 
 
 def is_file(path: Path) -> bool:
-    """False, too, for what no file can be called: `Path.is_file` raises OSError for a name too long."""
+    """Return whether the path is a file; False for too long a name (`Path.is_file` raises OSError)."""
     return os.path.isfile(path)
 
 
@@ -39,17 +39,18 @@ def exists(path: Path) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """`name` itself. Raises ValueError for one that a table, a script or a terminal would trip over."""
+    """Return `name`. Raises ValueError if it has characters that would break a table, script or terminal."""
     if not name.isprintable():
-        raise ValueError(f"{what} {name!r} has characters that can't be shown\nhint: give it another name")
+        raise ValueError(f"{what} {name!r} has unprintable characters\nhint: give it another name")
     return name
 
 
 def read_bytes(path: Path | str, *, what: str, hint: str, limit_bytes: int = SETTINGS_BYTES) -> bytes:
-    """The bytes of a regular file; a pipe without a writer, a device or a folder is refused, not waited for.
+    """Read a regular file.
 
-    `what`: what can't be read, as "record" of "can't read record runs/x/record.json: ...".
-    Raises ValueError, too, for a file of more than `limit_bytes`, of which no more is read.
+    `what` names the kind of file in messages: "record" in "can't read record runs/x/record.json: ...".
+    Raises ValueError for a pipe, a device or a folder, without waiting for data. Raises ValueError for a file
+    of more than `limit_bytes`, without reading the rest.
     """
     name = f"can't read {what} {path}" if what else f"can't read {path}"
     try:
@@ -57,14 +58,15 @@ def read_bytes(path: Path | str, *, what: str, hint: str, limit_bytes: int = SET
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ValueError(f"{name}: {error}\nhint: {hint}") from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe, a socket or a device"
-            raise ValueError(f"{name}: it is a {kind}, no file\nhint: {hint}")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "folder" if stat.S_ISDIR(status.st_mode) else "pipe, a socket or a device"
+            raise ValueError(f"{name}: it is a {kind}, not a file\nhint: {hint}")
         chunks, size = [], 0
-        at_once = min(max(found.st_size + 1, 2**16), limit_bytes + 1)
-        while size <= limit_bytes and (chunk := os.read(descriptor, at_once)):
-            chunks.append(chunk)  # until there is no more: a file of /proc has size 0, one may grow meanwhile
+        chunk_bytes = min(max(status.st_size + 1, 2**16), limit_bytes + 1)
+        # Read to the end, whatever st_size is: it is 0 for files in /proc, and a file can grow meanwhile.
+        while size <= limit_bytes and (chunk := os.read(descriptor, chunk_bytes)):
+            chunks.append(chunk)
             size += len(chunk)
     except OSError as error:
         raise ValueError(f"{name}: {error}\nhint: {hint}") from None
@@ -76,7 +78,7 @@ def read_bytes(path: Path | str, *, what: str, hint: str, limit_bytes: int = SET
 
 
 def read_text(path: Path, *, what: str = "", hint: str, limit_bytes: int = SETTINGS_BYTES) -> str:
-    """UTF-8, with each line's end as a single newline. Raises ValueError as `read_bytes` does."""
+    """Read a UTF-8 file; every line end becomes a single newline. Raises ValueError as `read_bytes` does."""
     data = read_bytes(path, what=what, hint=hint, limit_bytes=limit_bytes)
     try:
         text = data.decode()
@@ -87,13 +89,14 @@ def read_text(path: Path, *, what: str = "", hint: str, limit_bytes: int = SETTI
 
 
 def json_of(text: str, path: object, *, hint: str, pairs: Any = None) -> Any:
-    """What a JSON text says; `pairs`: json's object_pairs_hook, with which the values are not looked at.
+    """Parse a JSON text. `pairs` is json's object_pairs_hook; with it, values are not checked.
 
-    Raises ValueError for what is no JSON, NaN and infinity included, and for more than settings can be.
+    Raises ValueError for invalid JSON, including NaN and infinity, and for values that `check_values`
+    rejects.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=pairs)
-    except ValueError as error:  # also of a number of over 4300 digits
+    except ValueError as error:  # Python raises it for a number of over 4300 digits, too
         reason = str(error).partition(";")[0]
         raise ValueError(f"{path} is not JSON: {reason}\nhint: {hint}") from None
     except RecursionError:
@@ -104,9 +107,9 @@ def json_of(text: str, path: object, *, hint: str, pairs: Any = None) -> Any:
 
 
 def yaml_of(text: str, path: object, *, hint: str) -> Any:
-    """What a YAML text says, in plain values: mappings by words, lists, text, numbers, true, false, null.
+    """Parse a YAML text into plain values: mappings with text keys, lists, text, numbers, true, false, null.
 
-    Raises ValueError for all else: tags, dates, aliases that never end or stand for too much.
+    Raises ValueError for everything else: tags, dates, aliases that are recursive or expand to too much.
     """
     node = yaml_node(text, path, hint=hint)
     loader = YAML_LOADER("")
@@ -123,11 +126,11 @@ def yaml_of(text: str, path: object, *, hint: str) -> Any:
 
 
 def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
-    """The nodes of a YAML text, each scalar as it is written; None for an empty one.
+    """Parse a YAML text into nodes whose scalars stay as they are written; None for an empty text.
 
-    Nothing made from them is deep or large: levels are counted before they are composed, which libyaml does
-    on the C stack, and aliases are followed before they are constructed, which takes exponential time for
-    merges of merges.
+    The nodes are neither deep nor large. Levels are counted before libyaml composes the nodes, because it
+    recurses on the C stack. Aliases are counted before values are constructed, because merges of merges take
+    exponential time.
     """
     try:
         _check_events(text, path, hint)
@@ -141,24 +144,24 @@ def yaml_node(text: str, path: object, *, hint: str) -> yaml.Node | None:
 
 def _parts_of_node(node: yaml.Node | None) -> Iterable[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
+        return [key_or_value for pair in node.value for key_or_value in pair]
     return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def _each_value(
     root: Any, parts_of: Callable[[Any], Iterable[Any]], path: object, hint: str
 ) -> Iterator[Any]:
-    """What lies in `root`, itself included. Raises ValueError for more, or deeper, than settings can be."""
-    left, num_values = [(root, 0)], 0
-    while left:
-        at, level = left.pop()
+    """Yield `root` and every value inside it. Raises ValueError beyond MOST_VALUES or MOST_LEVELS."""
+    remaining, num_values = [(root, 0)], 0
+    while remaining:
+        value, level = remaining.pop()
         num_values += 1
         if num_values > MOST_VALUES:
             raise ValueError(_too_many(path, hint))
         if level > MOST_LEVELS:
             raise ValueError(_too_deep(path, hint))
-        yield at
-        left += [(each, level + 1) for each in parts_of(at)]
+        yield value
+        remaining += [(part, level + 1) for part in parts_of(value)]
 
 
 def _check_events(text: str, path: object, hint: str) -> None:
@@ -166,7 +169,7 @@ def _check_events(text: str, path: object, hint: str) -> None:
     for event in yaml.parse(text, Loader=YAML_LOADER):
         if getattr(event, "tag", None) is not None:
             line = event.start_mark.line + 1
-            raise ValueError(f"{path} has the tag {event.tag} at line {line}\nhint: leave it out; {hint}")
+            raise ValueError(f"{path} has the tag {event.tag} at line {line}\nhint: remove it; {hint}")
         if isinstance(event, yaml.CollectionStartEvent):
             level += 1
             if level > MOST_LEVELS:
@@ -176,7 +179,7 @@ def _check_events(text: str, path: object, hint: str) -> None:
 
 
 def _by_python(text: str) -> yaml.YAMLError | None:
-    """The error as PyYAML's own parser tells it: libyaml's name other lines."""
+    """Return the error of PyYAML's own parser: libyaml's errors name other lines."""
     try:
         for _ in yaml.parse(text, Loader=yaml.SafeLoader):
             pass
@@ -187,46 +190,46 @@ def _by_python(text: str) -> yaml.YAMLError | None:
 
 def _not_yaml(error: yaml.YAMLError, path: object, hint: str) -> ValueError:
     mark = getattr(error, "problem_mark", None)
-    where = f" at line {mark.line + 1}" if mark else ""
+    line = f" at line {mark.line + 1}" if mark else ""
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return ValueError(f"{path} is not YAML{where}: {problem}\nhint: {hint}")
+    return ValueError(f"{path} is not YAML{line}: {problem}\nhint: {hint}")
 
 
 def _parts_of_value(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return [each for pair in value.items() for each in pair]
+        return [key_or_value for pair in value.items() for key_or_value in pair]
     return value if isinstance(value, list) else ()
 
 
 def check_values(value: Any, path: object, hint: str) -> None:
-    """Raises ValueError for what no setting can be, and what trips those who count, compare or print it."""
-    for at in _each_value(value, _parts_of_value, path, hint):
-        if isinstance(at, dict):
-            for key in at:
+    """Raise ValueError for values that no setting can have, or that would break arithmetic or printing."""
+    for part in _each_value(value, _parts_of_value, path, hint):
+        if isinstance(part, dict):
+            for key in part:
                 if not isinstance(key, str):
-                    raise ValueError(f"{path} has the key {key!r}, which is no word\nhint: quote it; {hint}")
-        elif not isinstance(at, list) and (problem := _problem(at)):
-            raise ValueError(f"{path} holds {problem}\nhint: {hint}")
+                    raise ValueError(f"{path} has the key {key!r}, which is not text\nhint: quote it; {hint}")
+        elif not isinstance(part, list) and (problem := _problem(part)):
+            raise ValueError(f"{path} contains {problem}\nhint: {hint}")
 
 
 def _problem(value: Any) -> str | None:
     if isinstance(value, str):
         is_text = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-        return None if is_text else f"text that is half a character: {value[:80]!r}"
+        return None if is_text else f"text with an unpaired surrogate: {value[:80]!r}"
     if isinstance(value, float):
-        return None if math.isfinite(value) else f"the number {value}, with which nothing can be counted"
+        return None if math.isfinite(value) else f"the number {value}, which is not finite"
     if isinstance(value, int):
-        return None if value.bit_length() <= _LARGEST_BITS else "a whole number of over 300 digits"
+        return None if value.bit_length() <= _LARGEST_BITS else "an integer of over 300 digits"
     return None if value is None else f"the {type(value).__name__} {str(value)!r}: quote it to make it text"
 
 
 def _no_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a valid number")
 
 
 def _too_deep(path: object, hint: str) -> str:
-    return f"{path} has more than {MOST_LEVELS} settings inside one another\nhint: {hint}"
+    return f"{path} has settings nested more than {MOST_LEVELS} levels deep\nhint: {hint}"
 
 
 def _too_many(path: object, hint: str) -> str:
-    return f"{path} holds more than {MOST_VALUES:,} values, with what aliases repeat\nhint: {hint}"
+    return f"{path} contains more than {MOST_VALUES:,} values, including repeated aliases\nhint: {hint}"

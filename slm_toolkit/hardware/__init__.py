@@ -1,1 +1,1 @@
-"""GPUs, prices and networks as tables with sources, and what is in this machine."""
+"""GPUs, prices and networks as tables with sources, and the hardware of this machine."""

@@ -1,4 +1,4 @@
-"""Calibration: constants measured on one GPU, which replace those fitted to published runs.
+"""Calibration: constants measured on one GPU; they replace the constants fitted to published runs.
 
 `bench/gpu/digest.py` writes the rows of `hardware/calibration.csv`. A GPU without rows keeps the constants of
 `predict/speed/software.py` and `predict/memory/machine.py`.
@@ -15,29 +15,32 @@ from slm_toolkit.base.typed_files import Count, NonNegative, Positive, csv_rows
 
 FILE = Path(__file__).parent / "calibration.csv"
 VARIABLE = "SLM_CALIBRATION"
-"environment variable: another file to read"
+"environment variable: path of another calibration file"
 SOFTWARE_MEASURED = "2026"
-"the generation of software that runs where digest.py's archives come from"
+"software generation of the runs in the archives that digest.py reads"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The terms of one GPU; None: not measured. Shares are of the data sheet's dense bf16 or memory rate."""
+    """The measured terms of one GPU; None: not measured.
+
+    A share is a fraction of the data sheet's rate: dense bf16 FLOPS, or memory bytes per second.
+    """
 
     matmul_share: float | None = None
-    "large products with aligned widths"
+    "share reached by large matrix products with aligned widths"
     misaligned_share_1: float | None = None
-    "of matmul_share, what is left where a width is odd"
+    "factor on matmul_share if a width is odd"
     misaligned_share_2: float | None = None
-    "the same: even, but no multiple of 4"
+    "factor on matmul_share if a width is even but not a multiple of 4"
     misaligned_share_4: float | None = None
-    "the same: a multiple of 4, but not of 8"
+    "factor on matmul_share if a width is a multiple of 4 but not of 8"
     product_start_seconds: float | None = None
-    "of each product, whatever its size: what makes products of few rows slow"
+    "fixed time of each matrix product; it makes products with few rows slow"
     attention_forward_share_64: float | None = None
-    "attention without scores with heads of 64, at long sequences; causal half counted"
+    "share reached by fused attention with head size 64 at long sequences; counts the causal half only"
     attention_forward_half_64: float | None = None
-    "the sequence length at which half of that share is reached"
+    "the sequence length at which attention reaches half of that share"
     attention_backward_share_64: float | None = None
     attention_backward_half_64: float | None = None
     attention_forward_share_128: float | None = None
@@ -45,25 +48,25 @@ class Calibration:
     attention_backward_share_128: float | None = None
     attention_backward_half_128: float | None = None
     memory_share: float | None = None
-    "kernels that only move bytes"
+    "share of the memory rate reached by kernels that only move bytes"
     optimizer_share: float | None = None
-    "the optimizer's step"
+    "share of the memory rate reached by the optimizer's step"
     loss_share_hf: float | None = None
-    "transformers' cross-entropy"
+    "share reached by transformers' cross-entropy"
     loss_share_fused: float | None = None
-    "cross-entropy that overwrites its logits"
+    "share reached by a cross-entropy that overwrites its logits"
     eager_slowdown: float | None = None
     compiled_slowdown: float | None = None
     kernel_seconds: float | None = None
-    "these three: see Software"
+    "eager_slowdown, compiled_slowdown and kernel_seconds: see Software"
     cuda_context_bytes: float | None = None
     slack_factor: float | None = None
-    "of the allocator's slack as counted for an allocator without expandable segments"
+    "factor on the allocator's slack, which is counted for an allocator without expandable segments"
     described: str | None = None
-    "number of terms, date and source"
+    "one phrase: number of terms, date and source"
 
     def attention(self, which: str, head_dim: int) -> tuple[float, float] | None:
-        """Share and half-length of the measured head size that is nearest; `which`: forward or backward."""
+        """Return share and half-length of the nearest measured head size; `which`: forward or backward."""
         for size in sorted((64, 128), key=lambda size: abs(size - head_dim)):
             share = getattr(self, f"attention_{which}_share_{size}")
             if share is not None:
@@ -83,7 +86,7 @@ class CalibrationRow:
     term: Literal[TERMS]
     value: Positive
     residual: NonNegative | None
-    "median of |predicted / measured - 1| over what the value was fitted to; None: as many terms"
+    "median of |predicted / measured - 1| over the fitted measurements; None: as many terms as measurements"
     num_measurements: Count
     evidence: str
     source: str
@@ -91,7 +94,10 @@ class CalibrationRow:
 
 
 def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibration:
-    """Of a GPU by its canonical name; NOT_CALIBRATED where there is no row of it, or for older software."""
+    """Return the Calibration of a GPU by its canonical name.
+
+    Returns NOT_CALIBRATED if the GPU has no row, or if the software is older than the measurements.
+    """
     if gpu is None or software != SOFTWARE_MEASURED:
         return NOT_CALIBRATED
     return _calibrations(Path(os.environ.get(VARIABLE) or FILE)).get(gpu, NOT_CALIBRATED)

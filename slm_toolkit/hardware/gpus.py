@@ -1,4 +1,4 @@
-"""Gpu and Machine: what hardware can do, and what is in this machine."""
+"""Gpu and Machine: the peak rates of GPU types, and the GPUs of this machine."""
 
 import json
 import os
@@ -14,31 +14,31 @@ from slm_toolkit.base.typed_files import csv_rows
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak figures of one GPU type, from the source named."""
+    """Peak rates and memory of one GPU type, from `source` and `memory_source`."""
 
     name: str
-    "canonical, as in h100-80gb"
+    "canonical name, such as h100-80gb"
     driver_name_pattern: str
-    "regular expression found in the name that the driver gives"
+    "regular expression that matches part of the driver's name"
     architecture: str
     "ampere, ada, hopper or blackwell; geforce for the consumer cards of all of them"
     dense_bf16_flops_per_second: float
     "without sparsity"
     measured_matmul_flops_per_second: float | None
-    "the best that ml-engineering's search over bf16 shapes found (MAMF); None where nobody looked"
+    "the best rate in ml-engineering's search over bf16 shapes (MAMF); None: not measured there"
     fp32_flops_per_second: float
     "without tensor cores"
     num_sms: int
     "streaming multiprocessors"
     vendor_memory_gb: int
-    "as the vendor says: GiB of some, 10^9 bytes of others"
+    "the vendor's figure: GiB for some GPUs, 10^9 bytes for others"
     memory_gib: float
-    "what PyTorch reports as total, to 0.01 GiB (drivers differ by 0.1)"
+    "total memory that PyTorch reports, to 0.01 GiB (drivers differ by 0.1)"
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    "to the other GPUs of its node, one way: NVLink, else PCIe"
+    "rate to the other GPUs of its node, one way: NVLink, else PCIe"
     node_network_bytes_per_second: float | None
-    "of a whole node, one way, as AWS rents it (p4d, p5, p5en); None where we know none"
+    "network rate of a whole AWS node, one way (p4d, p5, p5en); None: unknown"
     source: str
     memory_source: str
 
@@ -53,7 +53,7 @@ class Machine:
 
     num_gpus: int
     gpu: str | None
-    "the driver's name of the first, or the options by which Slurm is to choose one; None without"
+    "the driver's name of the first GPU, or the options with which Slurm selects one; None without a GPU"
 
 
 @cache
@@ -63,9 +63,9 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def find_gpu(driver_name: str | None) -> Gpu | None:
-    """The Gpu that a driver's name such as "NVIDIA H100 80GB HBM3" means; None for an unknown one.
+    """Return the Gpu for a driver's name such as "NVIDIA H100 80GB HBM3"; None for an unknown name.
 
-    Where several patterns match ("GH200" holds "H200"), the longest match is meant. A MIG slice is none.
+    If several patterns match ("GH200" contains "H200"), the longest match wins. Returns None for a MIG slice.
     """
     matches = [
         (len(match[0]), gpu)
@@ -74,34 +74,36 @@ def find_gpu(driver_name: str | None) -> Gpu | None:
         and "MIG" not in driver_name
         and (match := re.search(rf"(?:{gpu.driver_name_pattern})", driver_name))
     ]
-    return max(matches, key=lambda found: found[0])[1] if matches else None
+    return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def gpu_of_name(name: str, *, count: str = "") -> Gpu:
-    """The Gpu of a name in any case: the canonical one (`rtx-4090`; `RTX 4090`, `4090`) or the driver's.
+    """Return the Gpu for a canonical name in any spelling (`rtx-4090`, `RTX 4090`, `4090`) or a driver name.
 
-    Raises ValueError for others, with the names that are close, each followed by `count`.
+    Raises ValueError for an unknown name, with the closest names, each followed by `count`.
     """
-    known = {gpu.name.replace("-", ""): gpu for gpu in gpus()}
+    gpu_by_name = {gpu.name.replace("-", ""): gpu for gpu in gpus()}
     typed = re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
-    found = known.get(typed) or known.get(f"rtx{typed}")
-    if found is not None:
-        return found
+    named_gpu = gpu_by_name.get(typed) or gpu_by_name.get(f"rtx{typed}")
+    if named_gpu is not None:
+        return named_gpu
     for gpu in gpus():
         if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.driver_name_pattern})", name):
             return gpu
     names = [gpu.name for gpu in gpus()]
     canonical = re.sub(r"[\s_]+", "-", name.strip().lower())
-    begun = [known for known in names if known.startswith(canonical)]  # "h100" is closer to "h200"
-    close = begun or get_close_matches(canonical, names, n=1, cutoff=0.4)
-    meant = f"did you mean {' or '.join(each + count for each in close)}? " if close else ""
-    raise ValueError(f"unknown GPU {name!r}\nhint: {meant}There are {', '.join(names)}")
+    # prefixes first: to get_close_matches, "h100" is closer to "h200" than to "h100-80gb"
+    with_prefix = [gpu_name for gpu_name in names if gpu_name.startswith(canonical)]
+    close = with_prefix or get_close_matches(canonical, names, n=1, cutoff=0.4)
+    question = f"did you mean {' or '.join(gpu_name + count for gpu_name in close)}? " if close else ""
+    raise ValueError(f"unknown GPU {name!r}\nhint: {question}There are {', '.join(names)}")
 
 
 def gpu_and_count(text: str) -> tuple[str, tuple[int, ...], float | None] | None:
-    """`h100-80gb:8,16@2.49` or `8xH100-80GB`: canonical name, counts if any, dollars per hour if any.
+    """Parse `h100-80gb:8,16@2.49` or `8xH100-80GB` into canonical name, GPU counts and dollars per hour.
 
-    None for what has another form. Raises ValueError for an unknown GPU.
+    Counts may be empty, and dollars None. Returns None for another form; raises ValueError for an unknown
+    GPU.
     """
     form = r"(?:(\d+)\s*[x*]\s*)?([^:@]+)(?::(\d+(?:,\d+)*))?(?:@(\d+(?:\.\d+)?))?"
     match = re.fullmatch(form, text)
@@ -117,7 +119,7 @@ def gpu_and_count(text: str) -> tuple[str, tuple[int, ...], float | None] | None
 
 
 def this_machine() -> Machine:
-    """Ask torch in a process of its own: this one stays without torch, and without a context on any GPU."""
+    """Query torch in another process, so that this process needs neither torch nor a context on a GPU."""
     import subprocess
 
     program = (
@@ -133,7 +135,7 @@ def this_machine() -> Machine:
 
 @cache
 def gpus_here() -> tuple[str, ...]:
-    """The driver's names of the NVIDIA GPUs that a process started from here sees; asks NVML, not CUDA."""
+    """Return the driver's names of the NVIDIA GPUs that a child process would see, from NVML, not CUDA."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")):
         return ()
     import pynvml
@@ -142,26 +144,26 @@ def gpus_here() -> tuple[str, ...]:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         names = tuple(pynvml.nvmlDeviceGetName(handle) for handle in handles)
-    except pynvml.NVMLError:  # no driver, or one that does not answer
+    except pynvml.NVMLError:  # the driver is missing or does not answer
         return ()
     return visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(names: tuple[str, ...], asked: str | None) -> tuple[str, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves: CUDA reads up to the first index that is none."""
-    if asked is None:
+def visible(names: tuple[str, ...], visible_devices: str | None) -> tuple[str, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects; CUDA stops reading at the first invalid index."""
+    if visible_devices is None:
         return names
-    left = []
-    for word in (word.strip() for word in asked.split(",")):
+    selected = []
+    for word in (word.strip() for word in visible_devices.split(",")):
         if re.fullmatch(r"(GPU|MIG)-.+", word) and names:
-            left.append(names[0])
+            selected.append(names[0])
         elif word.isdigit() and int(word) < len(names):
-            left.append(names[int(word)])
+            selected.append(names[int(word)])
         else:
             break
-    return tuple(left)
+    return tuple(selected)
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

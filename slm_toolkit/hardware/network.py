@@ -1,4 +1,4 @@
-"""The network between GPUs: its rates by data sheet, or how long collectives took among real ranks."""
+"""The network between GPUs: data-sheet rates, or measured times of collectives between real ranks."""
 
 import dataclasses
 import json
@@ -16,41 +16,41 @@ from slm_toolkit.hardware.gpus import Gpu
 
 NETWORK_FILE = "network.json"
 PROBE_SECONDS = 30.0
-"how long the ranks may measure, when not told otherwise"
+"default limit of the time that the ranks measure"
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
-"what DDP, FSDP and ZeRO communicate with"
+"the collectives that DDP, FSDP and ZeRO use"
 TimingBytes = Annotated[int, Meta(ge=1, le=10**15)]
 TimingSeconds = Annotated[float, Meta(ge=1e-9, le=1e9)]
-"a nanosecond to thirty years: a collective takes neither less nor more"
+"from a nanosecond to thirty years: limits that no collective exceeds"
 _HINT = "`slm compare --probe_network` writes a network.json"
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """What one collective of one size took."""
+    """The measured time of one collective with one tensor size."""
 
     collective: Collective
     num_bytes: TimingBytes
-    "of the whole tensor: all_reduce's, all_gather's output, reduce_scatter's input; on each rank"
+    "size of the whole tensor on each rank: of all_reduce, all_gather's output or reduce_scatter's input"
     seconds: TimingSeconds
     "median of `all_seconds`"
     all_seconds: tuple[TimingSeconds, ...]
-    "of each repeat, on the rank that took longest"
+    "time of each repeat on its slowest rank"
 
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """What `slm_toolkit.run.network_probe` measured, and where."""
+    """The timings that `slm_toolkit.run.network_probe` measured, and the cluster it ran on."""
 
     world_size: Annotated[int, Meta(ge=2, le=LARGEST)]
     num_nodes: PositiveInt
     gpus_per_node: PositiveInt
-    "ranks on each node, also where they are CPU processes"
+    "ranks on each node, even if they are CPU processes"
     backend: str
     "nccl or gloo"
     gpu: str | None
-    "as the driver names it; None on CPU"
+    "the driver's name; None on CPU"
     date: str
     "ISO 8601, UTC"
     versions: dict[str, str]
@@ -65,11 +65,11 @@ class LinkFit:
 
     latency_seconds: float
     bus_bytes_per_second: float | None
-    "None where larger tensors took no longer"
+    "None if larger tensors took no longer"
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Bytes that each rank sends per byte of the whole tensor, whatever the algorithm.
+    """Return the bytes that each rank sends per byte of the whole tensor, for any algorithm.
 
     nccl-tests' convention: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
@@ -78,14 +78,14 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 
 def bus_bytes_per_second(timing: CollectiveTiming, world_size: int) -> float:
-    """Comparable with what a link can do, for any number of ranks and any collective."""
+    """Return the rate on the bus; it compares with a link's rate for any collective and number of ranks."""
     return timing.num_bytes * bus_factor(timing.collective, world_size) / timing.seconds
 
 
 def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
-    """The latency and bus bandwidth, neither below zero, with the least squares of relative errors.
+    """Fit latency and bus bandwidth, both at least zero, by least squares of the relative errors.
 
-    Of relative ones, or the largest size alone would decide, and its small error be a small size's all.
+    With absolute errors, the largest sizes alone would decide the fit, and small sizes would fit badly.
     """
     timings = [timing for timing in network.timings if timing.collective == collective]
     factor = bus_factor(collective, network.world_size)
@@ -94,7 +94,7 @@ def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
     v = [timing.num_bytes * factor / timing.seconds for timing in timings]
     uu, uv, vv = _dot(u, u), _dot(u, v), _dot(v, v)
     determinant = uu * vv - uv * uv
-    latency_seconds = seconds_per_byte = -1.0  # where sizes are too close for two unknowns
+    latency_seconds = seconds_per_byte = -1.0  # stays if the sizes are too close for two unknowns
     if determinant > 1e-12 * uu * vv:
         latency_seconds = (sum(u) * vv - sum(v) * uv) / determinant
         seconds_per_byte = (sum(v) * uu - sum(u) * uv) / determinant
@@ -106,7 +106,7 @@ def fit(network: MeasuredNetwork, collective: str) -> LinkFit:
 
 
 def seconds(network: MeasuredNetwork, collective: str, num_bytes: int) -> float:
-    """What the fitted line says of `num_bytes`, counted as in CollectiveTiming."""
+    """Return the fitted time for a tensor of `num_bytes`, counted as in CollectiveTiming."""
     line = fit(network, collective)
     if line.bus_bytes_per_second is None:
         return line.latency_seconds
@@ -115,27 +115,27 @@ def seconds(network: MeasuredNetwork, collective: str, num_bytes: int) -> float:
 
 
 LINK_SHARE = 0.7
-"of the one-way link rate that a node's collectives reach on the bus; fixed"
+"share of the one-way link rate that collectives inside a node reach on the bus; fixed"
 NODE_NETWORK_SHARE = 0.8
-"of a node's network rate; ml-engineering's advice is to plan on 0.80 to 0.85 of what is advertised"
+"reachable share of a node's network rate; ml-engineering advises to plan with 0.80 to 0.85"
 USUAL_GPUS_PER_NODE = 8
-"of the nodes that a GPU's usual network is of; smaller ones are taken to have as much for each GPU"
+"GPUs per node of a GPU's usual network; we assume that smaller nodes have the same rate per GPU"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the ranks are connected by. Bytes per second are one way."""
+    """The connections between ranks. Bytes per second are one way."""
 
     link_bytes_per_second: float
-    "of a GPU to the others of its node, by its data sheet"
+    "rate from a GPU to the others of its node, by its data sheet"
     given_node_bytes_per_second: float | None
-    "of a whole node, as the user says"
+    "network rate of a whole node, given by the user"
     usual_node_bytes_per_second: float | None = None
-    "of a node of USUAL_GPUS_PER_NODE, as AWS rents it; None where we know none"
+    "network rate of an AWS node with USUAL_GPUS_PER_NODE; None: unknown"
     measured: MeasuredNetwork | None = None
 
     def node_bytes_per_second(self, gpus_per_node: int) -> float | None:
-        """Of a node's network: measured between nodes (at all_gather), given, or usual; None: unknown."""
+        """Return a node's network rate: measured (all_gather across nodes), given or usual; None: unknown."""
         if self.measured is not None and self.measured.num_nodes > 1:
             rate = self.fits["all_gather"].bus_bytes_per_second
             return None if rate is None else rate / NODE_NETWORK_SHARE
@@ -144,7 +144,7 @@ class Cluster:
         return self.usual_node_bytes_per_second * min(1.0, gpus_per_node / USUAL_GPUS_PER_NODE)
 
     def is_measured(self, *, num_nodes: int) -> bool:
-        """Whether the measurement stands for a group on so many nodes: both cross nodes, or neither does."""
+        """Return whether the measurement applies to `num_nodes`: both cross nodes, or both stay in one."""
         return self.measured is not None and (self.measured.num_nodes > 1) == (num_nodes > 1)
 
     @cached_property
@@ -155,31 +155,31 @@ class Cluster:
 def cluster_of(
     gpu: Gpu, *, inter_node_gbps: float | None = None, measured: MeasuredNetwork | None = None
 ) -> Cluster:
-    """The GPU's own links; the node's network as given (gigabit per second), else as AWS rents it."""
+    """Return the Cluster with the GPU's own links and the given network rate (gigabit/s), else AWS's rate."""
     given = None if inter_node_gbps is None else inter_node_gbps * 1e9 / 8
     return Cluster(gpu.link_bytes_per_second, given, gpu.node_network_bytes_per_second, measured)
 
 
 def write_network(network: MeasuredNetwork, path: Path) -> None:
-    """Write the file whole or not at all: beside, then renamed."""
+    """Write the file completely or not at all: write a temporary file, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(dataclasses.asdict(network), indent=2, allow_nan=False) + "\n")
+    unfinished.replace(path)
 
 
 def read_network(path: Path) -> MeasuredNetwork:
-    """Read what `write_network` wrote. Raises ValueError for a file that isn't such a network."""
+    """Read a file of `write_network`. Raises ValueError for any other content."""
     name = f"can't read network {path}: it"
     content = json_of(read_text(path, what="network", hint=_HINT), name, hint=_HINT)
     try:
         network = converted(content, MeasuredNetwork)
         if network.world_size != network.num_nodes * network.gpus_per_node:
-            raise ValueError("world_size is not num_nodes times gpus_per_node")
+            raise ValueError("world_size does not equal num_nodes times gpus_per_node")
         for collective in COLLECTIVES:
             sizes = {timing.num_bytes for timing in network.timings if timing.collective == collective}
             if len(sizes) < 2:
-                raise ValueError(f"{len(sizes)} sizes of {collective}: a line needs two")
+                raise ValueError(f"{collective} has {len(sizes)} sizes, but a fitted line needs two")
     except ValueError as error:
         raise ValueError(f"{path}: {error}\nhint: {_HINT}") from None
     return network

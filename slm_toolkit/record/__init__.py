@@ -1,1 +1,1 @@
-"""The raw facts of a run as JSON, and what follows from two of them."""
+"""The raw facts of a run as JSON, and the comparison of two runs."""

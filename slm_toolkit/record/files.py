@@ -1,4 +1,4 @@
-"""Records on disk: written whole or not at all, read in any version, with the JSON schema of their types."""
+"""Write records to disk completely or not at all, read every version of them, and print their JSON schema."""
 
 import ast
 import dataclasses
@@ -27,13 +27,13 @@ from slm_toolkit.strategy.settings import DeepSpeedSettings
 from slm_toolkit.strategy.strategy import check_sections
 
 LIMIT_BYTES = 2**28
-"of a record: a hundred thousand steps on 64 ranks take half of it"
+"size limit of a record; 100,000 steps on 64 ranks take half of it"
 _HINT = f"records are runs/*/{RECORD_FILE}"
 _SCHEMA_HINT = "`slm report --schema` prints the type of each field; was it written by another tool?"
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
-    """Write `folder`/record.json whole or not at all: to another file, renamed once it is on the disk."""
+    """Write `folder`/record.json completely or not at all: sync a temporary file to disk, then rename it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RECORD_FILE
     unfinished = folder / f".{RECORD_FILE}.{socket.gethostname()}.{os.getpid()}"
@@ -49,7 +49,7 @@ def write_record(record: RunRecord, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read one record, of this version or an older one. Raises ValueError for all else."""
+    """Read one record of this version or an older one. Raises ValueError for any other file."""
     data = read_bytes(path, what="record", hint=_HINT, limit_bytes=LIMIT_BYTES)
     try:
         record = _DECODER.decode(data)
@@ -63,19 +63,22 @@ def read_record(path: Path) -> RunRecord:
         record = dataclasses.replace(record, **_without_controls(vars(record)))
     record.asked.setdefault("files", {})
     record.asked.setdefault("num_processes", record.world_size or 1)
-    for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # flags of later versions
+    for name in ("max_grad_norm", "gradient_accumulation_steps", "dataset"):  # flags that older versions lack
         record.asked["config"].setdefault(name, getattr(RunConfig, name))
     return record
 
 
 def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
-    """All records in folders (at any depth) and files, in order of name; and what is wrong with others."""
+    """Read all records in `paths` (files, and folders at any depth), in order of name.
+
+    Returns the records with their paths, and the error messages of unreadable records.
+    """
     files: list[Path] = []
     for path in paths:
         if not exists(path):
             raise ValueError(f"no such folder: {path}\nhint: `slm compare` writes records under runs/")
         files += _record_files(path) if is_dir(path) else [path]
-    if len(paths) > 1:  # a record that two of them reach was launched once
+    if len(paths) > 1:  # two paths may lead to the same record
         files = list({os.path.realpath(file): file for file in files}.values())
     records, problems = [], []
     for file in files:
@@ -87,19 +90,19 @@ def find_records(paths: list[Path]) -> tuple[list[tuple[Path, RunRecord]], list[
 
 
 def _record_files(folder: Path) -> list[Path]:
-    """At any depth, in order of name; links to folders and folders that can't be opened are left out."""
+    """List the records below a folder by name; skips links to folders and folders that can't be opened."""
     files = [Path(at, RECORD_FILE) for at, _, names in os.walk(folder) if RECORD_FILE in names]
     return sorted(files)
 
 
 def _not_a_record(data: bytes, error: msgspec.ValidationError, path: Path) -> ValueError:
-    """The error for JSON that is no record of a version known here."""
+    """Return the error for JSON that is not a record of a supported version."""
     with suppress(msgspec.DecodeError):
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version > SCHEMA_VERSION:
             return ValueError(
-                f"{path} is a record of version {version}, newer than {SCHEMA_VERSION}, the newest known "
-                "here\nhint: install the slm_toolkit that wrote it, or a newer one"
+                f"{path} is a record of version {version}; this slm_toolkit reads versions up to "
+                f"{SCHEMA_VERSION}\nhint: install the slm_toolkit that wrote it, or a newer one"
             )
     return ValueError(f"{path}: {field_problem(error)}\nhint: {_SCHEMA_HINT}")
 
@@ -109,7 +112,7 @@ class _Version(msgspec.Struct):
 
 
 def _problem(record: RunRecord) -> str | None:
-    """What the types of RunRecord can't say: the flags' own types, and lengths that must be equal."""
+    """Return the first problem that RunRecord's types can't express: wrong flags, or unequal lengths."""
     asked, steps = record.asked, record.step_seconds
     try:
         converted(asked["config"], _asked_flags(), prefix="asked.config")
@@ -138,34 +141,34 @@ def _problem(record: RunRecord) -> str | None:
 
 @cache
 def _asked_flags() -> Any:
-    """A TypedDict of the RunConfig's fields; most may be missing, as older versions had fewer flags."""
+    """Make a TypedDict of the RunConfig's fields; most may be missing: older versions had fewer flags."""
     types: dict[str, Any] = {
         name: Literal[(*flag.choices, *flag.synonyms, getattr(RunConfig, name))]
         for name, flag in FLAGS.items()
         if flag.choices is not None
     }
-    types["gradient_checkpointing"] |= bool  # it was a switch once
+    types["gradient_checkpointing"] |= bool  # a switch in older versions
     sizes = ("seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
     required = ("seq_len", "numerics", "gradient_checkpointing", "per_device_train_batch_size")
     return typed_dict_of(RunConfig, required=required, **types, **dict.fromkeys(sizes, PositiveInt))
 
 
 def _without_controls(value: Any) -> Any:
-    """The same, with characters spelt out that a terminal obeys or that can't be seen."""
+    """Return the value with control characters and invisible characters escaped in every text."""
     if isinstance(value, str):
         return without_controls(value)
     if isinstance(value, dict):
-        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
-    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+        return {_without_controls(key): _without_controls(item) for key, item in value.items()}
+    return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
 _ESCAPE = re.compile(rb"\\[ubfr]|\x7f")
-"in the JSON of a record whose text may hold such characters"
+"matches JSON whose text may contain control characters"
 _DECODER = msgspec.json.Decoder(RunRecord)
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema, draft 2020-12. Names that it does not know are allowed: later versions add some."""
+    """Return the record's JSON Schema, draft 2020-12. It allows unknown names: later versions add some."""
     _, components = msgspec.json.schema_components([RunRecord], ref_template="#/$defs/{name}")
     for name, component in components.items():
         descriptions = _attribute_docstrings(getattr(run_record, name, None))
@@ -182,7 +185,7 @@ def schema() -> dict[str, Any]:
 
 
 def _attribute_docstrings(kind: type | None) -> dict[str, str]:
-    """The string that stands under each field of a class, in one line."""
+    """Return the string below each field of a class, as one line, by the field's name."""
     if kind is None:
         return {}
     (tree,) = ast.parse(inspect.getsource(kind)).body

@@ -1,4 +1,4 @@
-"""MemoryTimeline: what was alive, part by part, while one training step went through its modules."""
+"""MemoryTimeline: the memory in use, by part, while one training step runs through its modules."""
 
 import csv
 import dataclasses
@@ -12,17 +12,17 @@ PARTS = (
     *("parameters", "master_weights", "gradients", "optimizer", "activations", "logits_and_loss"),
     *("gathered_parameters", "communication", "temporary"),
 )
-"""what memory is for: the first four are the training state; activations are saved for backward; temporary is
-what a layer's backward or the optimizer's step makes and frees; communication is buckets"""
+"""The uses of memory. The first four are the training state; activations are saved for backward; temporary
+is allocated and freed again by a layer's backward or the optimizer's step; communication is buckets."""
 OF_MODULES = ("activations", "logits_and_loss", "temporary")
-"parts of which it is known which module made them"
+"parts whose bytes are attributed to the module that allocated them"
 TIMELINE_FILE = "memory_timeline.csv"
-"beside the record"
+"file name, in the record's folder"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stay in one module, in one phase of the step, at the moment when most was alive there."""
+    """The memory in use at the peak of one visit to a module, in one phase of the step."""
 
     phase: str
     module: str
@@ -32,11 +32,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """One rank's step, in order of time."""
+    """The segments of one rank's step, in order of time."""
 
     segments: tuple[Segment, ...]
     modules_at_peak: dict[str, int]
-    "of activations, logits_and_loss and temporary: bytes alive at the peak by the module that made them"
+    "bytes in use at the peak by allocating module, for activations, logits_and_loss and temporary"
 
     @property
     def peak(self) -> Segment:
@@ -44,12 +44,12 @@ class MemoryTimeline:
 
     @property
     def summary(self) -> dict[str, object]:
-        """What a record holds of it."""
+        """Return the part of the timeline that a record stores."""
         return {**dataclasses.asdict(self.peak), "modules": self.modules_at_peak}
 
 
 def write_timeline(timeline: MemoryTimeline, path: Path) -> Path:
-    """A row per segment: phase, module, bytes in all and by part."""
+    """Write one row per segment: phase, module, total bytes, and bytes by part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_new(path, newline="") as file:
         writer = csv.writer(file)
@@ -61,7 +61,7 @@ def write_timeline(timeline: MemoryTimeline, path: Path) -> Path:
 
 
 def read_segments(path: Path) -> list[Segment]:
-    """The rows that `write_timeline` wrote. Raises ValueError for a file that holds others."""
+    """Read the rows of `write_timeline`. Raises ValueError for any other content."""
     text = read_text(path, what="timeline", hint=_HINT, limit_bytes=_LIMIT_BYTES)
     names = ("phase", "module", "num_bytes", *(f"{part}_bytes" for part in PARTS))
     try:
@@ -69,9 +69,9 @@ def read_segments(path: Path) -> list[Segment]:
     except csv.Error as error:
         raise ValueError(f"can't read timeline {path}: {error}\nhint: {_HINT}") from None
     for number, row in enumerate(rows, 2):
-        texts = [row.get(name) for name in names]
-        if None in texts or not all(_is_count(text) for text in texts[2:]):
-            raise ValueError(f"{path} holds no memory timeline at line {number}\nhint: {_HINT}")
+        cells = [row.get(name) for name in names]
+        if None in cells or not all(_is_count(cell) for cell in cells[2:]):
+            raise ValueError(f"{path} has no row of a memory timeline at line {number}\nhint: {_HINT}")
     return [
         Segment(
             phase=row["phase"],
@@ -83,8 +83,8 @@ def read_segments(path: Path) -> list[Segment]:
     ]
 
 
-_HINT = "--trace_memory, and --rehearse without a GPU, write one beside the record"
-_LIMIT_BYTES = 2**26  # a row per module and phase of one step: some hundred KB
+_HINT = "--trace_memory, or --rehearse without a GPU, writes a timeline into the record's folder"
+_LIMIT_BYTES = 2**26  # one row per module and phase of one step takes a few hundred KB
 
 
 def _is_count(text: str) -> bool:

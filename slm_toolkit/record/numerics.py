@@ -1,4 +1,4 @@
-"""Numerics: how one training step was really computed, as probed, and what tells two of them apart."""
+"""Numerics: how a probed step was really computed, how two of them differ, and the limits of parity."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,55 +9,58 @@ from typing import Any
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 FP32_STEPS = 5
-"of each strategy, that `slm compare --parity` does in fp32 first"
+"steps that `slm compare --parity` first runs in fp32 for each strategy"
 ROUNDED = " rounded to bfloat16"
-"after the dtype of fp32 tensors that hold values of bf16 only"
+"suffix of the dtype of fp32 tensors whose values are all bf16 values"
 PARITY_STEPS = 20
-"over which two runs are held against each other, where no other number was asked for"
+"default number of steps over which two runs are compared"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far two runs of the same training may lie apart in their first GROWTH_STEPS steps."""
+    """The allowed differences of two runs of the same training in their first GROWTH_STEPS steps."""
 
     loss: float
-    "absolute, of a step's loss"
+    "allowed absolute difference of a step's losses"
     norm: float
-    "of the ratio of gradient norms, from 1"
+    "allowed difference of the ratio of gradient norms from 1"
     parameter_norm: float | None = None
-    "the same of each parameter's gradient in step 1; None: not compared"
+    "the same for each parameter's gradient in step 1; None: not compared"
 
     def at(self, step: int) -> "Limits":
-        """At a step, counted from 1: rounding adds up as a random walk does, with the root of the steps."""
+        """Return the limits at a step, counted from 1.
+
+        Rounding errors add up like a random walk: they grow with the square root of the steps.
+        """
         factor = max(1.0, (step / GROWTH_STEPS) ** 0.5)
         return Limits(self.loss * factor, self.norm * factor, self.parameter_norm)
 
 
 @cache
 def limits_by_step(limits: Limits, num_steps: int) -> tuple[Limits, ...]:
-    """Those of the first `num_steps` steps."""
+    """Return the limits of each of the first `num_steps` steps."""
     return tuple(limits.at(step) for step in range(1, num_steps + 1))
 
 
 GROWTH_STEPS = 5
 _FP32 = Limits(1e-5, 5e-5, 1e-4)
-# About three times the farthest of the clean pairs in results/parity/README.md.
+# About three times the largest difference of a correct pair in results/parity/README.md.
 ALIKE = {
     "fp32": _FP32,
-    "aligned": Limits(1e-3, 2.5e-2, 5e-3),  # from small random weights norms drift sooner than losses
-    "stock": Limits(2.5e-2, 5e-2),  # DeepSpeed clips and keeps masters, the others don't
+    "aligned": Limits(1e-3, 2.5e-2, 5e-3),  # with small random weights, norms drift before losses do
+    "stock": Limits(2.5e-2, 5e-2),  # DeepSpeed clips and keeps master weights; others don't
     "pure_bf16": Limits(2e-3, 2.5e-2, 5e-3),
     "fp8": Limits(2e-2, 5e-2),
     "tf32": Limits(1e-3, 5e-3),
 }
-"two runs of the same numerics, by `precision_of`"
+"limits for two runs of the same numerics, by `precision_of`"
 ALIKE_IN_TASK = {
     **ALIKE,
     "aligned": Limits(3e-3, 5e-3, 5e-3),
     "stock": Limits(7e-3, 8e-3, 4e-2),
     "pure_bf16": Limits(3e-3, 5e-3, 5e-3),
 }
-"the same on the weights and tokens of `--parity_task`, which magnify each difference"
+"the same for runs of `--parity_task`, whose weights and tokens magnify each difference"
 LOW_PRECISION = {
     "fp32": _FP32,
     "aligned": Limits(7e-3, 1e-2, 2.5e-2),
@@ -66,11 +69,11 @@ LOW_PRECISION = {
     "fp8": Limits(5e-2, 5e-2),
     "tf32": Limits(5e-3, 1e-2),
 }
-"a run and one in fp32, on the weights and tokens of `--parity_task`"
+"limits for a run and an fp32 run, both on the weights and tokens of `--parity_task`"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """What decides how far losses may lie: fp8 or tf32 where `config` asks for it, else `--numerics`."""
+    """Return the key of the limits: fp8 or tf32 if `config` sets it, else the value of `--numerics`."""
     if config.get("fp8", "none") != "none":
         return "fp8"
     return "tf32" if config.get("tf32") else config["numerics"]
@@ -100,7 +103,7 @@ _OF_OPTIMIZER = (
 
 
 def is_computed_plainly(config: Mapping[str, Any]) -> bool:
-    """Whether nothing was asked for that rounds otherwise than one plain process of the same numerics."""
+    """Return whether all flags keep the rounding of one plain process of the same numerics."""
     return config["attn_implementation"] in ("eager", "sdpa") and all(
         config.get(name, plain) == plain for name, plain in PLAIN.items()
     )
@@ -111,44 +114,44 @@ PLAIN = {
     for name, flag in FLAGS.items()
     if flag.losses == "rounded" and name not in ("numerics", "attn_implementation")
 }
-"flags of which another value rounds otherwise, under any numerics, and the plain value"
+"the plain values of flags whose other values change the rounding, under any numerics"
 
 
 def _probed(meaning: str, *, settings: tuple[str, ...] = (), compared: bool = True) -> Any:
-    """A field; `settings` are the flags of which another value explains another value of the field."""
+    """Make a field of Numerics; a difference of the flags `settings` explains a difference of the field."""
     return field(default=None, metadata={"help": meaning, "settings": settings, "compared": compared})
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What `run/observe/probe.py` read off the live objects in a run's first step; None where it saw nothing.
+    """The observations of `run/observe/probe.py` in a run's first step; None: nothing was observed.
 
-    Nothing here is copied from the RunConfig: clipping and TF32 are what the live optimizer and torch go by,
-    all else was seen to happen. Dtypes are torch's names without `torch.`; two of them, joined by `+`, where
-    tensors of one kind differ.
+    No field is copied from the RunConfig: clipping and TF32 are read from the live optimizer and from torch,
+    and everything else is observed while the step runs. Dtypes are torch's names without `torch.`; if tensors
+    of one kind have two dtypes, both are joined by `+`.
     """
 
-    parameter_dtype: str | None = _probed("weights that the module holds between steps")
+    parameter_dtype: str | None = _probed("weights of the module between steps")
     autocast: bool | None = _probed("whether the forward ran under autocast")
-    compute_dtype: str | None = _probed("what the output head's matrix product gives, fused: takes")
-    residual_dtype: str | None = _probed("residual stream, as the last norm takes it in")
+    compute_dtype: str | None = _probed("output of the head's matrix product; its input, if fused")
+    residual_dtype: str | None = _probed("residual stream, the input of the last norm")
     logits_dtype: str | None = _probed(
-        "logits that the training script gets back, None where it gets none", settings=("loss_kernel",)
+        "logits returned to the training script; None if it receives none", settings=("loss_kernel",)
     )
     cross_entropy_dtype: str | None = _probed(
-        "logits that the cross-entropy is computed of; None where a compiled kernel hides it",
+        "input of the cross-entropy; None if a compiled kernel hides it",
         settings=("torch_compile",),
     )
-    loss_kernel: str | None = _probed("what computes the loss, as run", settings=("loss_kernel",))
-    loss_dtype: str | None = _probed("loss that the training script gets back")
-    gradient_dtype: str | None = _probed("gradients as the optimizer's step begins")
+    loss_kernel: str | None = _probed("the kernel that computed the loss", settings=("loss_kernel",))
+    loss_dtype: str | None = _probed("loss returned to the training script")
+    gradient_dtype: str | None = _probed("gradients when the optimizer's step begins")
     reduction_dtype: str | None = _probed(
-        "what the collectives that reduce gradients carry; None on one rank", settings=("world_size",)
+        "tensors of the collectives that reduce gradients; None on one rank", settings=("world_size",)
     )
     master_weight_dtype: str | None = _probed("weights that the optimizer updates: masters, or parameters")
     optimizer_state_dtype: str | None = _probed("moments of the optimizer")
     clipping: float | None = _probed(
-        "largest gradient norm let through; 0: no clipping", settings=("max_grad_norm",)
+        "largest gradient norm that is not clipped; 0: no clipping", settings=("max_grad_norm",)
     )
     accumulation: int | None = _probed(
         "forward passes per optimizer step, on each rank", settings=("gradient_accumulation_steps",)
@@ -163,17 +166,17 @@ class Numerics:
     optimizer_kernel: str | None = _probed("fused, foreach or for-loop, as run", settings=("optim",))
     compiled: bool | None = _probed("whether a graph of torch.compile ran", settings=("torch_compile",))
     recomputed: bool | None = _probed(
-        "whether backward computed activations again; None where torch.compile hides it",
+        "whether backward recomputed activations; None if torch.compile hides it",
         settings=("gradient_checkpointing", "torch_compile", "attn_implementation"),
     )
     float8: str | None = _probed(
-        "float8 types that the decoder layers' matrix products are rounded to; None where they are not, or "
-        "where torch.compile hides it",
+        "float8 types of the decoder layers' matrix products; None without float8, or if torch.compile hides "
+        "it",
         settings=("fp8", "torch_compile"),
     )
     tf32: bool | None = _probed("whether fp32 matrix products may round to TF32", settings=("tf32",))
     batch_hashes: list[str] | None = _probed(
-        "of the tokens of each rank's first step",
+        "hash of the tokens in each rank's first step",
         settings=(
             *("per_device_train_batch_size", "gradient_accumulation_steps", "seq_len", "world_size"),
             *("seed", "model", "dataset", "dataset_config_name", "text_column", "tokenizer_name"),
@@ -181,25 +184,27 @@ class Numerics:
         ),
     )
     attention_call: str | None = _probed(
-        "what SDPA was called with: causal or with a mask, dropout, scale; None of other kernels",
+        "arguments of SDPA: causal or with a mask, dropout, scale; None for other kernels",
         settings=("attn_implementation", "torch_compile", "model", "seq_len", "dataset", "packing"),
     )
     dropout: str | None = _probed(
         "p of the dropout modules and of attention's weights", settings=("peft", "lora_dropout")
     )
     rope: str | None = _probed("dtype and first, last and sum of RoPE's frequencies", settings=("model",))
-    norm_eps: str | None = _probed("of the norms", settings=("model", "norm_kernel", "use_liger_kernel"))
+    norm_eps: str | None = _probed("eps of the norms", settings=("model", "norm_kernel", "use_liger_kernel"))
     tied: str | None = _probed("whether the head is the embedding", settings=("model", "loss_kernel"))
     frozen: str | None = _probed("parameters that are not trained", settings=("peft", "model"))
     without_gradient: str | None = _probed(
         "trained parameters without a gradient in this step", settings=("peft", "model", "dataset")
     )
     optimizer_settings: str | None = _probed(
-        "of each group: elements, learning rate, betas, eps, weight decay",
+        "each group's number of elements, learning rate, betas, eps and weight decay",
         settings=_OF_OPTIMIZER,
     )
     optimizer_settings_at_end: str | None = _probed("the same at the last step", settings=_OF_OPTIMIZER)
-    optimizer_class: str | None = _probed("what steps, outermost first", compared=False)
+    optimizer_class: str | None = _probed(
+        "classes of the optimizer and its wrappers, outermost first", compared=False
+    )
 
 
 _FIELDS = dataclasses.fields(Numerics)
@@ -208,7 +213,7 @@ _NAMES = frozenset(f.name for f in _FIELDS)
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which a run was computed otherwise than the run it is compared with."""
+    """A field with different values in a run and its reference."""
 
     field: str
     ran: Any
@@ -216,15 +221,16 @@ class Difference:
 
     def __str__(self) -> str:
         name = self.field.removesuffix("_dtype").replace("_", " ")
-        return f"{name} {_shown(self.ran)} (not {_shown(self.reference)})"
+        return f"{name} {_text(self.ran)} (not {_text(self.reference)})"
 
 
 def differences(
     numerics: Numerics, reference: Numerics, *, other_settings: frozenset[str] = frozenset()
 ) -> list[Difference]:
-    """Where `numerics` differs from `reference`, but for what flags in `other_settings` explain.
+    """Return the fields that differ between `numerics` and `reference`.
 
-    `other_settings`: names of the flags that were asked otherwise of the two runs, `world_size` included.
+    Leaves out differences that a flag in `other_settings` explains: the names of the flags (and `world_size`)
+    with different values in the two runs.
     """
     return [
         Difference(f.name, getattr(numerics, f.name), getattr(reference, f.name))
@@ -236,30 +242,32 @@ def differences(
 
 
 def merged(of_ranks: list[dict[str, Any]]) -> Numerics:
-    """One Numerics of what every rank saw: tokens are added up, hashes kept in order of rank.
+    """Merge the observations of all ranks: tokens are added, hashes are listed in order of rank.
 
-    A rank that saw nothing of a kind (it holds no shard of a tiny model) says None and is not counted. Where
-    two ranks computed differently, the field holds both values, joined by ` / `.
+    None is ignored: a rank without a shard of a tiny model observes nothing. If two ranks differ in a field,
+    the field has both values, joined by ` / `.
     """
-    together: dict[str, Any] = {}
+    merged_fields: dict[str, Any] = {}
     for f in dataclasses.fields(Numerics):
         values = [of_rank[f.name] for of_rank in of_ranks]
         if f.name == "tokens_per_step":
-            together[f.name] = sum(values)
+            merged_fields[f.name] = sum(values)
         elif f.name == "batch_hashes":
-            together[f.name] = [one for value in values for one in value]
+            merged_fields[f.name] = [batch_hash for value in values for batch_hash in value]
         else:
-            seen = list(dict.fromkeys(value for value in values if value is not None))
-            together[f.name] = " / ".join(map(str, seen)) if len(seen) > 1 else next(iter(seen), None)
-    return Numerics(**together)
+            distinct = list(dict.fromkeys(value for value in values if value is not None))
+            merged_fields[f.name] = (
+                " / ".join(map(str, distinct)) if len(distinct) > 1 else next(iter(distinct), None)
+            )
+    return Numerics(**merged_fields)
 
 
 def numerics_from(content: dict[str, Any] | None) -> Numerics | None:
-    """The Numerics of a record's JSON; None for a run that ended before it was probed."""
+    """Read Numerics from a record's JSON; None for a run that ended before it was probed."""
     return Numerics(**{key: value for key, value in content.items() if key in _NAMES}) if content else None
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value)
     if isinstance(value, float):

@@ -1,4 +1,7 @@
-"""Whether a run computed what others did and what was asked: losses, norms, weights, live settings."""
+"""Parity: whether two runs computed the same, and whether a run used its settings.
+
+It compares losses, gradient norms, weights and live settings.
+"""
 
 import re
 from collections import defaultdict
@@ -27,34 +30,34 @@ from slm_toolkit.record.numerics import (
 from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
 _EPS = 1e-8
-"AdamW's, for which there is no flag"
+"AdamW's default; there is no flag for it"
 _NORM_EPS = "1e-06"
-"of transformers' configurations of the presets' architectures, where nothing else is given"
+"default in transformers' configurations of the presets' architectures"
 _CLOSE = 1e-4
-"relative: settings are kept with six digits"
+"relative tolerance: records have six digits of a setting"
 
 
 def settings_not_as_asked(record: RunRecord) -> list[str]:
-    """A sentence for each setting that is another; empty for older records, which don't show them."""
+    """Return a sentence for each setting that differs from its flag; empty for older records without them."""
     numerics = numerics_from(record.numerics)
     if numerics is None or record.first_step > 0 or record.is_rehearsal:
         return []
-    of_state = {"master weights": numerics.master_weight_dtype}
+    dtypes = {"master weights": numerics.master_weight_dtype}
     config = record.config
-    if config.adam_beta1 and config.adam_beta2:  # else a moment is the gradient, which bf16 may hold
-        of_state["moments"] = numerics.optimizer_state_dtype
-    rounded = [f"{name} are {dtype}" for name, dtype in of_state.items() if ROUNDED in str(dtype)]
-    return [*_of_optimizer(record, numerics), *_of_model(record, numerics), *rounded]
+    if config.adam_beta1 and config.adam_beta2:  # with beta 0 a moment is the gradient, which may be bf16
+        dtypes["moments"] = numerics.optimizer_state_dtype
+    rounded = [f"{name} are {dtype}" for name, dtype in dtypes.items() if ROUNDED in str(dtype)]
+    return [*_wrong_optimizer_settings(record, numerics), *_wrong_model_settings(record, numerics), *rounded]
 
 
-def _of_optimizer(record: RunRecord, numerics: Numerics) -> list[str]:
+def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str]:
     config = record.config
     peak = config.learning_rate_of(_sequences_per_step(record))
     num_steps = config.steps_asked or len(record.losses)
-    found = []
+    problems = []
     clipping = config.max_grad_norm
     if clipping is not None and numerics.clipping not in (None, clipping):
-        found.append(f"gradients clipped at {numerics.clipping:g}, not {clipping:g}")
+        problems.append(f"gradients clipped at {numerics.clipping:g}, not {clipping:g}")
     steps = ((record.num_probed_steps - 1, numerics.optimizer_settings, "at the first step"),)
     if len(record.losses) == num_steps:
         steps += ((num_steps - 1, numerics.optimizer_settings_at_end, "at the last step"),)
@@ -64,48 +67,48 @@ def _of_optimizer(record: RunRecord, numerics: Numerics) -> list[str]:
             ran = {name: float(value) for name, value in re.findall(r"(lr|eps|decay) ([-+.\de]+)", group)}
             betas = [float(beta) for beta in re.findall(r"betas (\S+) (\S+),", group)[0]]
             ran |= {"beta1": betas[0], "beta2": betas[1]}
-            asked = {"lr": rate, "eps": _EPS, "beta1": config.adam_beta1, "beta2": config.adam_beta2}
-            asked["decay"] = config.weight_decay if ran["decay"] else 0.0
-            found += [
+            expected = {"lr": rate, "eps": _EPS, "beta1": config.adam_beta1, "beta2": config.adam_beta2}
+            expected["decay"] = config.weight_decay if ran["decay"] else 0.0
+            problems += [
                 f"{name} {ran[name]:g} {when}, not {value:g}"
-                for name, value in asked.items()
+                for name, value in expected.items()
                 if not _is_close(ran[name], value)
             ]
         decays = re.findall(r"decay ([-+.\de]+)", line or "")
         if line and config.weight_decay and config.peft == "none" and "0" not in decays:
-            found.append(f"weight decay on norms, too, {when}")
+            problems.append(f"weight decay also applies to norms {when}")
         if line and config.weight_decay and set(decays) == {"0"}:
-            found.append(f"no weight decay {when}, not {config.weight_decay:g}")
-    return list(dict.fromkeys(found))
+            problems.append(f"no weight decay {when}, not {config.weight_decay:g}")
+    return list(dict.fromkeys(problems))
 
 
-def _of_model(record: RunRecord, numerics: Numerics) -> list[str]:
-    """A user's own configuration has rope, norms and dropout of its own, so only its ties are known here."""
+def _wrong_model_settings(record: RunRecord, numerics: Numerics) -> list[str]:
+    """Check the model's settings; of a user's own config.json, only whether embedding and head are tied."""
     spec, config = record.spec, record.config
-    found = []
+    problems = []
     if numerics.dropout not in (None, "none") and not config.lora_dropout and spec.path is None:
-        found.append(f"dropout {numerics.dropout}, which nobody asked for")
+        problems.append(f"dropout {numerics.dropout}, but no flag sets it")
     if numerics.tied not in (None, "tied" if spec.tied else "untied"):
-        found.append(f"embedding and head {numerics.tied}")
+        problems.append(f"embedding and head are {numerics.tied}")
     if config.peft == "none" and numerics.frozen not in (None, "none"):
-        found.append(f"not trained: {numerics.frozen}")
+        problems.append(f"not trained: {numerics.frozen}")
     if spec.path is not None:
-        return found
+        return problems
     if numerics.norm_eps not in (None, _NORM_EPS):
-        found.append(f"norms' eps {numerics.norm_eps}, not {_NORM_EPS}")
+        problems.append(f"eps of the norms {numerics.norm_eps}, not {_NORM_EPS}")
     last = spec.rope_theta ** -((spec.head_dim - 2) / spec.head_dim)
     if numerics.rope and not _is_close(float(re.findall(r"to (\S+),", numerics.rope)[0]), last):
-        found.append(f"RoPE's frequencies {numerics.rope}, the last should be {last:g}")
+        problems.append(f"RoPE frequencies {numerics.rope}, but the last should be {last:g}")
     if numerics.rope and not numerics.rope.startswith("float32"):
-        found.append(f"RoPE's frequencies in {numerics.rope.split()[0]}")
+        problems.append(f"RoPE frequencies are in {numerics.rope.split()[0]}, not float32")
     scales = re.findall(r"scale (\S+?)(?: and|$)", numerics.attention_call or "")
     wrong = [scale for scale in scales if not _is_close(float(scale), spec.head_dim**-0.5)]
-    found += [f"attention's scale {scale}, not {spec.head_dim**-0.5:g}" for scale in wrong]
+    problems += [f"attention scale {scale}, not {spec.head_dim**-0.5:g}" for scale in wrong]
     drops = re.findall(r"dropout (\S+),", numerics.attention_call or "")
-    found += [f"attention drops {drop} of its weights" for drop in drops if float(drop)]
+    problems += [f"attention has dropout {drop}" for drop in drops if float(drop)]
     masks = (numerics.attention_call or "").split(" and ")
-    found += [f"attention {mask.split(',')[0]}" for mask in masks if mask.startswith("without a mask")]
-    return found
+    problems += [f"attention {mask.split(',')[0]}" for mask in masks if mask.startswith("without a mask")]
+    return problems
 
 
 def _is_close(value: float, other: float) -> bool:
@@ -113,22 +116,21 @@ def _is_close(value: float, other: float) -> bool:
 
 
 def cause_of(record: RunRecord, reference: RunRecord) -> str | None:
-    """A sentence without its full stop; None where the records show no cause."""
+    """Return why two runs differ, without a full stop; None if the records show no cause."""
     ran, expected = numerics_from(record.numerics), numerics_from(reference.numerics)
-    found = []
+    causes = []
     if _weights_differ(record, reference):
-        found.append("the weights before step 1 differ")
+        causes.append("the weights before step 1 differ")
     elif record.weights_fingerprint is None and _draws_other_weights(record):
-        found.append("zero3_init_flag drew other random weights in that older run (--force: run it anew)")
+        causes.append("zero3_init_flag drew other random weights in that older run (repeat it with --force)")
     if ran is None or expected is None:
-        return found[0] if found else None
+        return causes[0] if causes else None
     same_ranks = len(ran.batch_hashes or []) == len(expected.batch_hashes or [])
     if same_ranks and ran.batch_hashes != expected.batch_hashes:
-        found.append("the batches of step 1 differ")
-    if _asked_alike(record, reference):
-        other = [each for each in differences(ran, expected) if each.field != "batch_hashes"]
-        found += map(str, other)
-    return "; ".join(found) or None
+        causes.append("the batches of step 1 differ")
+    if _have_same_flags(record, reference):
+        causes += [str(other) for other in differences(ran, expected) if other.field != "batch_hashes"]
+    return "; ".join(causes) or None
 
 
 def _weights_differ(record: RunRecord, reference: RunRecord) -> bool:
@@ -137,54 +139,57 @@ def _weights_differ(record: RunRecord, reference: RunRecord) -> bool:
 
 
 def _draws_other_weights(record: RunRecord) -> bool:
-    """Random weights in pieces, of a record from before those were drawn as under every other strategy."""
+    """Return whether an older run drew other random weights: ZeRO-3 built its model in shards.
+
+    Newer runs draw the same weights under every strategy.
+    """
     path = record.model.get("path")
     is_random = path is None or str(path).endswith(".json")
     section = (record.asked.get("accelerate_config") or {}).get("deepspeed_config") or {}
-    in_pieces = str(section.get("zero3_init_flag", True)).lower() == "true"  # accelerate's default
-    return is_random and record.zero_stage == 3 and in_pieces
+    in_shards = str(section.get("zero3_init_flag", True)).lower() == "true"  # accelerate's default
+    return is_random and record.zero_stage == 3 and in_shards
 
 
-def _asked_alike(record: RunRecord, reference: RunRecord) -> bool:
-    """Whether other numerics are the strategy's doing: no flag asked for them."""
-    one, other = record.asked["config"], reference.asked["config"]
-    return one == other and record.world_size == reference.world_size
+def _have_same_flags(record: RunRecord, reference: RunRecord) -> bool:
+    """Return whether flags and world size are equal; then the strategy causes different numerics."""
+    same_flags = record.asked["config"] == reference.asked["config"]
+    return same_flags and record.world_size == reference.world_size
 
 
 _SAME_TASK = frozenset(name for name, flag in FLAGS.items() if flag.losses != "others")
-"other values of these flags are other ways to the same losses"
+"flags that may differ between two runs of the same task: other values should give the same losses"
 _SMALL_SHARE = 1e-3
-"of the largest parameter's gradient norm: a smaller one may be nothing but rounding"
+"share of the largest parameter gradient norm; a smaller gradient may be only rounding noise"
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a run lies from another over `num_steps` steps, and what else is wrong with it."""
+    """The difference between a run and its reference over `num_steps` steps, and the run's own faults."""
 
     reference: str
     num_steps: int
     loss_difference: float
-    "absolute, at `worst_step`; infinite where a loss is not a number"
+    "absolute difference at `worst_step`; infinite if a loss is not finite"
     worst_step: int
-    "where the difference is the largest part of what is allowed; counted from 1"
+    "step with the largest ratio of difference to tolerance; counted from 1"
     grad_norm_ratio: float | None
-    "at the step where it is the largest part of what is allowed; None where an engine tells no norms"
+    "ratio at the step where it is worst relative to its limit; None if an engine reports no norms"
     loss_tolerance: float
-    "at `worst_step`"
+    "allowed difference at `worst_step`"
     grad_norm_limit: float
-    "largest ratio that passes at that ratio's step, and the inverse of the smallest"
+    "largest allowed ratio at the step of `grad_norm_ratio`; its inverse is the smallest allowed"
     parameter: str | None = None
-    "whose gradient's norm in step 1 is farthest from the reference's; None where they were not compared"
+    "parameter whose gradient norm in step 1 differs most from the reference's; None: not compared"
     parameter_ratio: float | None = None
     parameter_limit: float | None = None
     what: str = ""
-    "which steps were compared, where it is not the run's own"
+    "names the compared steps if they are not the run's own steps"
     conflict: str | None = None
-    "where neither run is known to be right: a sentence that names both"
+    "a sentence with both runs, if it is unknown which of them is right"
     faults: tuple[str, ...] = ()
-    "what is wrong whatever the losses: ranks that hold different weights, settings that nobody asked for"
+    "faults apart from the losses: ranks with different weights, settings that differ from the flags"
     cause: str | None = None
-    "why it does not hold, where the records show it"
+    "why parity does not hold, if the records show it"
 
     @property
     def holds(self) -> bool:
@@ -192,12 +197,12 @@ class Parity:
 
     @property
     def agrees(self) -> bool:
-        """Whether losses and gradient norms are within what is allowed."""
+        """Return whether losses and gradient norms are within their limits."""
         return self.excess <= 1
 
     @property
     def excess(self) -> float:
-        """The largest part of what is allowed; infinite where a number is missing."""
+        """Return the largest ratio of a difference to its limit; infinite if a number is missing."""
         parts = [self.loss_difference / self.loss_tolerance]
         if self.grad_norm_ratio is not None:
             parts.append((_at_least_1(self.grad_norm_ratio) - 1) / (self.grad_norm_limit - 1))
@@ -206,12 +211,12 @@ class Parity:
         return max(parts)
 
     def __str__(self) -> str:
-        said = [] if self.agrees and self.faults else [self.conflict or self.difference]
-        return "; ".join([*self.faults, *said]) + (f". Cause: {self.cause}" if self.cause else "")
+        comparison = [] if self.agrees and self.faults else [self.conflict or self.difference]
+        return "; ".join([*self.faults, *comparison]) + (f". Cause: {self.cause}" if self.cause else "")
 
     @property
     def difference(self) -> str:
-        """All figures, and what is allowed."""
+        """Return a phrase with all differences and their limits."""
         norms = (
             "gradient norms unknown"
             if self.grad_norm_ratio is None
@@ -228,25 +233,25 @@ class Parity:
 
 
 def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> list[Parity | None]:
-    """The Parity of each record, the one of its `comparisons` that is nearest to what is allowed, or beyond.
+    """Return the Parity of each record: with the fp32 reference, or another one if that exceeds its limits.
 
-    None for a reference itself and for what can't be compared. Strategies without a reference that had the
-    very same flags and batches are compared with each other. `loss_tolerance` replaces every tolerance of
-    losses.
+    Returns None for references and for records that can't be compared. Runs of several strategies without a
+    reference are compared with each other, if their flags and batches are equal. `loss_tolerance` replaces
+    every tolerance of losses.
     """
-    known = _known(records)
+    references = _references(records)
     judged: list[Parity | None] = [None] * len(records)
     others: dict[bytes, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
         if record.is_parity_reference or not _usable(record):
             continue
-        if found := _comparisons(record, known, loss_tolerance):
-            # the reference in fp32 is what a reader wants to see, unless another one is worse than allowed
+        if comparisons := _comparisons(record, references, loss_tolerance):
+            # readers expect the fp32 reference, unless another comparison exceeds its limits
             judged[index] = max(
-                found, key=lambda parity: (not parity.agrees, parity.reference == FP32_REFERENCE)
+                comparisons, key=lambda parity: (not parity.agrees, parity.reference == FP32_REFERENCE)
             )
         else:
-            others[_asked_of(record)].append(index)
+            others[_settings_of(record)].append(index)
     for indices in _comparable(others, records):
         if len({records[index].strategy for index in indices}) == 1:  # repeats
             continue
@@ -260,9 +265,9 @@ def judge(records: list[RunRecord], *, loss_tolerance: float | None = None) -> l
     return judged
 
 
-def _comparable(asked_alike: dict[bytes, list[int]], records: list[RunRecord]) -> Iterator[list[int]]:
-    """Groups of runs that can be held against each other: without DDP only those of the same batches."""
-    for indices in asked_alike.values():
+def _comparable(by_settings: dict[bytes, list[int]], records: list[RunRecord]) -> Iterator[list[int]]:
+    """Yield groups of comparable runs; in a group without DDP, all runs must have the same batches."""
+    for indices in by_settings.values():
         if any(records[index].engine in ("ddp", "single") for index in indices):
             yield indices
             continue
@@ -273,61 +278,65 @@ def _comparable(asked_alike: dict[bytes, list[int]], records: list[RunRecord]) -
         yield from by_batches.values()
 
 
-def _comparisons(record: RunRecord, known: "_Known", loss_tolerance: float | None) -> list[Parity]:
-    """Of a record with references: its steps against fp32 and against one process of the same numerics, its
-    fp32 steps against fp32, and that one process against fp32, whose own fault would be everybody's."""
-    fp32 = _fp32_reference_of(record, known)
+def _comparisons(record: RunRecord, references: "_References", loss_tolerance: float | None) -> list[Parity]:
+    """Compare a record with its references; empty if there is no fp32 reference.
+
+    Compares the run and its fp32 steps with the fp32 reference, and the run with one process of the same
+    numerics. That process is compared with fp32, too, because its fault would be in every run.
+    """
+    fp32 = _fp32_reference_of(record, references)
     if fp32 is None:
         return []
     limits = LOW_PRECISION[precision_of(record.asked["config"])]
     if not record.config.parity_task:
         limits = _wider(limits)
     options = {"loss_tolerance": loss_tolerance}
-    found = [compare_with(fp32, record, limits=limits, **options)]
+    comparisons = [compare_with(fp32, record, limits=limits, **options)]
     if record.fp32_pass and record.fp32_pass["status"] == "ok":
         names = ("losses", "grad_norms", "parameter_grad_norms", "numerics")
         in_fp32 = replace(record, **{name: record.fp32_pass[name] for name in names})
-        found.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32", **options))
-    control = _control_of(record, known)
+        comparisons.append(compare_with(fp32, in_fp32, limits=ALIKE["fp32"], what=" in fp32", **options))
+    control = _control_of(record, references)
     if control is not None and control is not record:
-        alike = _alike_limits(record) if is_computed_plainly(record.asked["config"]) else limits
-        found.append(compare_with(control, record, limits=alike, **options))
-        own = compare_with(fp32, control, limits=limits, **options)
-        if not own.agrees:
+        same_limits = _same_numerics_limits(record) if is_computed_plainly(record.asked["config"]) else limits
+        comparisons.append(compare_with(control, record, limits=same_limits, **options))
+        control_parity = compare_with(fp32, control, limits=limits, **options)
+        if not control_parity.agrees:
             name = f"one process in {control.asked['config']['numerics']}"
-            found.append(replace(own, conflict=f"{name} itself differs, {own.difference}"))
-    return found
+            conflict = f"{name} itself differs, {control_parity.difference}"
+            comparisons.append(replace(control_parity, conflict=conflict))
+    return comparisons
 
 
 def _wider(limits: Limits) -> Limits:
-    """For weights and data of a user's own, whose distance from fp32 nobody has measured."""
+    """Return limits for a user's own weights and data; their distance from fp32 was never measured."""
     return Limits(loss=2 * limits.loss, norm=2 * limits.norm)
 
 
 def _faults(record: RunRecord) -> tuple[str, ...]:
-    """What is wrong with a run whatever others computed."""
+    """Return the faults that a run shows without a comparison."""
     checks = [*record.weights_of_ranks, *((record.fp32_pass or {}).get("weights_of_ranks") or ())]
-    found = [sentence for check in checks if (sentence := rank_differences(check)) is not None]
-    return (*found[:1], *settings_not_as_asked(record))
+    weight_faults = [sentence for check in checks if (sentence := rank_differences(check)) is not None]
+    return (*weight_faults[:1], *settings_not_as_asked(record))
 
 
 def _alone(record: RunRecord) -> Parity:
-    """Of a record with nothing to compare: it agrees with itself."""
+    """Return the Parity of a record without any reference: it agrees with itself."""
     return Parity(record.strategy, len(record.losses), 0.0, 1, None, 1.0, 1.0)
 
 
 def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) -> list[Parity | None]:
-    """The Parity of each of several runs of the same flags and batches, none of which is a reference.
+    """Return the Parity of each of several runs of the same flags and batches, without a reference.
 
-    Runs that agree make a group. If one group has more strategies than every other, one of it (DDP, if it is
-    there, else the first) is the reference of all; else nobody knows which group is right, and no run's
-    parity holds.
+    Runs that agree form a group. If one group has the most strategies, its DDP run, or else its first run,
+    becomes the reference of all. If two groups have equally many, it is unknown which group is right, and no
+    run's parity holds.
     """
     groups: list[list[int]] = []
     first_ddp = sorted(range(len(records)), key=lambda index: records[index].engine != "ddp")
     for index in first_ddp:
         for group in groups:
-            if _alike(records[group[0]], records[index], loss_tolerance).agrees:
+            if _compare_same_numerics(records[group[0]], records[index], loss_tolerance).agrees:
                 group.append(index)
                 break
         else:
@@ -336,36 +345,37 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
     if sizes.count(max(sizes)) == 1:
         largest = groups[sizes.index(max(sizes))]
         reference = records[largest[0]]
-        own = [index for index in largest if records[index].strategy == reference.strategy]
+        repeats = [index for index in largest if records[index].strategy == reference.strategy]
         return [
-            None if index in own else _alike(reference, record, loss_tolerance)
+            None if index in repeats else _compare_same_numerics(reference, record, loss_tolerance)
             for index, record in enumerate(records)
         ]
     judged: list[Parity | None] = []
     for index, record in enumerate(records):
         other = next(group[0] for group in groups if index not in group)
-        parity = _alike(records[other], record, loss_tolerance)
+        parity = _compare_same_numerics(records[other], record, loss_tolerance)
         first, second = records[min(index, other)], records[max(index, other)]
         judged.append(replace(parity, conflict=_conflict(first, second, parity)))
     return judged
 
 
-def _alike(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:
-    """Two runs of the same numerics, flags and batches."""
-    return compare_with(reference, record, limits=_alike_limits(record), loss_tolerance=loss_tolerance)
+def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:
+    """Compare two runs of the same numerics, flags and batches."""
+    limits = _same_numerics_limits(record)
+    return compare_with(reference, record, limits=limits, loss_tolerance=loss_tolerance)
 
 
-def _alike_limits(record: RunRecord) -> Limits:
-    alike = ALIKE_IN_TASK if record.config.parity_task else ALIKE
-    return alike[precision_of(record.asked["config"])]
+def _same_numerics_limits(record: RunRecord) -> Limits:
+    limits_by_precision = ALIKE_IN_TASK if record.config.parity_task else ALIKE
+    return limits_by_precision[precision_of(record.asked["config"])]
 
 
 def _conflict(first: RunRecord, second: RunRecord, parity: Parity) -> str:
-    """A sentence with both losses of the first step that differs beyond the tolerance."""
+    """Return a sentence with both losses of the first step whose difference exceeds the tolerance."""
     sentence = f"{first.strategy} and {second.strategy} compute different things"
     for step, (loss, other) in enumerate(zip(first.losses, second.losses, strict=False), start=1):
         if None in (loss, other) or abs(loss - other) > parity.loss_tolerance:
-            losses = " and ".join("NaN" if one is None else f"{one:.4f}" for one in (loss, other))
+            losses = " and ".join("NaN" if value is None else f"{value:.4f}" for value in (loss, other))
             return f"{sentence}: step-{step} loss {losses} on the same batches"
     return f"{sentence}: {parity.difference}"
 
@@ -378,9 +388,10 @@ def compare_with(
     loss_tolerance: float | None = None,
     what: str = "",
 ) -> Parity:
-    """Losses and norms of the steps that both have. Raises ValueError where they share none.
+    """Compare losses and gradient norms of the steps that both runs have.
 
-    Where a reference was asked for, all of its steps count; else the first PARITY_STEPS do.
+    With a reference of `slm compare --parity`, all its steps count; with another run, the first PARITY_STEPS.
+    Raises ValueError if the runs share no step.
     """
     num_steps = len(reference.losses) if reference.is_parity_reference else PARITY_STEPS
     gaps = [
@@ -418,8 +429,10 @@ def _name_of(reference: RunRecord) -> str:
 def _grad_norm_ratio(
     reference: RunRecord, record: RunRecord, limits: Limits, num_steps: int
 ) -> tuple[float | None, float]:
-    """The ratio that is the largest part of what is allowed, and what is; None where none is known, infinite
-    for a missing one."""
+    """Return the gradient norm ratio that is worst relative to its limit, and the limit.
+
+    The ratio is None if a run has no norms, and infinite if a step's norm is missing.
+    """
     if any(all(norm is None for norm in run.grad_norms) for run in (reference, record)):
         return None, 1 + limits.norm
     norms = list(zip(reference.grad_norms, record.grad_norms, strict=False))[:num_steps]
@@ -436,7 +449,7 @@ def _grad_norm_ratio(
 def _worst_parameter(
     reference: RunRecord, record: RunRecord, limits: Limits
 ) -> tuple[str | None, float | None]:
-    """Name and ratio of the parameter whose gradient in step 1 is farthest from the reference's."""
+    """Return name and ratio of the parameter whose gradient norm in step 1 differs most."""
     norms, wanted = record.parameter_grad_norms, reference.parameter_grad_norms
     same_step = record.num_probed_steps == reference.num_probed_steps == 1
     if limits.parameter_norm is None or not norms or not wanted or not same_step:
@@ -458,28 +471,28 @@ def _at_least_1(ratio: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The records that others can be held against, by what makes them comparable."""
+class _References:
+    """The records that other records can be compared with."""
 
     fp32_references: dict[bytes, list[RunRecord]]
-    "by task, those that were asked for first"
+    "by task; the references of `slm compare --parity` come first"
     controls: dict[tuple[str, bytes], RunRecord]
     "by numerics and task"
 
 
-def _known(records: list[RunRecord]) -> _Known:
-    known = _Known(defaultdict(list), {})
+def _references(records: list[RunRecord]) -> _References:
+    references = _References(defaultdict(list), {})
     usable = list(filter(_usable, records))
     for record in sorted(usable, key=lambda record: not record.is_parity_reference):
         if _is_fp32_reference(record):
-            known.fp32_references[_task_of(record)].append(record)
+            references.fp32_references[_task_of(record)].append(record)
         if record.is_parity_reference:
-            known.controls.setdefault((record.config.numerics, _task_of(record)), record)
-    return known
+            references.controls.setdefault((record.config.numerics, _task_of(record)), record)
+    return references
 
 
-def _fp32_reference_of(record: RunRecord, known: _Known) -> RunRecord | None:
-    for other in known.fp32_references.get(_task_of(record), []) if known.fp32_references else ():
+def _fp32_reference_of(record: RunRecord, references: _References) -> RunRecord | None:
+    for other in references.fp32_references.get(_task_of(record), []) if references.fp32_references else ():
         if other is not record and (other.is_parity_reference or other.identity != record.identity):
             return other
     return None
@@ -495,32 +508,35 @@ def _is_fp32_reference(record: RunRecord) -> bool:
     return record.engine == "single" and record.config.numerics == "fp32"
 
 
-def _control_of(record: RunRecord, known: _Known) -> RunRecord | None:
-    """One process of the same numerics; for a single process's row, another launch of it."""
+def _control_of(record: RunRecord, references: _References) -> RunRecord | None:
+    """Return the reference run of one process with the same numerics; None in fp32 or without one."""
     numerics = record.config.numerics
-    if numerics == "fp32" or not known.controls:
+    if numerics == "fp32" or not references.controls:
         return None
-    return known.controls.get((numerics, _task_of(record)))
+    return references.controls.get((numerics, _task_of(record)))
 
 
-def _asked_of(record: RunRecord) -> bytes:
-    asked = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
-    return msgspec.json.encode(asked, order="sorted")
+def _settings_of(record: RunRecord) -> bytes:
+    settings = [record.asked["config"], record.asked["files"], record.world_size, record.gpu]
+    return msgspec.json.encode(settings, order="sorted")
 
 
 def _task_of(record: RunRecord) -> bytes:
-    """What decides the losses: model, data and schedule, and the sequences of one step over all ranks.
+    """Return a key of all settings that decide the losses.
 
-    Epochs, too, end after whole steps.
+    These are the model, data and schedule, and the number of sequences per step over all ranks; it also
+    decides where an epoch ends, since epochs end after whole steps.
     """
     config = record.asked["config"]
     settings = {name: value for name, value in config.items() if name not in _SAME_TASK}
-    settings["max_grad_norm"] = settings["max_grad_norm"] or 0.0  # stock: the script asks for none
+    settings["max_grad_norm"] = (
+        settings["max_grad_norm"] or 0.0
+    )  # stock numerics: the script sets no clipping
     task = [settings, _sequences_per_step(record), record.asked["files"]]
     return msgspec.json.encode(task, order="sorted")
 
 
 def _sequences_per_step(record: RunRecord) -> int:
     config = record.config
-    of_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    return of_rank * record.asked["num_processes"]
+    sequences_per_rank = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return sequences_per_rank * record.asked["num_processes"]

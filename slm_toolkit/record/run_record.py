@@ -1,4 +1,4 @@
-"""RunRecord: the raw facts of one run, with the types that its JSON must have."""
+"""RunRecord: the raw facts of one run, with the types of their JSON."""
 
 import dataclasses
 import hashlib
@@ -28,19 +28,19 @@ from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
-"""Records of version 0 have no schema_version, and no field that was dropped since. A version that renames or
-drops a field needs a step in `files.read_record`"""
+"""Records of version 0 have no schema_version, and none of their fields was dropped since. A version that
+renames or drops a field needs a step in `files.read_record`."""
 RECORD_FILE = "record.json"
 PROGRESS_FILE = "progress.json"
-"what a run writes about itself while it trains"
+"file with the state of a run, written while it trains"
 RUN_DIR_VARIABLE = "SLM_TOOLKIT_RUN_DIR"
-"in the environment of all processes that `slm compare` starts for a run"
+"environment variable of all processes that `slm compare` starts for a run: the run's folder"
 SLOW = 1.1
-"times the steady time: a step that takes longer may still be warming up"
+"a step that takes longer than SLOW times the steady time may still be warming up"
 FP32_REFERENCE = "single-process fp32"
-"what the runs are called that `slm compare --parity` adds"
+"name in reports of the fp32 run that `slm compare --parity` adds"
 PARITY_REFERENCE = "parity-reference"
-"how their names begin"
+"prefix of the run names of all runs that `slm compare --parity` adds"
 _PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
@@ -59,12 +59,12 @@ class Asked(TypedDict):
     deepspeed_config: NotRequired[dict[str, Any] | None]
     num_processes: NotRequired[PositiveInt]
     files: NotRequired[dict[str, str | None]]
-    "hash of each data file's size and time; null for a hub id"
+    "for each data path, a hash of its files' sizes and times; null for a hub id"
 
 
 ModelFacts = typed_dict_of(
     ModelSpec,
-    num_layers=Annotated[int, Meta(ge=1, le=MOST_LAYERS)],  # counted one by one
+    num_layers=Annotated[int, Meta(ge=1, le=MOST_LAYERS)],  # some closed forms loop over layers
     **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size"), PositiveInt),
     **dict.fromkeys(("vocab_size", "num_params"), PositiveInt),
 )
@@ -73,18 +73,18 @@ AnatomyFacts = typed_dict_of(Anatomy)
 
 
 class WeightsCheck(TypedDict):
-    """Whether all ranks held the same weights after a step."""
+    """A comparison of all ranks' weights after a step."""
 
     step: Count
     num_compared: Count
-    "tensors that several ranks hold"
+    "tensors that several ranks have"
     num_different: Count
     different: list[str]
-    "names of the first that differ"
+    "names of the first different tensors"
 
 
 class Fp32Pass(TypedDict):
-    """What the first steps in fp32 gave; only status and reason where they failed."""
+    """Results of the first steps in fp32; only status and reason if they failed."""
 
     status: Literal["ok", "failed"]
     reason: str | None
@@ -96,7 +96,7 @@ class Fp32Pass(TypedDict):
 
 
 class ResumedFrom(TypedDict, total=False):
-    """The checkpoint that a run went on from, and the launch that wrote it."""
+    """The checkpoint that a run resumed from, and the launch that wrote it."""
 
     path: str
     step: Count
@@ -106,11 +106,11 @@ class ResumedFrom(TypedDict, total=False):
     gradient_accumulation_steps: PositiveInt
     base_batch_size: PositiveInt
     conversion: str | None
-    "what this run has otherwise, as a sentence"
+    "sentence about the differences of this run's launch"
 
 
 class BatchSizeSearch(TypedDict, total=False):
-    """Sequences per process and micro-step, with --find_batch_size."""
+    """Sequences per process and micro-step that --find_batch_size tried."""
 
     asked: PositiveInt
     out_of_memory: list[PositiveInt]
@@ -120,11 +120,11 @@ class BatchSizeSearch(TypedDict, total=False):
 class EvalLoss(TypedDict):
     step: Count
     loss: Loss | None
-    "over all held-out tokens"
+    "mean over all held-out tokens"
 
 
 class DatasetFacts(TypedDict, total=False):
-    """One dataset; the numbers are missing for a stream."""
+    """One dataset; the counts are missing for a stream."""
 
     name: Required[str]
     packing: Required[str]
@@ -139,13 +139,13 @@ class DatasetFacts(TypedDict, total=False):
 
 class TokensCounted(TypedDict, total=False):
     drawn: Count
-    "from the data"
+    "tokens drawn from the data"
     in_loss: Count
-    "where the loss was computed"
+    "tokens at which the loss was computed"
 
 
 class GpuFacts(TypedDict, total=False):
-    """What NVML and the allocator said of one rank's GPU: see `run/observe/machine_load.py`."""
+    """Readings of NVML and the allocator for one rank's GPU: see `run/observe/machine_load.py`."""
 
     energy_joules: list[NonNegative] | None
     utilization: list[Count] | None
@@ -163,7 +163,7 @@ class HostRam(TypedDict):
 
 
 class MemoryAtPeak(TypedDict):
-    """The moment of a traced step at which most was alive."""
+    """The moment of a traced step at which the most memory was in use."""
 
     phase: str
     module: str
@@ -171,11 +171,11 @@ class MemoryAtPeak(TypedDict):
     parts: dict[Literal[PARTS], Count]
     "bytes by part"
     modules: dict[str, Count]
-    "bytes by the module that made them"
+    "bytes by the module that allocated them"
 
 
 class DeepSpeedEstimate(TypedDict):
-    """DeepSpeed's own estimator, per GPU and node."""
+    """The result of DeepSpeed's own memory estimator: bytes per GPU, and CPU bytes per node."""
 
     gpu_bytes: Count
     cpu_bytes: NotRequired[Count]
@@ -183,13 +183,13 @@ class DeepSpeedEstimate(TypedDict):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What was asked, what ran, what was observed. Rates, MFU and dollars are derived where shown."""
+    """The flags, launch and observations of one run. Reports derive rates, MFU and dollars from it."""
 
     run_name: str
     identity: str
-    "hash of everything asked, versions and GPU"
+    "hash of all settings, versions and the GPU"
     status: Status
-    "ok, oom, failed, timeout, or skipped: never launched, since the estimate did not fit"
+    "ok, oom, failed, timeout, or skipped: not launched, because the estimate did not fit"
     strategy: str
     asked: Asked
     "the RunConfig's identity, the strategy's files and the number of processes"
@@ -199,126 +199,128 @@ class RunRecord:
     started_at: str
     "ISO 8601, UTC"
     weights: str | None = None
-    "where they came from: random and the seed, a folder, a hub id; None in records that don't say"
+    "source of the initial weights: random with the seed, a folder or a hub id; None in older records"
     tokenizer: str | None = None
-    "bytes, a folder, a hub id, or none for synthetic tokens; None in records that don't say"
+    "bytes, a folder, a hub id, or none for synthetic tokens; None in older records"
     reason: str | None = None
     "why the status is not ok"
     command: str | None = None
     seconds_total: Seconds | None = None
-    "from the start of the process to the record"
+    "from the start of the process to the writing of the record"
     gpu: str | None = None
-    "as the driver names it; None on CPU"
+    "the driver's name; None on CPU"
     cpu: str = field(default_factory=lambda: _cpu_name())
     num_cores: PositiveInt | None = None
-    "that the run's processes may use on their machine"
+    "CPU cores that the run's processes may use on their machine"
     world_size: PositiveInt | None = None
     num_machines: PositiveInt | None = None
-    "that its ranks were on, equally many on each; None in records that don't say"
+    "machines, each with equally many ranks; None in older records"
     engine: str | None = None
-    "probed after prepare, like the next two"
+    "probed after prepare, like the next two fields"
     zero_stage: Count | None = None
     reshard_after_forward: bool | None = None
     attn_implementation: str | None = None
-    "as asked; `numerics` says which kernel ran"
+    "the setting; `numerics` has the kernel that ran"
     num_probed_steps: Count = 1
-    "first steps that were probed, and slowed by it: more than one where the first compiled"
+    "number of first steps that the probe slowed down; more than one if the first step compiled"
     numerics: NumericsFacts | None = None
-    "what `run/observe/probe.py` saw in the last of them: the fields of `numerics.Numerics`"
+    "observations of `run/observe/probe.py` in the last probed step: the fields of `numerics.Numerics`"
     parameter_grad_norms: dict[str, NonNegative | None] = field(default_factory=dict)
-    "of the last probed step, by name: reduced, before clipping; None: no gradient. Empty in older records"
+    """gradient norms of the last probed step by parameter, after reduction and before clipping; None: no
+    gradient; empty in older records"""
     fp32_pass: Fp32Pass | None = None
     """with --fp32_steps: the status, reason, losses, grad_norms, parameter_grad_norms, weights_of_ranks and
     numerics of the first steps in fp32"""
     weights_of_ranks: list[WeightsCheck] = field(default_factory=list)
-    """whether all ranks held the same weights, at each checkpoint and at the end: step, num_compared tensors,
-    num_different, and the names of some that differ"""
+    """comparison of all ranks' weights at each checkpoint and at the end: step, num_compared tensors,
+    num_different, and the names of some different tensors"""
     weights_fingerprint: str | None = None
-    """of the weights before step 1: the first elements of each tensor, rounded to bf16; None where the run
+    """hash of the weights before step 1: the first elements of each tensor, rounded to bf16; None if the run
     resumed, in a rehearsal and in older records"""
     tokens_per_step: PositiveInt | None = None
-    "over all ranks and micro-steps"
+    "sum over all ranks and micro-steps"
     first_step: Count = 0
-    "above 0 where the run resumed"
+    "above 0 if the run resumed"
     resumed_from: ResumedFrom | None = None
-    """the checkpoint before that step: path, step, strategy, num_processes, per_device_train_batch_size,
-    gradient_accumulation_steps, base_batch_size, and the conversion, as a sentence, where this run has
-    others"""
+    """the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
+    gradient_accumulation_steps, base_batch_size; conversion is a sentence about the values that this run
+    changed"""
     skipped_steps: list[Count] = field(default_factory=list)
-    "that changed nothing, as their loss or gradient was no number or too large; counted from 1"
+    "steps without an update, because the loss or gradient was not finite or too large; counted from 1"
     batch_size_search: BatchSizeSearch | None = None
     "with --find_batch_size: asked, out_of_memory (a list), ran: sequences per process and micro-step"
     timing_warmup_steps: Count | None = None
-    "the first of the steps below that don't count as timed; None: to be found from their times"
+    "first steps that don't count as timed; None: derived from the step times"
     losses: list[Loss | None] = field(default_factory=list)
-    "mean over all ranks and micro-steps of each step's fp32 loss; None where it was not finite"
+    "fp32 loss of each step, the mean over all ranks and micro-steps; None if it was not finite"
     grad_norms: list[NonNegative | None] = field(default_factory=list)
-    "before clipping; of each step"
+    "gradient norm of each step, before clipping"
     losses_by_dataset: dict[str, list[Loss | None]] = field(default_factory=dict)
-    "where several are mixed: of each step, the mean over its tokens; None where none was drawn"
+    "with several datasets: each step's mean loss over the dataset's tokens; None if the step drew none"
     eval_losses: list[EvalLoss] = field(default_factory=list)
-    "step and loss, over all held-out tokens"
+    "step and loss of each evaluation, over all held-out tokens"
     eval_losses_by_set: dict[str, list[Loss | None]] = field(default_factory=dict)
-    "of each held-out set, at the steps of eval_losses"
+    "losses of each held-out set, at the steps of eval_losses"
     datasets: list[DatasetFacts] = field(default_factory=list)
-    "of each: name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
+    "each dataset's name, weight, format, packing, and numbers of rows, sequences, tokens, padding and labels"
     num_trainable_params: Count | None = None
-    "with adapters; None: all"
+    "trainable parameters with adapters; None: all parameters"
     lm_eval: dict[str, Any] | None = None
-    "lm-eval's results by task, of the saved model"
+    "lm-eval's results for the saved model, by task"
     step_seconds: list[list[Positive]] = field(default_factory=list)
-    """of each rank, of each step: from the end of the step before to its own end, or from its own beginning
-    after an evaluation, a checkpoint or a probed step, and in older records always"""
+    """time of each step on each rank: from the end of the previous step to the step's end. It starts at the
+    step's own beginning after an evaluation, a checkpoint or a probed step, and in older records always"""
     phase_seconds: list[dict[str, list[Seconds]]] = field(default_factory=list)
-    """of each rank: seconds of each step by phase, data, forward, backward and optimizer; under DeepSpeed,
-    where backward and the optimizer's step are one call, data alone"""
+    """each rank's seconds of each step by phase: data, forward, backward and optimizer; under DeepSpeed,
+    whose backward and optimizer step are one call, data only"""
     num_graphs_compiled: list[Count] = field(default_factory=list)
-    "by torch.compile, in each step, on the rank with most"
+    "graphs that torch.compile compiled in each step, on the rank with the most"
     tokens_counted: TokensCounted | None = None
-    "over all ranks and steps: drawn from the data, and in_loss, where the loss was computed"
+    "over all ranks and steps: tokens drawn from the data, and in_loss, the tokens with a loss"
     num_padding_tokens: Count | None = None
-    "of those drawn"
+    "padding among the drawn tokens"
     anatomy: AnatomyFacts | None = None
-    "where rank 0's profiled steps went: the fields of `anatomy.Anatomy`; the traces lie beside the record"
+    "time of rank 0's profiled steps by activity: the fields of `step_breakdown.Anatomy`"
     gpu_watch: list[GpuFacts] = field(default_factory=list)
-    "of each rank, what NVML and the allocator said: see `run/observe/machine_load.py`"
+    "each rank's readings of NVML and the allocator: see `run/observe/machine_load.py`"
     other_busy_cores: NonNegative | None = None
     "mean number of this machine's CPU cores that other programs kept busy while the steps ran"
     host_ram: HostRam | None = None
-    "of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
+    "RAM of rank 0's machine while the steps ran: total_bytes, least_available_bytes, swapped_out_bytes"
     state_bytes: list[dict[str, Count]] = field(default_factory=list)
-    """of each rank: parameters, gradients, master_weights, optimizer, counted from live tensors; gradients as
-    the optimizer's step begins, when ZeRO-1 too has reduced its whole ones to a share"""
+    """each rank's bytes of parameters, gradients, master_weights and optimizer, counted from live tensors.
+    Gradients are counted when the optimizer's step begins; even ZeRO-1 has reduced them to a shard then"""
     peak_allocated_bytes: list[Count] | None = None
-    """of each rank, after the probed steps if there are others; None on CPU; in a rehearsal of rank 0 alone,
-    traced where there is no GPU"""
+    """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank
+    0's peak, which is traced if there is no GPU"""
     peak_reserved_bytes: list[Count] | None = None
     peak_rss_bytes: list[Count] | None = None
     "peak resident memory of each rank's process"
     memory_at_peak: MemoryAtPeak | None = None
-    """of rank 0, from following every allocation of a step: phase, module, num_bytes, bytes by part, and
-    by the module that made them; `memory_timeline.csv` beside the record has the whole step"""
+    """rank 0's peak in a step whose allocations were all traced: phase, module, num_bytes, bytes by part, and
+    bytes by allocating module; `memory_timeline.csv` in the record's folder has the whole step"""
     deepspeed_estimate: DeepSpeedEstimate | None = None
-    "DeepSpeed's own estimator: gpu_bytes and cpu_bytes per GPU and node; ZeRO-2 and ZeRO-3 only"
+    "DeepSpeed's own estimate: gpu_bytes per GPU and cpu_bytes per node; ZeRO-2 and ZeRO-3 only"
     model_dir: str | None = None
     reported_to: str | None = None
-    "the tracker that has its metrics"
+    "the tracker that received the run's metrics"
     predicted_peak_bytes: Count | None = None
-    "on a GPU, by the estimate for which the run was skipped; None where it was launched"
+    "peak per GPU in the estimate for which the run was skipped; None if the run was launched"
     schema_version: Annotated[int, Meta(ge=0, le=SCHEMA_VERSION)] = SCHEMA_VERSION
 
     @cached_property
     def slowest_rank_seconds(self) -> list[float]:
-        """Of each step, the time of the rank that took longest."""
+        """Return the time of each step on its slowest rank."""
         return list(map(max, zip(*self.step_seconds, strict=True)))
 
     @cached_property
     def num_warmup_steps(self) -> int:
-        """First steps that don't count: as many as asked, else those that were slow or that compiled.
+        """Return the number of first steps that don't count as timed.
 
-        The steady time is the median of the second half. Warm-up ends before the first two steps in a row
-        that are within SLOW of it, after the last compilation of the first half, at the latest in the
-        middle. Steps that were probed never count.
+        That is `timing_warmup_steps` if it is set, else the number of slow or compiling first steps. The
+        steady time is the median of the second half. Warm-up ends before the first two consecutive steps
+        within SLOW times the steady time. It includes all probed steps and all compilations of the first
+        half, and ends in the middle at the latest.
         """
         if self.timing_warmup_steps is not None:
             return self.timing_warmup_steps
@@ -335,7 +337,7 @@ class RunRecord:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags asked, in today's words; those that came later have their defaults."""
+        """Return the run's flags with today's names of values; flags that its version lacks have defaults."""
         asked = self.asked["config"]
         checkpointing = str(asked["gradient_checkpointing"]).lower()
         return {
@@ -346,23 +348,23 @@ class RunRecord:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The RunConfig that was asked."""
+        """Return the run's RunConfig."""
         flags = {name: value for name, value in self.flags.items() if name in FLAGS}
         return RunConfig(**flags).with_defaults(has_gpu=self.gpu is not None)
 
     @property
     def spec(self) -> ModelSpec:
-        """The model; older records lack fields that came later, and their models had the defaults."""
+        """Return the model. Older records lack newer fields, and their models had the defaults."""
         return _spec(tuple(item for item in self.model.items() if item[0] in _OF_MODEL))
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether one process played rank 0: then losses mean nothing, and nothing was sent."""
+        """Return whether one process played rank 0; its losses mean nothing, and no data was sent."""
         return self.asked["config"].get("rehearse") is not None
 
     @property
     def evidence(self) -> str:
-        """Where its figures come from."""
+        """Return the source of the record's figures: estimated, rehearsed or measured."""
         if self.status == "skipped":
             return "estimated"
         return "rehearsed" if self.is_rehearsal else "measured"
@@ -373,21 +375,21 @@ class RunRecord:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides a run's speed, by package, and which memory allocator it runs on."""
-    found = {"python": platform.python_version(), "allocator": allocator()}
+    """Return the versions of the packages that decide a run's speed, and the memory allocator."""
+    versions = {"python": platform.python_version(), "allocator": allocator()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:  # DeepSpeed exists for Linux only
             continue
-    return found
+    return versions
 
 
 def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) -> dict[str, Any]:
-    """What a run is asked to do; two runs with equal answers are repeats of each other."""
+    """Return all settings of a run; two runs with equal settings are repeats of each other."""
     accelerate_config = dict(strategy.accelerate_config or {})
     accelerate_config.pop("num_processes", None)
-    # a path: the content is what counts
+    # the file's path does not matter: `deepspeed_config` has its content
     if "deepspeed_config_file" in (accelerate_config.get("deepspeed_config") or {}):
         section = {**accelerate_config["deepspeed_config"], "deepspeed_config_file": None}
         accelerate_config["deepspeed_config"] = section
@@ -402,32 +404,31 @@ def everything_asked(config: RunConfig, strategy: Strategy, num_processes: int) 
 
 
 def _files_of(config: RunConfig) -> list[str]:
-    of_data = [source.path for source in (*config.sources, *config.eval_sources)]
-    return [*of_data, *([config.model] if config.model else [])]
+    data_paths = [source.path for source in (*config.sources, *config.eval_sources)]
+    return [*data_paths, *([config.model] if config.model else [])]
 
 
 def _state_of(path: Path) -> str | None:
-    """Changes when a local file or a file of a folder does; None for what is no path."""
+    """Return a hash that changes when a local file, or a file of a local folder, changes; else None."""
     if not exists(path):
         return None
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    # of a link that leads nowhere, the link itself
     states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat_of(file))]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
 
 
 def _stat_of(file: Path) -> os.stat_result:
-    return file.stat() if exists(file) else file.lstat()
+    return file.stat() if exists(file) else file.lstat()  # lstat for a dangling link
 
 
 def identity_of(asked: dict[str, Any], versions: dict[str, str], gpu: str | None) -> str:
-    """12 hexadecimal digits over everything asked, versions and GPU."""
+    """Return a hash of 12 hexadecimal digits over all settings, versions and the GPU."""
     text = json.dumps([asked, versions, gpu], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def run_name_of(spec: ModelSpec, strategy: Strategy, identity: str) -> str:
-    """Without what no folder's name can hold; the identity tells apart what the rest does not."""
+    """Return a valid folder name; the identity hash keeps it unique."""
     names = (re.sub(r"[^\w.+=,@-]", "_", name)[:_LONGEST_PART] for name in (spec.name, strategy.name))
     return "-".join([*names, identity])
 
@@ -441,20 +442,20 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
 
 @cache
 def _spec(items: tuple[tuple[str, Any], ...]) -> ModelSpec:
-    """One for all records of a model: what it is counted to have is then counted once."""
+    """Share one ModelSpec among all records of a model, so that its counts are computed once."""
     return ModelSpec(**dict(items))
 
 
 def _cpu_name() -> str:
-    """What Linux calls the processor; elsewhere what Python knows of it."""
+    """Return Linux's name of the processor; on other systems, Python's."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return None for NaN and infinity, because JSON has neither."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What a run saves in its folder that a later run must not replace unasked: checkpoints, a model."""
+"""Find, check, replace and delete the checkpoints and the model that a run saved in its folder."""
 
 import json
 import os
@@ -12,55 +12,59 @@ from slm_toolkit.record.run_record import PROGRESS_FILE, RECORD_FILE
 
 CHECKPOINTS_DIR, MODEL_DIR = "checkpoints", "model"
 MODEL_FILES = "slm_toolkit.json"
-"in a saved model's folder: the paths of the files that the run wrote there"
+"file in a saved model's folder that lists the files written by the run"
 _FINISHED = re.compile(r"step_(\d+)|\.step_(\d+)\.replaced")
 
 
 def finished(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or since damaged, by step."""
-    found = {path: match for path in folder.glob("*step_*") if (match := _FINISHED.fullmatch(path.name))}
-    present = {path for path in found if not (folder / path.name.removesuffix(".replaced")[1:]).exists()}
-    return sorted(present, key=lambda path: int(found[path][1] or found[path][2]))
+    """Return the finished checkpoints of a folder in order of step; they may have been damaged since."""
+    matches = {path: match for path in folder.glob("*step_*") if (match := _FINISHED.fullmatch(path.name))}
+    present = {path for path in matches if not (folder / path.name.removesuffix(".replaced")[1:]).exists()}
+    return sorted(present, key=lambda path: int(matches[path][1] or matches[path][2]))
 
 
 def beside_model(model: Path, state: str) -> Path:
-    """Where a model is while it is `unfinished` or being `deleted`, or once it is `replaced`."""
+    """Return the path of a model in another state: `unfinished`, `deleted` (in progress) or `replaced`."""
     return model.with_name(f".{MODEL_DIR}.{state}")
 
 
 def saved_model(run_dir: Path) -> Path | None:
-    """The folder of the final model that an earlier run saved; None if there is none."""
+    """Return the folder of the model that an earlier run saved; None if there is none."""
     model = run_dir / MODEL_DIR
-    # a kill between two renames leaves the model under the second name
+    # a run killed between two renames leaves the model under the second name
     places = (model, beside_model(model, "replaced"))
     return next((place for place in places if place.is_dir() and any(place.iterdir())), None)
 
 
 def list_model_files(model: Path) -> None:
-    """Write down which files a model that has just been saved consists of."""
+    """Write the list of a newly saved model's files into its folder."""
     names = sorted(str(path.relative_to(model)) for path in _files(model))
     (model / MODEL_FILES).write_text(json.dumps({"files": [*names, MODEL_FILES]}) + "\n")
 
 
 def check_replaceable(model: Path) -> None:
-    """Raises ValueError where a saved model must not take the place of `model`: a link, or a folder with a
-    file that no run wrote. Empty files are nothing to lose."""
+    """Raise ValueError if a saved model must not replace `model`.
+
+    That is the case for a link, and for a folder with a file that no run wrote. Empty files don't count.
+    """
     if model.is_symlink():
         raise ValueError(
-            f"{model} is a link, and no run replaces what lies outside its own folder\n"
-            "hint: remove the link; --output_dir on another disk puts the whole run there"
+            f"{model} is a link, and a run never replaces files outside its own folder\n"
+            "hint: remove the link; to put the whole run on another disk, use --output_dir"
         )
     written = {model / name for name in _listed(model)}
     if kept := [path for path in _files(model) if path not in written and path.lstat().st_size]:
         raise ValueError(
-            f"{kept[0]} was not written by a run, which would delete it to save its model\n"
-            f"hint: move {model} away, or start with another --run_name"
+            f"{kept[0]} was not written by a run, and saving the model would delete it\n"
+            f"hint: move {model} away, or use another --run_name"
         )
 
 
 def delete_model(model: Path) -> None:
-    """Delete a run's model, where there is one, so that a kill leaves no half of it under its name. Raises
-    ValueError as `check_replaceable` does."""
+    """Delete a run's model, if there is one. It is renamed first, so a kill leaves no half model behind.
+
+    Raises ValueError as `check_replaceable` does.
+    """
     check_replaceable(model)
     if model.exists():
         deleted = beside_model(model, "deleted")
@@ -70,7 +74,7 @@ def delete_model(model: Path) -> None:
 
 
 def model_damage(model: Path) -> str | None:
-    """What a saved model lacks; None where every file that was written is there and none is empty."""
+    """Return what is missing from a saved model; None if all its files exist and none is empty."""
     if not (files := _files(model)):
         return f"{model} is empty" if model.is_dir() else f"there is no {model}"
     if lost := [path for path in map(model.__truediv__, _listed(model)) if path not in files]:
@@ -80,7 +84,7 @@ def model_damage(model: Path) -> str | None:
 
 
 def _listed(model: Path) -> list[str]:
-    """The files of a model by its own list; none of one that lists nothing, as an older version wrote it."""
+    """Read a model's own list of files; empty for a model without a list, as older versions wrote it."""
     try:
         names = json_of(read_text(model / MODEL_FILES, hint=""), MODEL_FILES, hint="")["files"]
         return [str(name) for name in names]
@@ -89,20 +93,20 @@ def _listed(model: Path) -> list[str]:
 
 
 def _files(model: Path) -> list[Path]:
-    """All that is no folder in a model's folder, or in the place of it."""
+    """List all files and links in a model's folder; or `model` itself, if it is not a folder."""
     if model.is_dir():
         return sorted(path for path in model.rglob("*") if path.is_symlink() or not path.is_dir())
     return [model] if os.path.lexists(model) else []
 
 
 def delete(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; of a link, the link. What can't be removed stays."""
+    """Remove a file, a folder with its content, or a link (not its target). Ignores failures."""
     with suppress(OSError):
         path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Return when a file's content, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,7 +115,7 @@ def sync(path: Path) -> None:
 
 
 def sweep_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints that a killed run left half written or half deleted."""
+    """Remove checkpoints that a killed run left half written or half deleted."""
     leftovers = [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleted")]
     leftovers += [
         old for old in folder.glob(".step_*.replaced") if (folder / old.name.split(".")[1]).exists()
@@ -121,7 +125,7 @@ def sweep_checkpoints(folder: Path) -> None:
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what a killed run left half written or half deleted, before a run trains in its folder."""
+    """Remove files that a killed run left half written or half deleted; called before a run trains here."""
     sweep_checkpoints(run_dir / CHECKPOINTS_DIR)
     for state in ("unfinished", "deleted"):
         delete(beside_model(run_dir / MODEL_DIR, state))

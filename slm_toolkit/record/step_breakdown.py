@@ -1,29 +1,31 @@
-"""Where a training step's time goes, from a torch.profiler trace; no torch needed.
+"""Split a training step's time into activities, from a torch.profiler trace; needs no torch.
 
     anatomy_of(read_trace("trace.json.gz"))
 
-The steps are the trace's `ProfilerStep#N` annotations. Each instant of a step goes to the first of these:
+The steps are the trace's `ProfilerStep#N` annotations. Each instant of a step counts for the first activity
+in this list that applies:
 
- 1. compute runs: optimizer > attention > matmul > other. Communication that runs meanwhile is also counted
-    as overlapped, beside the sum;
- 2. communication runs alone, or is waited for: exposed;
+ 1. compute runs: optimizer > attention > matmul > other. Communication at the same time is also counted as
+    overlapped, outside the sum;
+ 2. communication runs alone, or a thread waits for it: exposed;
  3. the annotation `phase:data` is open: data;
- 4. else idle: on a GPU no kernel ran, on a CPU Python or anything else that is no torch op.
+ 4. idle: on a GPU no kernel runs; on a CPU, Python or other code that is not a torch op runs.
 
-On a GPU, kernels and copies on all streams of the device count. A kernel's part is told by its name and by
-where on the CPU it was launched. Where every step's kernels end inside the step's window on the CPU (the loop
-synchronizes, as `StepClock` does), that window counts, so waits before the first kernel are seen; else the
-device's own window, up to the beginning of the next one.
+On a GPU, kernels and copies on all streams count. A kernel's name and the CPU op that launched it decide its
+activity. If the loop synchronizes, as `StepClock` does, every step's kernels end inside the step's window on
+the CPU. Then the step is that window; it includes the wait before the first kernel. Otherwise the step is its
+window on the device, up to the beginning of the next step.
 
-On a CPU, the ops of the training thread (and of autograd's, if it is another) are compute, and `gloo:...` on
-whichever thread is communication. Only the innermost op at an instant counts: an autograd node, an
-autograd.Function and FSDP's and DeepSpeed's hooks enclose waits, so their own time is no compute; the time of
-`c10d::...` itself is communication, a copy inside it is compute. The same cores compute and communicate, so
+On a CPU, ops of the training thread (and of autograd's thread, if it is another) are compute; `gloo:...` on
+any thread is communication. Only the innermost op at an instant counts. Autograd nodes, autograd.Functions
+and the hooks of FSDP and DeepSpeed enclose waits, so their own time is not compute. The own time of
+`c10d::...` is communication; a copy inside it is compute. Compute and communication share the cores, so
 overlapped communication slows the compute that hides it.
 
-Optimizer: inside `phase:optimizer` (clipping and clearing too; under DeepSpeed its optimizer's step, though
-the norm that it clips by may be taken before) or torch's `Optimizer.step#...`. Attention: fused kernels, or
-`bmm` and `softmax` of the eager one, whose mask, scale and casts are other compute.
+Optimizer: everything inside `phase:optimizer` or torch's `Optimizer.step#...`, including clipping and
+clearing. Under DeepSpeed it is the optimizer's step; the norm for clipping may be computed before it.
+Attention: fused kernels, or `bmm` and `softmax` of eager attention, whose mask, scale and casts are other
+compute.
 """
 
 import bisect
@@ -39,31 +41,31 @@ from typing import Any
 
 Event = dict[str, Any]
 Interval = tuple[float, float, str]
-"start and end in microseconds, and the kind of what ran"
+"start and end in microseconds, and the kind of activity"
 
-COMPUTE = ("optimizer", "attention", "matmul", "other_compute")  # the first that runs has the time
+COMPUTE = ("optimizer", "attention", "matmul", "other_compute")  # an instant counts for the first that runs
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = re.compile(r"phase:optimizer$|Optimizer\.step#")
 _COLLECTIVE = re.compile(r"gloo:")  # annotations on a process group's own thread
 _COMMUNICATION_OP = re.compile(r"c10d::|_?c10d_functional::|record_param_comms$")
-_WRAPPER = re.compile(r"autograd::|torch::autograd::")  # like all names without "::", a node or a Function
-_COMPILED = re.compile(r"## Call CompiledFxGraph")  # its own time is that of Inductor's code
+_WRAPPER = re.compile(r"autograd::|torch::autograd::")  # so are names without "::": nodes and Functions
+_COMPILED = re.compile(r"## Call CompiledFxGraph")  # its own time is Inductor's generated code
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product", re.IGNORECASE)
 _EAGER_ATTENTION_OPS = {"aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_softmax_backward_data"}
 _MATMUL_OP = re.compile(r"\w+::_?(mm|addmm|mv|addmv|matmul|linear\w*|scaled_mm|grouped_mm|mkldnn_linear\w*)$")
 _COMMUNICATION_KERNEL = re.compile(r"nccl")
 _ADAM_KERNEL = re.compile(r"adam", re.IGNORECASE)
-_OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply")  # FSDP copies with it too: where no launch is known
-_FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per)_")  # named after ops they replace or stand next to
+_OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply")  # FSDP copies use it, too: only if no launch is known
+_FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per)_")  # their names list ops that they replace or follow
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|triton_tem_fused_\w*mm", re.IGNORECASE)
-_CLOCKS_DISAGREE = 100.0  # microseconds; the CPU's and the device's clock are two
+_CLOCKS_DISAGREE = 100.0  # microseconds between the CPU's clock and the device's clock
 _DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Seconds per step of one rank, the mean over the profiled steps. The parts add up to `step_seconds`."""
+    """Mean seconds per profiled step of one rank, by activity. The parts add up to `step_seconds`."""
 
     matmul_seconds: float
     attention_seconds: float
@@ -73,7 +75,7 @@ class Anatomy:
     data_seconds: float
     idle_seconds: float
     communication_overlapped_seconds: float
-    "communication during which compute ran: part of the compute above, not of the sum"
+    "communication while compute ran: contained in the compute above, not added to the sum"
     num_steps: int
     device: str
     "cuda or cpu"
@@ -92,14 +94,14 @@ class Anatomy:
 
 
 def read_trace(path: str | Path) -> list[Event]:
-    """The events of a chrome trace, `.json` or `.json.gz`."""
+    """Read the events of a Chrome trace, `.json` or `.json.gz`."""
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 
 
 def anatomy_of(events: list[Event]) -> Anatomy:
-    """Raises ValueError where no step is annotated."""
+    """Compute the Anatomy of a trace. Raises ValueError if no step is annotated."""
     events = [event for event in events if event["ph"] == "X" and "dur" in event]
     if not any(_is_step(event) for event in events):
         raise ValueError(
@@ -131,7 +133,7 @@ def anatomy_of(events: list[Event]) -> Anatomy:
 
 
 def _sweep(intervals: list[Interval]) -> Counter[str]:
-    """Microseconds per part, over all instants at which a `step` is open."""
+    """Sum the microseconds of each part, over all instants inside a `step` interval."""
     points = [(start, 1, kind) for start, _, kind in intervals]
     points += [(end, -1, kind) for _, end, kind in intervals]
     running: Counter[str] = Counter()
@@ -149,7 +151,7 @@ def _sweep(intervals: list[Interval]) -> Counter[str]:
 
 
 def _cpu_intervals(events: list[Event]) -> Iterator[Interval]:
-    """What ran on a CPU: each instant of the training threads by its innermost op, and the collectives."""
+    """Yield the CPU's activities: the innermost ops of the training threads, and the collectives."""
     training = {event["tid"] for event in events if _is_step(event)}
     training |= {event["tid"] for event in events if event["name"].startswith("autograd::engine::")}
     for tid, frames in _frames_by_thread(events).items():
@@ -161,7 +163,7 @@ def _cpu_intervals(events: list[Event]) -> Iterator[Interval]:
 
 
 def _gpu_intervals(events: list[Event]) -> Iterator[Interval]:
-    """What ran on the device, whichever the stream."""
+    """Yield the device's activities on all streams."""
     frames = _frames_by_thread(events)
     launches, ops = {}, {}
     for event in events:
@@ -174,13 +176,15 @@ def _gpu_intervals(events: list[Event]) -> Iterator[Interval]:
         if event.get("cat") in _DEVICE_CATEGORIES:
             args = event.get("args", {})
             launchers = (launches.get(args.get("correlation")), ops.get(args.get("External id")))
-            found = (_frame_at(frames[by["tid"]], by["ts"]) for by in launchers if by)
-            yield *_span(event), _kernel_kind(event["name"], next(filter(None, found), None))
+            launching = (
+                _frame_at(frames[launcher["tid"]], launcher["ts"]) for launcher in launchers if launcher
+            )
+            yield *_span(event), _kernel_kind(event["name"], next(filter(None, launching), None))
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """An op on a thread's stack, with what follows from the ops that enclose it."""
+    """An op on a thread's stack; it inherits its activity from the ops that enclose it."""
 
     name: str
     end: float
@@ -190,7 +194,7 @@ class _Frame:
 
     @property
     def kind(self) -> str | None:
-        """Of the op's own time, outside of its inner ops; None if it may be a wait."""
+        """Return the activity of the op's own time, without its inner ops; None if it may be a wait."""
         name = self.name
         if not self.is_op:
             return None
@@ -206,7 +210,7 @@ class _Frame:
 
 
 def _frames_by_thread(events: list[Event]) -> dict[int, list[tuple[float, float, _Frame]]]:
-    """Each thread's time, in order, cut where the innermost op changes; optimizer annotations are ops too."""
+    """Split each thread's time where the innermost op changes; optimizer annotations count as ops."""
     threads = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op" or (
@@ -219,7 +223,7 @@ def _frames_by_thread(events: list[Event]) -> dict[int, list[tuple[float, float,
 def _innermost(events: Iterable[Event]) -> Iterator[tuple[float, float, _Frame]]:
     stack: list[_Frame] = []
     now = 0.0
-    last = {"name": "", "ts": float("inf"), "dur": 0.0}  # closes all that is open
+    last = {"name": "", "ts": float("inf"), "dur": 0.0}  # closes all open frames
     for event in (*sorted(events, key=lambda event: (event["ts"], -event["dur"])), last):
         start, end = _span(event)
         while stack and stack[-1].end <= start:
@@ -246,7 +250,7 @@ def _innermost(events: Iterable[Event]) -> Iterator[tuple[float, float, _Frame]]
 
 
 def _is_wrapper(name: str) -> bool:
-    """Whether an op runs hooks, which wait, prefetch or recompute."""
+    """Return whether an op runs hooks, which wait, prefetch or recompute."""
     return not _COMPILED.match(name) and ("::" not in name or _WRAPPER.match(name) is not None)
 
 
@@ -256,7 +260,7 @@ def _frame_at(frames: list[tuple[float, float, _Frame]], instant: float) -> _Fra
 
 
 def _kernel_kind(name: str, frame: _Frame | None) -> str:
-    """`frame` launched it; None if that is not known."""
+    """Return the activity of a kernel launched by the op `frame`; None: the op is unknown."""
     if _COMMUNICATION_KERNEL.search(name):
         return "communication"
     if (frame and frame.in_optimizer) or _ADAM_KERNEL.search(name):
@@ -278,7 +282,7 @@ def _cpu_windows(events: list[Event]) -> dict[str, tuple[float, float]]:
 
 
 def _gpu_windows(events: list[Event]) -> list[tuple[float, float]]:
-    """Start and end of each step on the device; see the module's docstring."""
+    """Return start and end of each step: on the CPU or on the device; see the module's docstring."""
     on_cpu = _cpu_windows(events)
     on_gpu: dict[str, tuple[float, float]] = {}
     for event in events:

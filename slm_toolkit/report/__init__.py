@@ -1,1 +1,1 @@
-"""Records to rows, ranks and errors of predictions."""
+"""Turn records into rows, ranks and prediction errors, and show them."""

@@ -1,4 +1,4 @@
-"""The Estimate of a recorded run: what the closed forms say of what really was asked and ran."""
+"""The Estimate of a recorded run: closed forms for its real flags and its probed engine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,20 +21,22 @@ _NO_MATTER_TO_ESTIMATES = ("seed", "learning_rate", "warmup_steps", "max_steps",
 
 
 def estimate_of(record: RunRecord) -> Estimate | None:
-    """What the run should have taken of a GPU.
+    """Return the estimate for a run.
 
-    None for a run that ended before its engine was known, for a strategy that no estimate covers, and for
-    offload without a GPU, where nobody can tell the host's bytes from the rest.
+    None if the run ended before its engine was probed, or if no closed form covers its strategy. None for
+    offload without a GPU, too: there the host's bytes can't be separated from the others.
     """
     if record.engine is None or record.world_size is None:
         return None
-    ran = _what_ran(msgspec.json.encode(_facts(record)))
-    return None if ran is None else _estimate_on(ran, record.gpu)
+    configuration = _configuration_of(msgspec.json.encode(_facts(record)))
+    return None if configuration is None else _estimate_on(configuration, record.gpu)
 
 
 def _facts(record: RunRecord) -> dict[str, Any]:
-    """All that an Estimate depends on but the GPU: launches, seeds and lengths of one configuration share
-    theirs."""
+    """Return everything that an Estimate depends on, except the GPU.
+
+    Repeats with other seeds or numbers of steps have the same facts, and share one estimate.
+    """
     asked = record.asked
     config = {name: value for name, value in asked["config"].items() if name not in _NO_MATTER_TO_ESTIMATES}
     files = {name: asked.get(name) for name in ("accelerate_config", "deepspeed_config")}
@@ -44,8 +46,8 @@ def _facts(record: RunRecord) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ran:
-    """What runs of one configuration have in common on all GPUs."""
+class _Configuration:
+    """The setup and memory estimate of runs that differ only in their GPU."""
 
     setup: Setup
     "without a GPU"
@@ -53,10 +55,10 @@ class _Ran:
 
 
 @cache
-def _what_ran(facts: bytes) -> _Ran | None:
-    """None where no closed form covers it."""
-    nothing = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
-    record = RunRecord(**nothing, gpu=None, **msgspec.json.decode(facts))
+def _configuration_of(facts: bytes) -> _Configuration | None:
+    """Return the configuration with these facts; None if no closed form covers it."""
+    irrelevant = {"run_name": "", "identity": "", "status": "ok", "versions": {}, "started_at": "", "cpu": ""}
+    record = RunRecord(**irrelevant, gpu=None, **msgspec.json.decode(facts))
     num_ranks = record.world_size
     try:
         strategy = strategy_that_ran(record)
@@ -66,29 +68,30 @@ def _what_ran(facts: bytes) -> _Ran | None:
         per_node = max(1, per_node)
         strategy = fit_groups(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
         setup = Setup(spec, strategy, config, num_gpus=num_ranks, gpus_per_node=per_node)
-        return _Ran(setup, peak(setup))
+        return _Configuration(setup, peak(setup))
     except ValueError:  # ZeRO-0, tensor parallelism, ...
         return None
 
 
 @cache
-def _estimate_on(ran: _Ran, gpu: str | None) -> Estimate | None:
-    if ran.setup.strategy.offloads and gpu is None:
+def _estimate_on(configuration: _Configuration, gpu: str | None) -> Estimate | None:
+    if configuration.setup.strategy.offloads and gpu is None:
         return None
     try:
-        found = estimate(dataclasses.replace(ran.setup, gpu=find_gpu(gpu)), memory=ran.memory)
-    except ValueError:  # what is sent has no closed form
+        setup = dataclasses.replace(configuration.setup, gpu=find_gpu(gpu))
+        result = estimate(setup, memory=configuration.memory)
+    except ValueError:  # no closed form for its communication
         return None
-    return found if found.peak_reserved_high_bytes <= LARGEST else None  # of a model that nobody trained
+    return result if result.peak_reserved_high_bytes <= LARGEST else None  # larger: the record is made up
 
 
 def offloads(record: RunRecord) -> bool:
-    """Whether part of the training state was to lie in the host's RAM or on its disk."""
+    """Return whether the strategy keeps part of the training state in host RAM or on disk."""
     return strategy_that_ran(record).offloads
 
 
 def strategy_that_ran(record: RunRecord) -> Strategy:
-    """Engine, stage and sharding as probed, all else as asked."""
+    """Return the strategy with engine, stage and sharding as probed, and everything else as configured."""
     return Strategy(
         name=record.strategy,
         engine=record.engine,
@@ -102,11 +105,11 @@ def strategy_that_ran(record: RunRecord) -> Strategy:
 
 
 def config_that_ran(record: RunRecord) -> RunConfig:
-    """What was asked, but for what the user's own files decide, and for the accumulation that was counted."""
+    """Return the run's flags with the values of the user's files and the counted accumulation steps."""
     config, changes = config_as_launched(record.config, strategy_that_ran(record)), {}
     if record.tokens_per_step is not None:
-        of_micro_step = record.world_size * config.per_device_train_batch_size * config.seq_len
-        changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // of_micro_step)
+        micro_step_tokens = record.world_size * config.per_device_train_batch_size * config.seq_len
+        changes["gradient_accumulation_steps"] = max(1, record.tokens_per_step // micro_step_tokens)
         if changes["gradient_accumulation_steps"] == config.gradient_accumulation_steps:
             return config
     return dataclasses.replace(config, **changes)

@@ -1,4 +1,4 @@
-"""Rates derived from records' raw steps: warm-up found, the median, and an interval around it."""
+"""Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
 from dataclasses import dataclass, replace
 from math import comb, sqrt
@@ -10,15 +10,15 @@ from slm_toolkit.record.run_record import RunRecord
 STEPS_PER_BLOCK = 10
 "as in the paper: at least three runs of ten steps"
 LAUNCH_NOISE = 0.05
-"""how far another launch of the same run may lie from this one, either way, while fewer than three were seen:
-bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)"""
-# Student's t, two-sided 95 %, for 3, 4, ... launches (2, 3, ... degrees of freedom); more take the last.
+"""Assumed relative difference of another launch, in both directions, while a run has fewer than three:
+bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)."""
+# Student's t, two-sided 95 %, for 3, 4, ... launches (2, 3, ... degrees of freedom); more use the last value.
 _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second over all ranks, with the interval that another measurement is expected in."""
+    """Tokens per second over all ranks, and the interval in which another measurement is expected."""
 
     tokens_per_second: float
     lowest: float
@@ -26,10 +26,10 @@ class Throughput:
     num_timed_steps: int
     num_launches: int
     num_warmup_steps: int
-    "left out at the start, of the launch with most"
+    "steps left out at the start; the largest number of all launches"
 
     def times(self, factor: float) -> "Throughput":
-        """Of a share of the tokens."""
+        """Return the rate of a share of the tokens."""
         return replace(
             self,
             tokens_per_second=self.tokens_per_second * factor,
@@ -39,13 +39,13 @@ class Throughput:
 
 
 def throughput(repeats: list[RunRecord]) -> Throughput | None:
-    """The rate of one run's launches; None where no step was timed.
+    """Return the rate of one run's launches; None if no step was timed.
 
-    A step is as long as its slowest rank took. The timed steps of a launch are cut into blocks of ten (a
-    remainder makes them a little longer); its rate is the median of theirs. With three launches or more the
-    interval is Student's prediction interval for another launch. Fewer can't show how much launches differ:
-    then it is that of the blocks' median (of the steps', below three blocks), and at least LAUNCH_NOISE wide
-    either way. A launch that was disturbed widens it, see `disturbance`.
+    A step takes as long as its slowest rank. The timed steps of a launch are split into blocks of ten (a
+    remainder makes blocks a little longer); a launch's rate is the median of its blocks' rates. With three or
+    more launches, the interval is Student's prediction interval for another launch. Fewer launches don't show
+    how much launches differ. Then it is the interval of the blocks' median (below three blocks: of the steps'
+    median), but at least LAUNCH_NOISE in both directions. Disturbed launches widen it: see `disturbance`.
     """
     timed = [(record, timed_seconds(record)) for record in repeats]
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
@@ -56,7 +56,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     if len(medians) >= 3:
         lowest, highest = _prediction_interval(medians)
     else:
-        sample = [each for record, seconds in timed for each in _sample(record, seconds)]
+        sample = [rate_value for record, seconds in timed for rate_value in _sample(record, seconds)]
         lowest, highest = interval_of_median(sample)
         lowest, highest = min(lowest, rate * (1 - LAUNCH_NOISE)), max(highest, rate * (1 + LAUNCH_NOISE))
     factor = max(disturbance(record) for record, _ in timed)
@@ -71,10 +71,10 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
 
 
 def disturbance(record: RunRecord) -> float:
-    """By what factor others on the machine may have changed the rate; 1: nobody was seen.
+    """Return the factor by which other programs may have changed the rate; 1: none was observed.
 
-    CPU processes of c cores of which others kept b busy: (c / (c - b)) squared, for ranks wait for each
-    other, and what one loses all lose. A GPU that somebody else uses: 2, not a measurement at all.
+    On CPU, with b of c cores kept busy by others: (c / (c - b)) squared, because all ranks wait for the
+    slowest rank. On a GPU that another process uses: 2, because that is hardly a measurement.
     """
     watches = record.gpu_watch
     if any((watch.get("num_processes_before") or 0) > 0 for watch in watches):
@@ -88,7 +88,7 @@ def disturbance(record: RunRecord) -> float:
 
 
 def timed_seconds(record: RunRecord) -> list[float]:
-    """Of each step after the warm-up, the time of the rank that took longest."""
+    """Return the time of each step after the warm-up, on its slowest rank."""
     return record.slowest_rank_seconds[record.num_warmup_steps :]
 
 
@@ -103,18 +103,18 @@ def _block_rates(record: RunRecord, seconds: list[float]) -> list[float]:
 
 def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
     blocks = _block_rates(record, seconds)
-    return blocks if len(blocks) >= 3 else [record.tokens_per_step / each for each in seconds]
+    return blocks if len(blocks) >= 3 else [record.tokens_per_step / step_time for step_time in seconds]
 
 
 def _prediction_interval(medians: list[float]) -> tuple[float, float]:
-    """Where one more launch lies in 95 % of cases: t s sqrt(1 + 1/n) around the median."""
+    """Return the interval that contains one more launch in 95 % of cases: median +- t s sqrt(1 + 1/n)."""
     count = len(medians)
     half = _STUDENT_T[min(count - 3, len(_STUDENT_T) - 1)] * stdev(medians) * sqrt(1 + 1 / count)
     return max(0.0, median(medians) - half), median(medians) + half
 
 
 def mean_phases(record: RunRecord) -> dict[str, float] | None:
-    """Seconds of a timed step, and of its phases, on the slowest rank; None where nothing was timed."""
+    """Return the mean seconds of a timed step and its phases on the slowest rank; None if none was timed."""
     start = record.num_warmup_steps
     steps = [seconds[start:] for seconds in record.step_seconds]
     if not steps or not steps[0] or not record.phase_seconds:
@@ -125,17 +125,17 @@ def mean_phases(record: RunRecord) -> dict[str, float] | None:
 
 
 def joules_per_token(records: list[RunRecord]) -> float | None:
-    """Energy of all ranks' GPUs in the timed steps of all launches, over the tokens of those but padding.
+    """Return the energy of all GPUs per token, over the timed steps of all launches, without padding tokens.
 
-    None below two seconds: the counter moves every 20 to 100 ms, which would be 5 % and more.
+    None below two seconds: the counter updates every 20 to 100 ms, so the error could be 5 % or more.
     """
     joules = tokens = seconds = 0.0
     for record in records:
-        of_ranks = [watch.get("energy_joules") for watch in record.gpu_watch]
-        if not of_ranks or None in of_ranks or record.tokens_per_step is None:
+        joules_by_rank = [watch.get("energy_joules") for watch in record.gpu_watch]
+        if not joules_by_rank or None in joules_by_rank or record.tokens_per_step is None:
             return None
         start = record.num_warmup_steps
-        joules += sum(sum(of_rank[start:]) for of_rank in of_ranks)
+        joules += sum(sum(step_joules[start:]) for step_joules in joules_by_rank)
         num_steps = len(record.losses) - start
         tokens += record.tokens_per_step * num_steps * (1 - padding_share(record))
         seconds += sum(timed_seconds(record))
@@ -143,14 +143,14 @@ def joules_per_token(records: list[RunRecord]) -> float | None:
 
 
 def interval_of_median(sample: list[float]) -> tuple[float, float]:
-    """The narrowest symmetric pair of order statistics that holds the median in 95 % of samples.
+    """Return the narrowest symmetric pair of order statistics that contains the median in 95 % of samples.
 
-    Below six values there is none and the pair is the lowest and the highest (three values: 75 %). Source:
-    the binomial distribution of how many values lie below the median, e.g. Conover, Practical Nonparametric
-    Statistics, section 3.2.
+    Below six values no pair reaches 95 %; then it is the lowest and the highest value (75 % for three).
+    Source: the number of values below the median has a binomial distribution, e.g. Conover, Practical
+    Nonparametric Statistics, section 3.2.
     """
     ordered, count = sorted(sample), len(sample)
-    skipped, outside = 0, 2 * 0.5**count  # both tails, with the outermost values as the pair
+    skipped, outside = 0, 2 * 0.5**count  # probability of both tails for the outermost pair
     while skipped < (count - 1) // 2:
         outside += 2 * comb(count, skipped + 1) * 0.5**count
         if outside > 0.05:
@@ -160,5 +160,5 @@ def interval_of_median(sample: list[float]) -> tuple[float, float]:
 
 
 def overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Whether two intervals share a value: then their figures are a tie."""
+    """Return whether two intervals overlap; then their figures are a tie."""
     return first[0] <= second[1] and second[0] <= first[1]

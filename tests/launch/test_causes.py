@@ -192,12 +192,12 @@ def test_without_a_gpu_nothing_can_be_skipped(tmp_path: Path) -> None:
 def test_the_kernels_count_tells_who_sent_a_sigkill() -> None:
     before, after = RamState(8 * GIB, 16 * GIB, 3), RamState(8 * GIB, 16 * GIB, 4)
     assert who_killed(before, after, least_available_bytes=GIB).startswith(
-        "by the kernel, for want of host RAM"
+        "by the kernel, because host RAM ran out"
     )
     said = who_killed(before, before, least_available_bytes=8 * GIB)
     assert said == (
-        "likely not for want of host RAM: the kernel counts no oom_kill, and "
-        "8.0 of 16.0 GiB were free at the least"
+        "likely not because host RAM ran out: the kernel counted no oom_kill, and "
+        "8.0 of 16.0 GiB were free at the lowest"
     )
     silent = RamState(8 * GIB, 16 * GIB, None)
     assert "likely by the kernel" in who_killed(silent, silent, least_available_bytes=GIB // 4)
@@ -223,7 +223,7 @@ def test_a_run_that_the_kernel_kills_for_ram_says_so(verb: str, tmp_path: Path) 
         done = run("sh", "-c", f"{command} --json" if verb == "compare" else command)
     finally:
         cgroup.rmdir()
-    killed = "by the kernel, for want of host RAM, as its count of oom_kill says (its cgroup may use "
+    killed = "by the kernel, because host RAM ran out: its oom_kill count rose (its cgroup may use "
     if verb == "compare":
         (row,) = json.loads(done.out)
         assert row["status"] == "failed"

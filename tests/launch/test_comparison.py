@@ -123,7 +123,7 @@ def test_report_prints_a_table_of_the_same_rows(aligned: Comparison) -> None:
     ddp = aligned.rows["ddp"]["tokens_per_second"]
     assert f"${1e6 / ddp * 3 / 3600:.4f}" in table
     assert "parity holds against single-process fp32 over 20 steps: |Δloss| " in table
-    assert "the farthest of 6" in table
+    assert "the largest difference of 6 runs" in table
 
 
 @pytest.mark.quick
@@ -163,7 +163,7 @@ def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> 
         assert set(phases) == known
         assert sum(phases.values()) < step
     out = slm("report", str(aligned.folder), "--phases").out
-    assert "DeepSpeed steps inside backward: only its whole steps compare" in out
+    assert "DeepSpeed's backward includes the optimizer's step: compare whole steps" in out
     assert "where a step's time goes" in out
 
 

@@ -210,7 +210,10 @@ def test_an_output_without_room_is_one_line() -> None:
             [SLM, "report", str(ROOT / "results")], stdout=full, stderr=subprocess.PIPE, text=True, env=ENV
         )
     assert done.returncode == 2
-    assert done.stderr == "error: can't use the output: No space left on device\nhint: is its disk full?\n"
+    assert done.stderr == (
+        "error: can't use the output: No space left on device\n"
+        "hint: free space on its disk or raise its quota\n"
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

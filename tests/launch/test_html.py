@@ -198,7 +198,7 @@ def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--html", str(tmp_path / "out.html"))
     assert done.code == 0
     text = (tmp_path / "out.html").read_text()
-    sentence = "Anatomy of a step: no run with --profile"
+    sentence = "Anatomy of a step: no run used --profile"
     assert f"<li>{sentence}</li>" in text
     assert f"left out: {sentence}" in done.err
     assert 'id="chart-anatomy"' not in text

@@ -282,7 +282,7 @@ def test_ranks_with_different_weights_are_red_alone_and_among_others() -> None:
         assert not parity.holds
         assert (
             str(parity)
-            == "ranks hold different weights after step 33: 1 of 39 tensors, such as model.layers.1.up"
+            == "ranks have different weights after step 33: 1 of 39 tensors, such as model.layers.1.up"
         )
 
 

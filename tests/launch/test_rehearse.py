@@ -385,7 +385,7 @@ def test_a_record_without_its_timeline_still_shows_the_peak() -> None:
     at_peak, _ = made_timeline()
     text = drawn(memory_chart("x", memory_picture(at_peak, []), width=80), width=80)
     assert "peak 9.00 GiB" in text
-    assert "no timeline beside this record" in text
+    assert "no timeline: memory_timeline.csv is missing" in text
 
 
 def test_a_report_of_memory_nobody_followed_is_no_success(tmp_path: Path) -> None:

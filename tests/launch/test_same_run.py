@@ -365,7 +365,7 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
     before = contents(tmp_path)
     for name in ("model", ".model.replaced"):
         (tmp_path / name).symlink_to(precious)
-        with pytest.raises(RunEnded, match=f"{name} is a link, and no run replaces"):
+        with pytest.raises(RunEnded, match=f"{name} is a link, and a run never replaces"):
             save_model(accelerator, model, None, folder)
         (tmp_path / name).unlink()
     (tmp_path / ".model.unfinished").symlink_to(precious)
@@ -374,7 +374,8 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("mine")
     with pytest.raises(
-        RunEnded, match=r"model/notes/mine\.txt was not written by a run, which would delete it"
+        RunEnded,
+        match=r"model/notes/mine\.txt was not written by a run, and saving the model would delete it",
     ):
         save_model(accelerator, model, None, folder)
     with pytest.raises(RunEnded, match=r"config\.json was not written by a run"):
@@ -400,7 +401,7 @@ def test_a_run_leaves_a_model_folder_of_somebody_else_alone(
     (model / "mine.txt").write_text("mine")
     done = train(tmp_path, "--max_steps", "1", "--save_final_model", "true", *flag)
     assert (model / "mine.txt").read_text() == "mine"
-    said = "model is a link, and no run" if is_link else "model/mine.txt was not written by a run"
+    said = "model is a link, and a run never" if is_link else "model/mine.txt was not written by a run"
     assert (done.code, f"error: {tmp_path}/run/{said}" in done.err) == (2, True)
 
 

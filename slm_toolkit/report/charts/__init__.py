@@ -1,1 +1,1 @@
-"""Rows as pictures and pages."""
+"""Draw rows as charts: in the terminal, on HTML pages, as image files."""

@@ -1,4 +1,4 @@
-"""Panels as files: an HTML page that fetches nothing, and PNG and SVG pictures."""
+"""Write panels to files: a self-contained HTML page, and PNG and SVG pictures."""
 
 import dataclasses
 import html
@@ -16,18 +16,18 @@ from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.columns import columns_of
 from slm_toolkit.report.tables.comparison import heading, notes
 
-# Rows and panels as one HTML file that fetches nothing: plotly.js, data, style and script are inside.
+# Rows and panels as one HTML file. It contains plotly.js, data, style and script, and fetches nothing.
 
 _PAGE = Path(__file__).parent / "page"
 PLOTLY_FILE = _PAGE / "plotly-basic.min.js"
-"of https://cdn.plot.ly, its licence beside it"
+"from https://cdn.plot.ly; its licence is in the same folder"
 
 
 def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> str:
-    """The whole file; `left_out`: sentences on records that could not be read."""
+    """Return the whole page; `left_out` has sentences about records that could not be read."""
     drawn = [panel for panel in panels if panel.missing is None]
     missing = [panel for panel in panels if panel.missing is not None]
-    said = [*(note.plain for note in notes(rows, [])), *left_out]
+    note_lines = [*(note.plain for note in notes(rows, [])), *left_out]
     parts = {
         "heading": heading(rows).plain,
         "made_by": f"slm_toolkit {__version__}",
@@ -37,26 +37,26 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
         "style": _file("report.css"),
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "table": _table(rows),
-        "notes": _items(said),
+        "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
         "missing": _missing(missing),
         "figures": figures_json(drawn),
         "plotly": plotly_script(),
         "script": _file("report.js"),
     }
-    return re.sub(r"{{(\w+)}}", lambda place: filled[place[1]], _file("report.html"))
+    return re.sub(r"{{(\w+)}}", lambda match: filled[match[1]], _file("report.html"))
 
 
 def figures_json(panels: list[Panel]) -> str:
-    """All figures by name, as JSON that can stand inside a script element."""
+    """Return all figures by name, as JSON that is safe inside a script element."""
     figures = {figure.name: dataclasses.asdict(figure) for panel in panels for figure in panel.figures}
     text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")  # no text of a record can end the element
+    return text.replace("<", "\\u003c")  # so that a record's text can't end the element
 
 
 @cache
 def plotly_script() -> str:
-    """plotly.js's basic bundle (MIT), 1.2 MB of the page."""
+    """Return plotly.js's basic bundle with its licence (MIT): 1.2 MB of the page."""
     licence = _file("plotly-LICENSE").replace("*/", "")
     return f"/*\n{licence}*/\n" + PLOTLY_FILE.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
@@ -85,7 +85,7 @@ def _section(panel: Panel) -> str:
         options = "".join(
             f'<option value="{figure.name}">{html.escape(figure.title)}</option>' for figure in panel.figures
         )
-        choice = f'<label>of <select data-of="{panel.name}">{options}</select></label>'
+        choice = f'<label>run <select data-of="{panel.name}">{options}</select></label>'
     return (
         f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
         f'<div class="scroll"><div class="chart" id="chart-{panel.name}"'
@@ -105,7 +105,7 @@ def _items(lines: list[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
 
 
-# Figures as PNG and SVG files: kaleido has plotly.js draw them in the browser that is there, offline.
+# Figures as PNG and SVG files: kaleido lets plotly.js draw them in an installed browser, offline.
 
 BROWSERS = (
     *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
@@ -114,7 +114,7 @@ BROWSERS = (
 _WIDTH_PIXELS = 720
 _SCALE = {"png": 3, "svg": 1}
 _SECONDS = 120
-"for one picture, on a busy machine"
+"time limit for one picture; generous, for a busy machine"
 _FOR_PAPER = {
     "layout": {
         "font": {"family": "Helvetica, Arial, sans-serif", "size": 13, "color": "#111"},
@@ -125,30 +125,30 @@ _FOR_PAPER = {
 
 
 def find_browser() -> str | None:
-    """A Chrome, Chromium or Edge: what $CHROME_PATH says, else what is on the PATH."""
+    """Return the path of Chrome, Chromium or Edge: $CHROME_PATH, else a browser on the PATH."""
     return next(filter(None, map(shutil.which, (os.environ.get("CHROME_PATH", ""), *BROWSERS))), None)
 
 
 def write_images(panels: list[Panel], folder: Path) -> list[Path]:
-    """A PNG (2160 pixels wide) and an SVG of each figure.
+    """Write a PNG (2160 pixels wide) and an SVG of each figure; return their paths.
 
-    Raises ValueError where kaleido or a browser is missing, or where the browser does not draw.
+    Raises ValueError if kaleido or a browser is missing, or if the browser fails to draw.
     """
     browser = find_browser()
     if browser is None:
         raise ValueError(
-            "no Chrome or Chromium to draw PNG and SVG with\nhint: `apt-get install chromium`, or "
-            "CHROME_PATH=/path/to/chrome; without one, --html writes a page whose charts save themselves"
+            "no Chrome or Chromium was found; --figures needs one to draw\nhint: `apt-get install chromium`, "
+            "or set CHROME_PATH=/path/to/chrome; or use --html: you can save charts from its page"
         )
     try:
         import kaleido
     except ModuleNotFoundError:
         raise ValueError(
-            "--figures needs kaleido\nhint: pip install kaleido; without it, --html writes "
-            "a page whose charts save themselves"
+            "--figures needs kaleido\nhint: pip install kaleido; or use --html: you can save charts from its "
+            "page"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {
+    pictures = {
         folder / f"{figure.name}.{kind}": _picture(figure, kind)
         for panel in panels
         for figure in panel.figures
@@ -156,11 +156,13 @@ def write_images(panels: list[Panel], folder: Path) -> list[Path]:
     }
     options = {"plotlyjs": PLOTLY_FILE.as_uri(), "mathjax": False, "path": browser, "timeout": _SECONDS}
     problems = kaleido.write_fig_from_object_sync(
-        [{"path": path, **picture} for path, picture in wanted.items()], kopts=options
+        [{"path": path, **picture} for path, picture in pictures.items()], kopts=options
     )
     if problems:
-        raise ValueError(f"{browser} did not draw: {problems[0]!r}\nhint: CHROME_PATH names another")
-    return list(wanted)
+        raise ValueError(
+            f"{browser} failed to draw: {problems[0]!r}\nhint: set CHROME_PATH to another browser"
+        )
+    return list(pictures)
 
 
 def _picture(figure: Figure, kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bars and curves in a terminal: rates, peaks and dollars of rows, and their losses."""
+"""Draw charts in a terminal: bars of rates, peaks and dollars, and curves of losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ _STYLES = ("blue", "yellow", "red", "green", "magenta", "cyan", "bright_blue", "
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # Unicode 6.0, Braille Patterns: by column, row
 _CURVE_ROWS = 14
 _MOST_CURVES = len(_STYLES)
-_LONGEST_LABEL_SHARE = 0.5  # of the width; where one is longer, all have lines of their own
+_LONGEST_LABEL_SHARE = 0.5  # of the width; if a label is longer, every label has its own line
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """What a chart of bars shows of a row."""
+    """The title of a bar chart, and a row's value and text in it."""
 
     title: str
     value: Callable[[Row], float | None]
@@ -27,12 +27,12 @@ class _Measure:
 
 
 def terminal_plots(rows: dict[str, Row], *, width: int) -> RenderableType:
-    """A chart of bars for each measure that rows have, then their losses. Print it with `crop=False`."""
+    """Draw a bar chart for each measure with values, then loss curves. Print it with `crop=False`."""
     parts: list[RenderableType] = []
     for measure in _MEASURES:
-        shown = {label: row for label, row in rows.items() if measure.value(row) is not None}
-        if shown:
-            parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown, measure, width)]
+        shown_rows = {label: row for label, row in rows.items() if measure.value(row) is not None}
+        if shown_rows:
+            parts += [Text(""), Text(measure.title, style="bold"), *_bars(shown_rows, measure, width)]
     curves = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if curves:
         parts += [Text(""), *_curves(curves, width)]
@@ -60,21 +60,21 @@ def _bars(rows: dict[str, Row], measure: _Measure, width: int) -> list[Text]:
 
 
 def _curves(rows: dict[str, Row], width: int) -> list[Text]:
-    """In braille, two by four dots to a character; where curves meet, the later one has the colour."""
-    shown = dict(list(rows.items())[:_MOST_CURVES])
-    known = [loss for row in shown.values() for loss in row.losses if loss is not None]
-    if not known:
+    """Draw curves in braille, two by four dots per character; later curves overwrite the colour."""
+    shown_rows = dict(list(rows.items())[:_MOST_CURVES])
+    losses = [loss for row in shown_rows.values() for loss in row.losses if loss is not None]
+    if not losses:
         return []
-    lowest, highest = min(known), max(known)
-    longest = max(row.first_step + len(row.losses) for row in shown.values())
+    lowest, highest = min(losses), max(losses)
+    longest = max(row.first_step + len(row.losses) for row in shown_rows.values())
     axis_width = max(len(f"{lowest:.3g}"), len(f"{highest:.3g}")) + 1
     num_columns = max(1, width - axis_width - 1)
     dots: dict[tuple[int, int], int] = {}
     styles: dict[tuple[int, int], str] = {}
-    for of_curve, style in zip(shown.values(), _STYLES, strict=False):
+    for row, style in zip(shown_rows.values(), _STYLES, strict=False):
         for column in range(num_columns * 2):
-            position = column / (num_columns * 2 - 1) * (longest - 1) - of_curve.first_step
-            loss = _between(of_curve.losses, position)
+            position = column / (num_columns * 2 - 1) * (longest - 1) - row.first_step
+            loss = _interpolated(row.losses, position)
             if loss is None:
                 continue
             height = (highest - loss) / ((highest - lowest) or 1)
@@ -83,23 +83,24 @@ def _curves(rows: dict[str, Row], width: int) -> list[Text]:
             dots[cell] = dots.get(cell, 0) | _DOTS[column % 2][dot_row % 4]
             styles[cell] = style
     lines = [Text("loss", style="bold")]
-    for row in range(_CURVE_ROWS):
+    for line_number in range(_CURVE_ROWS):
         ends = {0: f"{highest:.3g}", _CURVE_ROWS - 1: f"{lowest:.3g}"}
-        line = Text(f"{ends.get(row, ''):>{axis_width}}┤", no_wrap=True, overflow="ignore")
+        line = Text(f"{ends.get(line_number, ''):>{axis_width}}┤", no_wrap=True, overflow="ignore")
         for column in range(num_columns):
-            line.append(chr(0x2800 + dots.get((row, column), 0)), style=styles.get((row, column), ""))
+            cell = (line_number, column)
+            line.append(chr(0x2800 + dots.get(cell, 0)), style=styles.get(cell, ""))
         lines.append(line)
     lines.append(Text(f"{'':>{axis_width}}└{f' step 1 to {longest}':─>{num_columns}}"))
     legend = Text()
-    for label, style in zip(shown, _STYLES, strict=False):
-        legend.append("━╴", style=style).append(f"{label}  ")  # no space: lines could end in it
-    hidden = len(rows) - len(shown)
-    more = [Text(f"{hidden} more: --html has all", style="dim")] if hidden else []
+    for label, style in zip(shown_rows, _STYLES, strict=False):
+        legend.append("━╴", style=style).append(f"{label}  ")  # not a space, so that no line ends in one
+    hidden = len(rows) - len(shown_rows)
+    more = [Text(f"{hidden} more: --html shows all", style="dim")] if hidden else []
     return [*lines, legend, *more]
 
 
-def _between(curve: list[float | None], position: float) -> float | None:
-    """On the line from one step to the next."""
+def _interpolated(curve: list[float | None], position: float) -> float | None:
+    """Return the loss at a position between two steps, on the line from one to the next; None: unknown."""
     if position < 0:
         return None
     before = int(position)

@@ -1,1 +1,1 @@
-"""Rows as rich tables and exported files."""
+"""Show rows as rich tables, and export them to files and trackers."""

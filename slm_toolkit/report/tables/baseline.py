@@ -1,4 +1,4 @@
-"""What changed since earlier records of the same runs: slower, bigger or less accurate, beyond noise."""
+"""Compare runs with earlier records of the same runs: slower, bigger or less accurate, beyond noise."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,24 +8,24 @@ from rich.text import Text
 
 from slm_toolkit.record.numerics import ALIKE, PARITY_STEPS, precision_of
 from slm_toolkit.record.run_record import finite
-from slm_toolkit.report.rows import Row, num_asked_otherwise
+from slm_toolkit.report.rows import Row, num_different_flags
 from slm_toolkit.report.stats import overlap
 from slm_toolkit.report.tables.fitted import Column, columns_that_fit, rate, table_of
 
 MEMORY_TOLERANCE = 0.01
-"of a GPU's peak allocated bytes, which repeat to the byte where the allocations do"
+"of a GPU's peak allocated bytes; equal allocations give equal bytes"
 PROCESS_MEMORY_TOLERANCE = 0.05
-"of a CPU process's peak resident bytes, which depend on what else the system does"
+"of a CPU process's peak resident bytes, which depend on the rest of the system"
 STATE_TOLERANCE = 0.001
-"of the training state's bytes, which are exact: a rank's share may be padded otherwise"
-_NOT_PART_OF_THE_RUN = frozenset(  # what is timed and held is the same with other values of these
+"of the training state's bytes, which are exact except for the padding of a rank's shard"
+_NOT_PART_OF_THE_RUN = frozenset(  # flags that change neither the speed of a step nor its memory
     ("max_steps", "profile", "timing_warmup_steps", "save_steps")
 )
 
 
 @dataclass(frozen=True)
 class Change:
-    """One run now and in the baseline. A ratio is now over then; None where one of them is unknown."""
+    """One run now and in the baseline. A ratio is now / then; None if one of them is unknown."""
 
     strategy: str
     tokens_per_second_then: float | None
@@ -34,14 +34,14 @@ class Change:
     speed: str
     "tie, slower, faster or unknown"
     memory_ratio: float | None
-    "of peak memory, or of the training state where that says more"
+    "ratio of peak memory or of the training state, whichever has the worse verdict"
     memory: str
     "same, bigger, smaller or unknown"
     max_loss_difference: float | None
     losses: str
     "same, differ or unknown"
     status: str
-    "ok, or what went wrong since: `ok -> oom`"
+    "ok, mended, or the change of the status: `ok -> oom`"
     record_now: str
     record_then: str
 
@@ -52,34 +52,34 @@ class Change:
 
 
 def changes(now: list[Row], then: list[Row]) -> tuple[list[Change], list[Row]]:
-    """Each run of `now` that the baseline has too, and those that it lacks.
+    """Compare each run of `now` with the baseline `then`; also return the runs that the baseline lacks.
 
-    Two runs are the same if model, strategy, GPU (without one: CPU), ranks, the allocator where both say it,
-    and every flag are; versions may differ. Of several in the baseline the most alike counts, of those the
-    newest.
+    Two runs are the same if they agree in model, strategy, GPU (or CPU), ranks, allocator (if both have it)
+    and all flags; versions may differ. If the baseline has several, the run with the fewest different flags
+    counts, and among equals the newest.
     """
-    found, missing = [], []
+    run_changes, missing = [], []
     then = sorted(then, key=lambda row: row.started_at, reverse=True)
     for row in now:
-        alike = [other for other in then if _same_run(row, other)]
-        earlier = min(alike, key=lambda other: num_asked_otherwise(row, other), default=None)
+        same_runs = [other for other in then if _same_run(row, other)]
+        earlier = min(same_runs, key=lambda other: num_different_flags(row, other), default=None)
         if earlier is None:
             missing.append(row)
         else:
-            found.append(_change(row, earlier))
-    return found, missing
+            run_changes.append(_change(row, earlier))
+    return run_changes, missing
 
 
 def _same_run(row: Row, other: Row) -> bool:
     names = ("model", "strategy", "gpu", "evidence")
     names += () if row.gpu or row.is_rehearsed else ("cpu",)
-    known = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
-    or_unknown = ("world_size", "num_machines", "allocator")
-    pairs = [(getattr(row, name), getattr(other, name)) for name in or_unknown]
+    common_flags = (row.asked.keys() & other.asked.keys()) - _NOT_PART_OF_THE_RUN
+    names_if_known = ("world_size", "num_machines", "allocator")
+    pairs = [(getattr(row, name), getattr(other, name)) for name in names_if_known]
     return (
-        all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
+        all(value == other_value or None in (value, other_value) for value, other_value in pairs)
         and all(getattr(row, name) == getattr(other, name) for name in names)
-        and all(row.asked[name] == other.asked[name] for name in known)
+        and all(row.asked[name] == other.asked[name] for name in common_flags)
     )
 
 
@@ -114,7 +114,7 @@ def _speed(row: Row, earlier: Row, ratio: float) -> str:
 
 
 def _memory(row: Row, earlier: Row) -> tuple[str, float | None]:
-    """Peak memory and the training state, each with its own tolerance; what is worse is told."""
+    """Compare peak memory and training state, each with its own tolerance; return the worse verdict."""
     peaks = [item.peak_bytes for item in (row, earlier)]
     states = [sum((item.state_bytes_per_rank or {}).values()) or None for item in (row, earlier)]
     tolerance = MEMORY_TOLERANCE if row.gpu or row.is_rehearsed else PROCESS_MEMORY_TOLERANCE
@@ -132,9 +132,9 @@ def _size(ratio: float, tolerance: float) -> str:
 
 
 def _loss_difference(row: Row, earlier: Row) -> float | None:
-    """Over the first steps, before training lets rounding grow; None for another learning rate schedule.
+    """Return the largest difference of losses in the first steps; later steps amplify rounding.
 
-    Infinite for a loss that is no number at any step and was one.
+    None if the learning rate schedules differ. Infinite if a loss is not finite now but was finite before.
     """
     pairs = list(zip(row.losses, earlier.losses, strict=False))
     if not pairs or row.max_steps != earlier.max_steps or len(row.losses) != len(earlier.losses):
@@ -152,23 +152,23 @@ _STYLES = {"slower": "red", "bigger": "red", "differ": "red", "faster": "green",
 
 
 def baseline_table(
-    found: list[Change], missing: list[Row], *, named: dict[str, str], baseline: Path, width: int
+    changed: list[Change], missing: list[Row], *, named: dict[str, str], baseline: Path, width: int
 ) -> RenderableType:
-    """A line for each run that both have. Print it with `crop=False`."""
-    columns, _ = columns_that_fit(_columns(found, named), width=width)
-    worse = [change for change in found if change.is_regression]
+    """Make a table with a line for each run in both. Print it with `crop=False`."""
+    columns, _ = columns_that_fit(_columns(changed, named), width=width)
+    worse = [change for change in changed if change.is_regression]
     verdict = (
         Text(f"worse than {baseline}: {', '.join(named[change.record_now] for change in worse)}", style="red")
         if worse
         else Text(f"nothing is slower, bigger or less accurate than {baseline} beyond noise", style="green")
     )
-    if not found:
+    if not changed:
         verdict = Text(f"{baseline} has none of these runs", style="yellow")
     notes = [Text(f"not in the baseline: {named[row.record]}", style="dim") for row in missing]
     return Group(Text(f"against the records in {baseline}", style="bold"), table_of(columns), verdict, *notes)
 
 
-def _columns(found: list[Change], named: dict[str, str]) -> list[Column]:
+def _columns(changed: list[Change], named: dict[str, str]) -> list[Column]:
     def verdicts(title: str, words: list[str], ratios: list[float | None]) -> Column:
         cells = [
             word if ratio is None else f"{word} ({ratio - 1:+.1%})"
@@ -176,13 +176,15 @@ def _columns(found: list[Change], named: dict[str, str]) -> list[Column]:
         ]
         return Column(title, cells, justify="left", styles=[_STYLES.get(word, "") for word in words])
 
-    status_styles = ["" if change.status in ("ok", "mended") else "red" for change in found]
+    status_styles = ["" if change.status in ("ok", "mended") else "red" for change in changed]
     return [
-        Column("strategy", [named[change.record_now] for change in found], justify="left"),
-        Column("status", [change.status for change in found], justify="left", styles=status_styles),
-        Column("tokens/s\nthen", [rate(change.tokens_per_second_then) for change in found], 1),
-        Column("tokens/s\nnow", [rate(change.tokens_per_second_now) for change in found], 2),
-        verdicts("speed", [change.speed for change in found], [change.speed_ratio for change in found]),
-        verdicts("memory", [change.memory for change in found], [change.memory_ratio for change in found]),
-        verdicts("losses", [change.losses for change in found], [None] * len(found)),
+        Column("strategy", [named[change.record_now] for change in changed], justify="left"),
+        Column("status", [change.status for change in changed], justify="left", styles=status_styles),
+        Column("tokens/s\nthen", [rate(change.tokens_per_second_then) for change in changed], 1),
+        Column("tokens/s\nnow", [rate(change.tokens_per_second_now) for change in changed], 2),
+        verdicts("speed", [change.speed for change in changed], [change.speed_ratio for change in changed]),
+        verdicts(
+            "memory", [change.memory for change in changed], [change.memory_ratio for change in changed]
+        ),
+        verdicts("losses", [change.losses for change in changed], [None] * len(changed)),
     ]

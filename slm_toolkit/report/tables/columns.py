@@ -1,4 +1,4 @@
-"""The columns of the comparison table: titles, cells as text, and the order in which they are dropped."""
+"""The columns of the comparison table: titles, cells as text, and the order in which columns are dropped."""
 
 from collections.abc import Callable
 
@@ -15,14 +15,14 @@ _FACTS = {
     "num_machines": "machines",
 }
 TITLES = COLUMN_TITLES | _FACTS
-"by what a column shows: a flag, or a fact of the run"
+"title of a column by the flag or field of the run that it shows"
 
 
 _STATUS_STYLE = {"ok": "green", "oom": "yellow", "skipped": "yellow", "failed": "red", "timeout": "red"}
 
 
 def columns_of(rows: list[Row]) -> list[Column]:
-    """All columns for which these rows have something, settings first where they differ."""
+    """Return all columns with values in these rows; settings that differ come first."""
     on_gpu = any(row.gpu for row in rows)
     marks = marks_of(rows)
 
@@ -30,8 +30,8 @@ def columns_of(rows: list[Row]) -> list[Column]:
         return Column(title, [cell(row) for row in rows], drop_order)
 
     def if_known(title: str, cell: Callable[[Row], str], drop_order: int = 0) -> list[Column]:
-        made = column(title, cell, drop_order)
-        return [made] if made.has_values else []
+        optional = column(title, cell, drop_order)
+        return [optional] if optional.has_values else []
 
     columns = [column(title, lambda row, n=name: setting(value_of(row, n))) for name, title in varying(rows)]
     columns += [
@@ -49,7 +49,7 @@ def columns_of(rows: list[Row]) -> list[Column]:
         ),
         column("MFU", lambda row: DASH if row.mfu is None else f"{row.mfu:.1%}", 5),
     ]
-    for evidence in ("measured", "rehearsed"):  # never in one column
+    for evidence in ("measured", "rehearsed"):  # separate columns, because the two must not be compared
         if any(row.evidence == evidence for row in rows):
             peaks = [gib(row.peak_bytes) if row.evidence == evidence else DASH for row in rows]
             columns.append(Column(_peak_title(evidence, on_gpu=on_gpu), peaks))
@@ -68,7 +68,7 @@ def columns_of(rows: list[Row]) -> list[Column]:
         columns.append(column("max\n|Δloss|", _loss_difference, 11))
         columns.append(column("grad-norm\nratio", _grad_norm_ratio, 7))
     columns.append(column("final\nloss", lambda row: loss(row.final_loss), 6))
-    if all(row.is_rehearsed for row in rows):  # rehearsals know little but memory
+    if all(row.is_rehearsed for row in rows):  # rehearsals have memory, and little else
         columns = [column for column in columns if column.has_values]
     return columns
 
@@ -90,7 +90,7 @@ def _rank(row: Row) -> str:
 
 
 def _interval(row: Row) -> str:
-    """Both ends, as shares of the median."""
+    """Return both ends of the interval, relative to the median."""
     if row.tokens_per_second is None:
         return DASH
     below, above = (end / row.tokens_per_second - 1 for end in row.interval)
@@ -110,7 +110,7 @@ def _peak_place(row: Row) -> str:
 
 
 def _kilojoules_per_million_tokens(row: Row) -> str:
-    """One joule per token is 1,000 kJ per million tokens."""
+    """Convert joules per token: 1 J per token is 1,000 kJ per million tokens."""
     return DASH if row.joules_per_token is None else f"{row.joules_per_token * 1e3:,.1f}"
 
 
@@ -124,15 +124,15 @@ def _grad_norm_ratio(row: Row) -> str:
 
 
 def varying(rows: list[Row]) -> list[tuple[str, str]]:
-    """Name and title of each setting in which rows differ: they are columns."""
-    found = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
-    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # a column of its own
-        found = [(name, title) for name, title in found if name != "per_device_train_batch_size"]
-    return found
+    """Return name and title of each setting in which rows differ; each becomes a column."""
+    settings = [(name, title) for name, title in _settings(rows) if _differs(rows, name)]
+    if all(row.largest_batch == row.per_device_train_batch_size for row in rows):  # has its own column
+        settings = [(name, title) for name, title in settings if name != "per_device_train_batch_size"]
+    return settings
 
 
 def common(rows: list[Row], name: str) -> object:
-    """The value that all rows which have one share."""
+    """Return the value that is common to all rows with a value."""
     return next((getattr(row, name) for row in rows if getattr(row, name) is not None), None)
 
 
@@ -143,7 +143,7 @@ def _differs(rows: list[Row], name: str) -> bool:
 
 
 def _settings(rows: list[Row]) -> list[tuple[str, str]]:
-    """Name and title of what may be a column: each fact and flag, those of newer records too."""
+    """Return name and title of each possible column: all facts and flags, newer records' flags included."""
     newer = (name for row in rows for name in row.asked if name not in FLAGS)
     titles = TITLES | {name: name.replace("_", " ") for name in newer}
     return [(name, titles[name]) for name in dict.fromkeys(("model", *_FACTS, *FIRST_COLUMNS, *titles))]
@@ -154,13 +154,13 @@ def value_of(row: Row, name: str) -> object:
 
 
 def values_of(rows: list[Row], name: str) -> list[object]:
-    """A field's values, or a flag's as it was asked."""
+    """Return the values of a field of Row, or of a flag."""
     if rows and hasattr(rows[0], name):
         return [getattr(row, name) for row in rows]
     return [row.asked.get(name) for row in rows]
 
 
 def marks_of(rows: list[Row]) -> dict[tuple[str, ...], str]:
-    """A footnote mark for each way in which rows were computed otherwise than their reference."""
-    ways = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
-    return {way: f" [{number}]" for number, way in enumerate(ways, start=1)}
+    """Return a footnote mark for each combination of differences from a reference's numerics."""
+    combinations = dict.fromkeys(tuple(row.numerics_differences) for row in rows if row.numerics_differences)
+    return {combination: f" [{number}]" for number, combination in enumerate(combinations, start=1)}

@@ -1,4 +1,4 @@
-"""The comparison of runs: a table, its heading and notes; below it losses by dataset and phases of a step."""
+"""The comparison of runs: a table with heading and notes, and tables of losses by dataset and of phases."""
 
 import math
 import re
@@ -23,18 +23,18 @@ _ALWAYS_ABOVE = (
     *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     "attn_implementation",
 )
-"what the heading shows in words of its own"
+"settings for which `heading` has its own phrases"
 
 
 def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
-    """The table with its heading and notes. Print it with `crop=False`."""
+    """Make the table with its heading and notes. Print it with `crop=False`."""
     columns, dropped = columns_that_fit(columns_of(rows), width=width)
     row_styles = ["red" if row.parity_holds is False else None for row in rows]
     return Group(heading(rows), table_of(columns, row_styles=row_styles), *notes(rows, dropped))
 
 
 def heading(rows: list[Row]) -> Text:
-    """What all rows share."""
+    """Return a line with the evidence and the settings that all rows share."""
     columns = {name for name, _ in varying(rows)}
     row = rows[0]
     same = []
@@ -43,7 +43,7 @@ def heading(rows: list[Row]) -> Text:
     if any(row.is_rehearsed for row in rows):
         same += _rehearsed_ranks(rows, columns)
     elif "world_size" not in columns and (size := common(rows, "world_size")) is not None:
-        gpu = common(rows, "gpu")  # a run that failed may not have told it
+        gpu = common(rows, "gpu")  # a failed run may not have recorded it
         ranks = f"{size} x {gpu}" if gpu else f"{size} CPU process{'es' if size > 1 else ''}"
         several = "num_machines" not in columns and (common(rows, "num_machines") or 1) > 1
         same.append(f"{ranks} on {common(rows, 'num_machines')} machines" if several else ranks)
@@ -70,56 +70,56 @@ def heading(rows: list[Row]) -> Text:
 
 
 def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
-    """How many ranks, and what the rehearsals had instead."""
+    """Return a phrase with the number of ranks, and the device on which the rehearsals ran."""
     size = common(rows, "world_size")
-    known = "world_size" not in columns and size is not None
+    is_same_size = "world_size" not in columns and size is not None
     if "evidence" in columns:
-        return [f"{size} ranks"] if known else []
+        return [f"{size} ranks"] if is_same_size else []
     gpu = common(rows, "gpu")
-    ranks = f"of {size}" if known else "of the ranks below"
+    ranks = f"of {size}" if is_same_size else "of the ranks below"
     return [f"rank 0 {ranks}, " + (f"alone on one {gpu}" if gpu else "traced without a GPU")]
 
 
 def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
-    """What stands under the table; `dropped`: titles of columns that were left out."""
+    """Return the notes below the table; `dropped` has the titles of dropped columns."""
     notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
-    for found, mark in marks_of(rows).items():
-        reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == found)
-        notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(found)}", style="yellow"))
+    for marked, mark in marks_of(rows).items():
+        reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == marked)
+        notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(marked)}", style="yellow"))
     if any(row.numerics_differences and row.rank is None and row.tokens_per_second for row in rows):
         notes.append(
-            Text("rows with such a mark have no rank: --strict, or nobody to be ranked with", style="dim")
+            Text("marked rows have no rank: --strict is set, or no other row is comparable", style="dim")
         )
     notes += _warnings(rows)
     if any(row.rank for row in rows) and "rank" not in dropped:
-        scope = "within a model, sequence length and machine; = shares a rank, the intervals overlap"
+        scope = "among rows of one model, sequence length and machine; =: shared, the intervals overlap"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
     if (most := max(row.num_launches for row in rows)) > 1:
-        notes.append(Text(f"intervals: of up to {most} launches", style="dim"))
+        notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
     if any(row.is_rehearsed for row in rows):
         notes.append(
             Text(
-                "rehearsed: one process played rank 0, nothing was sent; what tensors take, without what "
-                "CUDA, NCCL and the allocator add",
+                "rehearsed: one process played rank 0 and sent nothing; memory of tensors only, without the "
+                "overhead of CUDA, NCCL and the allocator",
                 style="dim",
             )
         )
     prices = sorted({row.price for row in rows if row.price})
     notes += [Text(f"price: {price}", style="dim") for price in prices]
     if not prices and any(row.status == "ok" and not row.is_rehearsed for row in rows):
-        notes.append(Text("no price known for this hardware: --usd_per_gpu_hour gives one", style="dim"))
+        notes.append(Text("no known price for this hardware: set one with --usd_per_gpu_hour", style="dim"))
     if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
         notes.append(
-            Text("DeepSpeed's estimate: its own function; model states only, no activations", style="dim")
+            Text("DeepSpeed's estimate: by its own function; model states only, no activations", style="dim")
         )
     if any(row.largest_batch is not None for row in rows):
-        more = "; or more: --max_batch ended the search"
+        at_limit = "; or more: --max_batch ended the search"
         ended = any(row.largest_batch is not None and row.smallest_oom_batch is None for row in rows)
-        said = "largest batch: sequences per process that ran; one more ran out of memory"
-        notes.append(Text(said + more * ended, style="dim"))
+        definition = "largest batch: sequences per process that ran; one more ran out of memory"
+        notes.append(Text(definition + at_limit * ended, style="dim"))
     if any(row.estimated_peak_bytes for row in rows) and "estimated GiB" not in dropped:
         notes.append(
-            Text("estimated: by closed forms; `slm report --errors` has their errors by part", style="dim")
+            Text("estimated: by closed forms; `slm report --errors` shows their errors by part", style="dim")
         )
     if dropped:
         notes.append(Text(left_out_note(dropped), style="dim"))
@@ -127,21 +127,21 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
 
 
 def _warnings(rows: list[Row]) -> list[Text]:
-    """Those that differ in numbers only are one line."""
-    alike: dict[str, list[tuple[Row, str]]] = {}
+    """Return the rows' warnings; warnings that differ only in numbers share a line."""
+    groups: dict[str, list[tuple[Row, str]]] = {}
     for row in rows:
         for warning in row.warnings:
-            alike.setdefault(re.sub(r"[\d.]+", "", warning), []).append((row, warning))
+            groups.setdefault(re.sub(r"[\d.]+", "", warning), []).append((row, warning))
     lines = []
-    for found in alike.values():
-        names = dict.fromkeys(row.strategy for row, _ in found)
-        others = f" (and the like, {len(found)} times in {len(rows)} rows)" if len(found) > 1 else ""
-        lines.append(Text(f"{', '.join(names)}: {max(text for _, text in found)}{others}", style="yellow"))
+    for group in groups.values():
+        names = dict.fromkeys(row.strategy for row, _ in group)
+        others = f" ({len(group)} similar warnings in {len(rows)} rows)" if len(group) > 1 else ""
+        lines.append(Text(f"{', '.join(names)}: {max(text for _, text in group)}{others}", style="yellow"))
     return lines
 
 
 def parity_notes(rows: dict[str, Row]) -> list[Text]:
-    """A line for what holds, red ones for each labelled row that does not."""
+    """Return a line for each reference with which parity holds, and a red line for each other row."""
     broken = [
         f"{label} computes something else, {row.parity}"
         if row.parity.startswith("against")
@@ -153,13 +153,14 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
     ]
     notes = [Text(line, style="red") for line in dict.fromkeys(broken)]
     for reference in sorted({row.parity_reference for row in rows.values() if row.parity_holds}):
-        held = [
+        same_reference = [
             (label, row)
             for label, row in rows.items()
             if row.parity_holds and row.parity_reference == reference
         ]
-        label, worst = max(held, key=lambda item: item[1].parity_max_loss_difference)
-        others = f"; that is {label}, the farthest of {len(held)}" if len(held) > 1 else ""
+        label, worst = max(same_reference, key=lambda item: item[1].parity_max_loss_difference)
+        count = len(same_reference)
+        others = f"; this is {label}, the largest difference of {count} runs" if count > 1 else ""
         notes.append(Text(f"parity holds {worst.parity}{others}"))
     if not notes and sum(not row.is_rehearsed for row in rows.values()) > 1:
         why = "no two strategies had the same flags and batches (--parity K adds a reference)"
@@ -171,12 +172,12 @@ def parity_notes(rows: dict[str, Row]) -> list[Text]:
 
 
 def has_several(row: Row) -> bool:
-    """Whether a run mixed datasets, or was evaluated on several."""
+    """Return whether a run mixed several datasets, or was evaluated on several."""
     return len(row.final_loss_by_dataset) > 1 or len(row.final_eval_losses) > 1
 
 
 def dataset_table(rows: dict[str, Row]) -> RenderableType:
-    """Lines for each labelled row: its datasets' last training losses, its held-out sets' losses."""
+    """Show the last training loss and the held-out loss of each row's datasets; `rows` has them by label."""
     lines = [
         (label, name, row.final_loss_by_dataset.get(name), row.final_eval_losses.get(name))
         for label, row in rows.items()
@@ -200,13 +201,13 @@ PHASES = ("step", "data", "forward", "backward", "optimizer")
 
 
 def phase_table(rows: dict[str, Row]) -> RenderableType:
-    """A line for each labelled row: the mean over the timed steps of the slowest rank."""
+    """Show each row's phases: means over the timed steps of its slowest rank; `rows` has them by label."""
     columns = [Column("strategy", list(rows), justify="left")]
     for name in PHASES:
         cells = [milliseconds((row.phase_seconds or {}).get(name)) for row in rows.values()]
         columns.append(Column(f"{name}\nms", cells))
     notes = []
     if any(row.engine == "deepspeed" for row in rows.values()):
-        note = "DeepSpeed steps inside backward: only its whole steps compare with the others'"
+        note = "DeepSpeed's backward includes the optimizer's step: compare whole steps only"
         notes.append(Text(note, style="dim"))
     return Group(Text("phases of a step, not profiled", style="bold"), table_of(columns), *notes)

@@ -1,4 +1,4 @@
-"""Estimates as a rich table; of a single one the parts of its peak and of its step too, with bars."""
+"""Show estimates as a table; for a single estimate, also bars with the parts of its peak and of its step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
 _TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *_FLAGS))}
-"of a column where rows differ in a setting; else it stands once above"
+"title of a column if rows differ in this setting; otherwise the heading shows it once"
 _HEADINGS = {
     **{name: FLAGS[name].heading for name in _FLAGS},
     **{"gpu": "{}", "num_gpus": "GPUs: {}", "per_device_train_batch_size": "batch {} per GPU"},
@@ -45,7 +45,7 @@ _OTHERS = ("communication", "temporary", "workspace")
 
 
 def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = False) -> RenderableType:
-    """The table with its heading and notes. Print it with `crop=False`."""
+    """Make the table with its heading and notes. Print it with `crop=False`."""
     columns, dropped = columns_that_fit(_columns(rows, largest_batch=largest_batch), width=width)
     parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
     return Group(
@@ -54,7 +54,7 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
 
 
 def parts_table(row: Estimate) -> RenderableType:
-    """One configuration's parts; bars are shares of the largest, dimmed outside what is allocated."""
+    """Show the parts of one estimate's memory; bars are relative to the largest, dim if not allocated."""
     sizes = {name: size for name, size in row.parts.items() if size}
     outside = ("allocator_slack", "cuda_context")
     table = table_of(
@@ -65,11 +65,11 @@ def parts_table(row: Estimate) -> RenderableType:
         ],
         row_styles=["dim" if name in outside else None for name in sizes],
     )
-    return Group(table, Text("allocator slack and CUDA context come on top of allocated", style="dim"))
+    return Group(table, Text("allocator slack and CUDA context are not part of allocated", style="dim"))
 
 
 def step_tables(row: Estimate) -> list[RenderableType]:
-    """One configuration's step by part; nothing where its time is unknown."""
+    """Show the parts of one estimate's step; empty if its time is unknown."""
     if row.parts_seconds is None:
         return []
     times = {name: seconds for name, seconds in row.parts_seconds.items() if seconds > 0}
@@ -82,8 +82,8 @@ def step_tables(row: Estimate) -> list[RenderableType]:
     )
     if row.misaligned_seconds <= 0.0005:
         return [table]
-    cost = f"{1e3 * row.misaligned_seconds:.1f} ms of matmul are for widths that are no multiple of 8"
-    return [table, Text(f"{cost}: `slm doctor` names them", style="dim")]
+    cost = f"widths that are not multiples of 8 cost {1e3 * row.misaligned_seconds:.1f} ms of matmul"
+    return [table, Text(f"{cost}; `slm doctor` names them", style="dim")]
 
 
 def _bars(values: dict[str, float]) -> list[str]:
@@ -145,11 +145,13 @@ def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
 
 
 def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:
-    notes = ["closed forms, no run; peaks are of one step on the GPU that holds most, parts at that instant"]
+    notes = [
+        "closed forms, nothing ran; peaks are of one step on the GPU with the most, parts at that instant"
+    ]
     if largest_batch:
         notes.append(
-            f"batch: the largest per GPU that fits, tight or not, of up to {LARGEST_BATCH_TRIED:,}; "
-            "0: not even 1; with margin: the largest that is not tight either, the safe one"
+            f"batch: the largest per GPU that fits, even if tight, up to {LARGEST_BATCH_TRIED:,}; "
+            "0: not even 1 fits; with margin: the largest that is not tight, the safe choice"
         )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
         notes.append(f"{gpu.name}: {gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
@@ -158,17 +160,17 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
         )
         notes.append(
-            f"headroom: that less {context} GiB for CUDA and NCCL, less allocated; tight: a tenth more "
+            f"headroom: GPU memory minus {context} GiB for CUDA and NCCL minus allocated; tight: 10% more "
             "activations, or the middle of reserved, would not fit"
         )
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
-        notes.append("compiled: what Inductor's kernels keep is a hypothesis, never traced")
+        notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
     notes += _adapter_notes(rows)
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
-        notes.append(f"DeepSpeed's estimate: of version {versions.pop()}; model states only, no activations")
+        notes.append(f"DeepSpeed's estimate: by version {versions.pop()}; model states only, no activations")
     if any(row.deepspeed_stands_in for row in rows):
-        notes.append("* that of ZeRO-3, which people take for FSDP full shard")
+        notes.append("* the estimate of ZeRO-3, which people also use for FSDP full shard")
     if dropped:
         notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
@@ -180,16 +182,15 @@ def _adapter_notes(rows: list[Estimate]) -> list[str]:
         row = next(row for row in rows if row.peft == peft)
         counts = sorted({row.num_trainable_params for row in rows if row.peft == peft})
         trained = " to ".join(dict.fromkeys(f"{count:,}" for count in (counts[0], counts[-1])))
-        notes.append(f"{peft}: {trained} trained parameters beside {', '.join(row.adapted_modules)}")
+        notes.append(f"{peft}: {trained} trained parameters in adapters of {', '.join(row.adapted_modules)}")
     if any(row.adapted_modules for row in rows):
         notes.append(
-            "adapters: memory as traced; the time that they take beside frozen weights is counted by hand; "
-            "MFU is of 4 N + 6 N_adapters; DeepSpeed's estimator knows of no frozen parameters"
+            "adapters: memory agrees with traces; their time is derived, not measured; "
+            "MFU uses 4 N + 6 N_adapters; DeepSpeed's estimator ignores that parameters are frozen"
         )
     if any(row.peft == "qlora" for row in rows):
         notes.append(
-            "qlora: checked on a CPU, but for what unpacking 4-bit weights takes of memory and of time: that "
-            "needs a GPU"
+            "qlora: checked on a CPU, except the memory and time of unpacking 4-bit weights, which need a GPU"
         )
     return notes
 
@@ -203,31 +204,31 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
         faster = timed.step_seconds / timed.step_low_seconds - 1
         notes.append(
             f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
-            "no kernel was timed" + " but on calibrated GPUs" * any(row.calibration for row in rows)
+            "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")
     for name in dict.fromkeys(row.gpu for row in rows if row.gpu):
         row = next(row for row in rows if row.gpu == name)
         if row.usd_per_gpu_hour is None:
-            notes.append(f"{name}: no price known: --usd_per_gpu_hour or --prices gives one")
+            notes.append(f"{name}: no known price: set one with --usd_per_gpu_hour or --prices")
         else:
             notes.append(f"{name}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}")
-    short = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
-    short = [row for row in short if row.inter_node_gbps_needed > row.inter_node_gbps]
-    if short:
-        worst = max(short, key=lambda row: row.inter_node_gbps_needed)
-        needed, has = (f"{gbps:,.0f}" for gbps in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
+    too_slow = [row for row in rows if row.inter_node_gbps_needed and row.inter_node_gbps]
+    too_slow = [row for row in too_slow if row.inter_node_gbps_needed > row.inter_node_gbps]
+    if too_slow:
+        worst = max(too_slow, key=lambda row: row.inter_node_gbps_needed)
+        needed, available = (f"{gbps:,.0f}" for gbps in (worst.inter_node_gbps_needed, worst.inter_node_gbps))
         notes.append(
-            f"between nodes {worst.strategy} would need {needed} Gbit/s to hide its communication, "
-            f"a node of {worst.gpu} has {has}"
+            f"between nodes, {worst.strategy} needs {needed} Gbit/s to hide its communication; "
+            f"a node of {worst.gpu} has {available}"
         )
     if any(row.network_evidence in ("measured", "measured in part") for row in rows):
         partly = any(row.network_evidence == "measured in part" for row in rows)
-        notes.append("communication as --network measured" + ", as far as it goes" * partly)
+        notes.append("communication: as measured by --network" + ", where it applies" * partly)
     if any(row.gpu and row.tokens_per_second is None for row in rows):
         notes.append(
-            "no tokens/s for offload, nor between nodes of an unknown network: --inter_node_gbps gives it"
+            "no tokens/s for offload, or across nodes with an unknown network: set --inter_node_gbps"
         )
     return notes
 

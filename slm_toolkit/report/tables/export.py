@@ -1,4 +1,4 @@
-"""Rows for other programs: CSV, Parquet, JSON, Markdown, LaTeX, SVG, and runs in experiment trackers."""
+"""Export rows to other programs: CSV, Parquet, JSON, Markdown, LaTeX, SVG, and experiment trackers."""
 
 import contextlib
 import csv
@@ -29,9 +29,9 @@ _LATEX = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     "`": r"\textasciigrave{}",
-    "[": "{[}",  # after the \\ of the line before, it would be that line's height
+    "[": "{[}",  # after the \\ of the previous line, LaTeX reads [...] as that line's height
     "]": "{]}",
-    "*": "{*}",  # and this would forbid a page break there
+    "*": "{*}",  # after \\, it forbids a page break
     "±": r"$\pm$",
     "Δ": r"$\Delta$",
     "×": r"$\times$",
@@ -39,7 +39,7 @@ _LATEX = {
 
 
 def json_rows(rows: list[Row]) -> list[dict[str, Any]]:
-    """One object per row; `dataclasses.asdict` would copy each loss, which takes as long as all the rest."""
+    """Return one object per row; `dataclasses.asdict` would copy each loss, which doubles the time."""
     return [dict(vars(row)) for row in rows]
 
 
@@ -48,9 +48,9 @@ def json_text(content: list[dict[str, Any]]) -> str:
 
 
 def csv_text(content: list[dict[str, Any]]) -> str:
-    """The names and rows of `--json`; lists and objects are JSON text, unknown is an empty cell.
+    """Return the names and rows of `--json` as CSV: lists and objects as JSON text, unknown as empty cells.
 
-    Text that a spreadsheet would compute (=, +, -, @ at its beginning) gets an apostrophe before it.
+    Text that a spreadsheet would compute (it begins with =, +, - or @) gets a leading apostrophe.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -60,7 +60,7 @@ def csv_text(content: list[dict[str, Any]]) -> str:
 
 
 def write_parquet(content: list[dict[str, Any]], path: Path) -> None:
-    """The names and rows of `--json`; lists stay lists, objects are JSON text, unknown is null."""
+    """Write the names and rows of `--json`: lists as lists, objects as JSON text, unknown as null."""
     import pyarrow
     from pyarrow import parquet
 
@@ -76,23 +76,25 @@ def write_parquet(content: list[dict[str, Any]], path: Path) -> None:
 
 
 def markdown_text(rows: list[Row]) -> str:
-    """The table that `slm report` prints, all columns of it, between its heading and its notes."""
+    """Return the table of `slm report` with all columns, its heading and its notes, as Markdown."""
     columns = columns_of(rows)
     titles = [_markdown(column.title) for column in columns]
     rules = ["---:" if column.is_numeric else "---" for column in columns]
     cells = [[_markdown(cell) for cell in column.cells] for column in columns]
     lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *zip(*cells, strict=True))]
-    said = [f"- {_markdown(note.plain)}" for note in notes(rows, [])]
-    return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *said]) + "\n"
+    note_lines = [f"- {_markdown(note.plain)}" for note in notes(rows, [])]
+    return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *note_lines]) + "\n"
 
 
 def latex_text(rows: list[Row]) -> str:
-    """The same as a LaTeX table with booktabs' rules: the heading is its caption, empty columns would make it
-    wider than a page."""
+    """Return the table as LaTeX with booktabs' rules; its caption is the heading.
+
+    Empty columns are left out, because they would make the table wider than a page.
+    """
     columns = [column for column in columns_of(rows) if column.has_values]
     cells = [[_latex(cell) for cell in column.cells] for column in columns]
     lines = [f"{' & '.join(line)} \\\\" for line in zip(*cells, strict=True)]
-    said = " \\\\\n".join(_latex(note.plain) for note in notes(rows, []))
+    note_lines = " \\\\\n".join(_latex(note.plain) for note in notes(rows, []))
     return f"""\
 % needs \\usepackage{{booktabs}}
 \\begin{{table}}
@@ -106,7 +108,7 @@ def latex_text(rows: list[Row]) -> str:
 \\end{{tabular}}
 
 {{\\footnotesize
-{said}
+{note_lines}
 }}
 \\end{{table}}
 """
@@ -140,14 +142,14 @@ def _as_text(value: Any) -> str | None:
 
 
 def _arrow_type(hint: Any) -> Any:
-    """Of `list[float | None]` a list of doubles; of an object the text that it becomes."""
+    """Return the Arrow type of a type hint: a list of doubles for `list[float | None]`, text for objects."""
     import pyarrow
 
     (kind,) = [kind for kind in get_args(hint) if kind is not type(None)] if _is_union(hint) else [hint]
     if get_origin(kind) is list:
         return pyarrow.list_(_arrow_type(get_args(kind)[0]))
-    known = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    return known.get(kind, pyarrow.string())
+    arrow_types = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+    return arrow_types.get(kind, pyarrow.string())
 
 
 def _is_union(hint: Any) -> bool:
@@ -155,7 +157,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _markdown(text: str) -> str:
-    """GitHub's dialect: an underscore inside a word is none of emphasis, and stays readable."""
+    """Escape text for GitHub's Markdown; underscores inside words need no escape there."""
     text = re.sub(r"([\\`*|<>\[\]~&$])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text).replace("\n", " ")
 
@@ -165,11 +167,11 @@ def _latex(text: str) -> str:
     return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become one dash
 
 
-# A comparison as runs in trackio, TensorBoard or wandb: one for each row, with the names of `--json`.
+# A comparison as runs in trackio, TensorBoard or wandb: one run per row, with the names of `--json`.
 
 PROJECT = "slm_comparisons"
-"in trackio and wandb; the runs that training itself reports are in another"
-_SETTINGS = (  # beside the flags; what of a row is neither of both and a number is a result
+"project name in trackio and wandb; training reports its own runs to another project"
+_SETTINGS = (  # together with the flags; all other numbers of a row are results
     *("model", "strategy", "status", "reason", "evidence", "engine", "zero_stage", "reshard_after_forward"),
     *(
         "world_size",
@@ -188,50 +190,50 @@ _SETTINGS = (  # beside the flags; what of a row is neither of both and a number
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of one row."""
+    """The data of one row for a tracker."""
 
     name: str
     settings: dict[str, Any]
     results: dict[str, float]
     curves: dict[str, list[float | None]]
-    "losses and step_seconds, of the slowest rank, of each step of the first launch"
+    "losses, and the slowest rank's step_seconds, of each step of the first launch"
     first_step: int
 
     @property
     def steps(self) -> list[tuple[int, dict[str, float]]]:
-        """Of each step its number, counted from 1, and what is known of it."""
+        """Return each step's number, counted from 1, and its known values."""
         num_steps = max(map(len, self.curves.values()))
-        found = []
+        steps = []
         for index in range(num_steps):
             values = {name: curve[index] for name, curve in self.curves.items() if index < len(curve)}
             known = {name: value for name, value in values.items() if value is not None}
-            found.append((self.first_step + index + 1, known))
-        return found
+            steps.append((self.first_step + index + 1, known))
+        return steps
 
 
 def tracked_run(name: str, row: Row, record: RunRecord) -> TrackedRun:
-    """`record`: of the row's first launch."""
+    """Return the data of a row for a tracker; `record` is the row's first launch."""
     settings = {**row.asked, **{name: getattr(row, name) for name in _SETTINGS}}
     results: dict[str, float] = {}
     for key, value in vars(row).items():
-        parts = {f"{key}/{part}": each for part, each in value.items()} if isinstance(value, dict) else {}
-        for full_name, each in (parts or {key: value}).items():
-            if type(each) in (int, float) and key not in (*settings, "asked", "numerics_probed"):
-                results[full_name] = each
+        parts = {f"{key}/{part}": number for part, number in value.items()} if isinstance(value, dict) else {}
+        for full_name, number in (parts or {key: value}).items():
+            if type(number) in (int, float) and key not in (*settings, "asked", "numerics_probed"):
+                results[full_name] = number
     curves = {"losses": row.losses, "step_seconds": record.slowest_rank_seconds}
     return TrackedRun(name, settings, results, curves, record.first_step)
 
 
 def check_installed(tracker: str) -> None:
-    """Raises ValueError unless the tracker's package is there."""
+    """Raise ValueError if the tracker's package is not installed."""
     if find_spec(tracker) is None:
         raise ValueError(f"--report_to {tracker}: {tracker} is not installed\nhint: pip install {tracker}")
 
 
 def track(runs: list[TrackedRun], tracker: str, *, folder: Path, group: str) -> str:
-    """Tell `tracker` of all runs; returns how to look at them. What it prints goes to stderr.
+    """Send all runs to `tracker`, and return a command that shows them. The tracker's output goes to stderr.
 
-    Nothing leaves the machine: trackio keeps a database of its own, the others write under `folder`.
+    Nothing leaves the machine: trackio has its own database, the others write below `folder`.
     """
     with contextlib.redirect_stdout(sys.stderr):
         return TRACKERS[tracker](runs, folder, group)
@@ -241,34 +243,34 @@ def _to_trackio(runs: list[TrackedRun], folder: Path, group: str) -> str:
     import trackio
 
     for run in runs:
-        begun = trackio.init(
+        tracker_run = trackio.init(
             project=PROJECT,
             name=run.name,
             group=group,
             config=run.settings,
             embed=False,
-            auto_log_gpu=False,  # of this machine, now
+            auto_log_gpu=False,  # it would log this machine's load now
             auto_log_cpu=False,
         )
         for step, values in run.steps:
-            begun.log(values, step=step)
-        begun.log(run.results, step=_last_step(run))
-        trackio.finish()  # the run's own leaves it to be finished, and printed of, once more at exit
+            tracker_run.log(values, step=step)
+        tracker_run.log(run.results, step=_last_step(run))
+        trackio.finish()  # after run.finish() alone, trackio would finish and print the run again at exit
     return f"trackio show --project {PROJECT}   # group {group}"
 
 
 def _to_tensorboard(runs: list[TrackedRun], folder: Path, group: str) -> str:
     from torch.utils.tensorboard import SummaryWriter
 
-    of_comparison = folder / group
+    comparison_folder = folder / group
     for run in runs:
-        with SummaryWriter(of_comparison / _folder_name(run.name)) as writer:
+        with SummaryWriter(comparison_folder / _folder_name(run.name)) as writer:
             for step, values in run.steps:
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
             settings = {name: _plain(value) for name, value in run.settings.items()}
             writer.add_hparams(settings, run.results, run_name=".", global_step=_last_step(run))
-    return f"tensorboard --logdir {of_comparison}"
+    return f"tensorboard --logdir {comparison_folder}"
 
 
 def _to_wandb(runs: list[TrackedRun], folder: Path, group: str) -> str:
@@ -276,18 +278,18 @@ def _to_wandb(runs: list[TrackedRun], folder: Path, group: str) -> str:
 
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
-        begun = wandb.init(
+        tracker_run = wandb.init(
             project=PROJECT, name=run.name, group=group, config=run.settings, mode="offline", dir=folder
         )
         for step, values in run.steps:
-            begun.log(values, step=step)
-        begun.summary.update(run.results)
-        begun.finish()
+            tracker_run.log(values, step=step)
+        tracker_run.summary.update(run.results)
+        tracker_run.finish()
     return f"wandb sync {folder}/wandb/offline-run-*   # group {group}"
 
 
 def _folder_name(label: str) -> str:
-    """One folder, below the comparison's: a label holds words of records."""
+    """Return a safe name for a folder inside the comparison's: a label has text from records."""
     return re.sub(r"[^\w .=+,-]", "_", label).strip(". ")[:200] or "run"
 
 
@@ -296,7 +298,7 @@ def _last_step(run: TrackedRun) -> int:
 
 
 def _plain(value: Any) -> str | float | bool:
-    """TensorBoard's settings are numbers and text."""
+    """Convert a setting for TensorBoard, which accepts only numbers and text."""
     return value if isinstance(value, bool | int | float | str) else "-" if value is None else str(value)
 
 

@@ -1,4 +1,4 @@
-"""A table that fits its width: where a console is narrow, columns are dropped and no figure is cut."""
+"""Tables that fit the console's width: a narrow console loses columns, but no figure is cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 220
-"columns of a stdout that is no terminal: a file or a pipe has room"
+"width in characters if stdout is a file or a pipe"
 MANY_ROWS = 200
-"above this rich, which needs half a millisecond per row, does not draw the table; terminals show no more"
+"larger tables are drawn without rich, which takes half a millisecond per row, and without colours"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A title of one or several lines, and a cell for each row."""
+    """A column of a table: a title of one or several lines, and a cell for each row."""
 
     title: str
     cells: Sequence[str]
     drop_order: int = 0
-    "on a narrow console the column with the least goes first; 0: never dropped"
+    "a narrow console drops columns with low values first; 0: never dropped"
     justify: Literal["left", "right"] | None = None
     "None: right if all cells are numbers"
     styles: Sequence[str] = ()
-    "by cell; empty: plain"
+    "style of each cell; empty: plain"
 
     @property
     def is_numeric(self) -> bool:
@@ -43,7 +43,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The title as one line."""
+        """Return the title as one line."""
         return self.title.replace("-\n", "").replace("\n", " ")
 
     @cached_property
@@ -52,27 +52,28 @@ class Column:
 
 
 def columns_that_fit(columns: Sequence[Column], *, width: int) -> tuple[list[Column], list[str]]:
-    """The columns of a table of at most `width`, if they can be so few; the names of those dropped.
+    """Drop columns until the table fits `width`; return the kept columns and the names of the dropped.
 
-    Columns without a value are dropped first, then by `drop_order`.
+    Columns without a value are dropped first, then by `drop_order`. Columns with `drop_order` 0 stay, even if
+    the table is still too wide.
     """
     kept, dropped = list(columns), []
     while table_width(kept) > width and (droppable := [column for column in kept if column.drop_order]):
-        victim = min(droppable, key=lambda column: (column.has_values, column.drop_order))
-        kept.remove(victim)
-        dropped.append(victim.name)
+        least = min(droppable, key=lambda column: (column.has_values, column.drop_order))
+        kept.remove(least)
+        dropped.append(least.name)
     return kept, dropped
 
 
 def table_width(columns: Sequence[Column]) -> int:
-    """Each column has a blank on either side and a line after it; one more line opens the table."""
+    """Return the table's width: each column adds two blanks and a line, and one more line is on the left."""
     return 1 + sum(column.width + 3 for column in columns)
 
 
 def table_of(columns: Sequence[Column], *, row_styles: Sequence[str | None] = ()) -> Table | Segments:
-    """The columns as a table as wide as its content. Print it with `crop=False`.
+    """Make a table as wide as its content. Print it with `crop=False`.
 
-    On a terminal too narrow for it, lines wrap and lose nothing.
+    On a narrower terminal, lines wrap, so that nothing is cut.
     """
     num_rows = len(columns[0].cells)
     if num_rows > MANY_ROWS:
@@ -90,14 +91,14 @@ def table_of(columns: Sequence[Column], *, row_styles: Sequence[str | None] = ()
 
 
 def fix_width(table: Table) -> Table:
-    """Set `table.width` to what its cells need: rich would cut figures to fit a console."""
+    """Set `table.width` to the width of its content; otherwise rich cuts figures to fit the console."""
     roomy = Console(width=10_000, markup=False, emoji=False)
     table.width = table.__rich_measure__(roomy, roomy.options).maximum
     return table
 
 
 def _unstyled(columns: Sequence[Column]) -> Segments:
-    """The lines that rich would draw, without colours."""
+    """Draw the table's lines like rich, without colours."""
     height = max(column.title.count("\n") + 1 for column in columns)
     padded = [_padded(column, height) for column in columns]
     rows = list(zip(*padded, strict=True))
@@ -114,7 +115,7 @@ def _unstyled(columns: Sequence[Column]) -> Segments:
 
 
 def _padded(column: Column, height: int) -> list[str]:
-    """The title on the last of `height` lines, then the cells, all equally wide."""
+    """Return the title, bottom-aligned in `height` lines, and the cells, all padded to the same width."""
     title = column.title.split("\n")
     texts = [*[""] * (height - len(title)), *title, *column.cells]
     pad = str.rjust if column.is_numeric else str.ljust
@@ -123,11 +124,11 @@ def _padded(column: Column, height: int) -> list[str]:
 
 
 def left_out_note(dropped: Sequence[str]) -> str:
-    return f"left out for want of width: {', '.join(dropped)} (--json has all)"
+    return f"columns that did not fit: {', '.join(dropped)} (--json has all)"
 
 
 def console_of_stdout(*, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Prints tables; `pipe_width` where stdout is no terminal."""
+    """Return a console that prints tables; its width is `pipe_width` if stdout is not a terminal."""
     console = Console(markup=False, emoji=False)
     console.width = console.width if console.is_terminal else pipe_width
     return console

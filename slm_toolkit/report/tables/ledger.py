@@ -1,4 +1,4 @@
-"""The prediction ledger: what estimates say of each recorded run, held against what it was seen to take."""
+"""The prediction ledger: the estimated memory of each recorded run, compared with its observed memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,58 +18,58 @@ PEAK_RESERVED = "peak_reserved"
 TRAINING_STATE = "training_state"
 REST = "activations_and_temporaries"
 COUNTED_STATE = ("parameters", "master_weights", "optimizer")
-"""compared where live tensors were counted and nothing was traced; gradients are not: counted as the
-optimizer's step begins, estimated as of the peak"""
+"""Parts that are compared if live tensors were counted and nothing was traced. Gradients are left out: they
+are counted when the optimizer's step begins, but estimated at the peak."""
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One predicted figure and what was observed. The names are the keys of `slm report --errors --json`."""
+    """A predicted and an observed figure. The field names are the keys of `slm report --errors --json`."""
 
     model: str
     strategy: str
     world_size: int
     gpu: str | None
     evidence: str
-    "of what was observed, measured or rehearsed; the prediction is always estimated"
+    "of the observation: measured or rehearsed; the prediction is always estimated"
     what: str
-    """peak_allocated; peak_reserved; training_state, the sum of the counted parts where no peak is known; a
-    part of the state; or activations_and_temporaries, all of a peak beside the state"""
+    """peak_allocated; peak_reserved; training_state, the sum of the counted parts if no peak is known; a part
+    of the state; or activations_and_temporaries, the peak without the state"""
     predicted_bytes: int
     observed_bytes: int
     error: float | None
-    "predicted / observed - 1; None where something was predicted and nothing observed"
+    "predicted / observed - 1; None if nothing was observed"
     within_range: bool | None
-    "of peaks on a GPU, whether the estimate's low to high holds it; None of all else"
+    "whether a peak on a GPU is in the estimate's range from low to high; None for all other figures"
     predicted_instant: str | None
-    "of the peak, and None where none is compared"
+    "instant of the peak; None if the figure is not a peak"
     observed_instant: str | None
-    "None where no allocations were followed"
+    "None if no allocations were traced"
     record: str
-    "its file"
+    "the record's file"
 
     @property
     def is_whole(self) -> bool:
-        """Whether this stands for its record in a summary: its allocated peak, else its counted state."""
+        """Return whether summaries use this figure: the allocated peak, else the counted state."""
         return self.what in (PEAK_ALLOCATED, TRAINING_STATE)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The errors of several records' whole figures, of one kind of evidence."""
+    """The errors of several records, for one kind of evidence."""
 
     strategy: str | None
-    "None: of all"
+    "None: all strategies"
     evidence: str
     what: str
     num_records: int
     median_error: float
-    "of absolute values"
+    "median of the absolute errors"
     worst: LedgerEntry
 
 
 def ledger_of(records: list[tuple[Path, RunRecord]]) -> tuple[list[LedgerEntry], list[str]]:
-    """The entries of all ok records, in their order; and, as sentences, which were left out and why."""
+    """Return the entries of all ok records, and a sentence for each record that was left out."""
     entries: list[LedgerEntry] = []
     left_out = []
     for path, record in records:
@@ -78,28 +78,28 @@ def ledger_of(records: list[tuple[Path, RunRecord]]) -> tuple[list[LedgerEntry],
             continue
         estimate = estimate_of(record)
         if estimate is None:
-            left_out.append(f"{path}: no estimate to hold against {record.strategy} here")
+            left_out.append(f"{path}: this run of {record.strategy} has no estimate")
             continue
-        found = _entries(path, record, estimate)
-        if not found:
-            left_out.append(f"{path}: holds no bytes of a GPU, a trace or the training state")
-        entries += found
+        record_entries = _entries(path, record, estimate)
+        if not record_entries:
+            left_out.append(f"{path}: has no bytes of a GPU, of a trace or of the training state")
+        entries += record_entries
     return entries, left_out
 
 
 def summaries(entries: list[LedgerEntry]) -> list[Summary]:
-    """Of each strategy, then of all; measured and rehearsed apart."""
+    """Summarize the errors of each strategy, then of all; measured and rehearsed separately."""
     whole = [entry for entry in entries if entry.is_whole and entry.error is not None]
     kinds = dict.fromkeys((entry.evidence, entry.what) for entry in whole)
-    found = []
+    totals = []
     for evidence, what in kinds:
-        of_kind = [entry for entry in whole if (entry.evidence, entry.what) == (evidence, what)]
-        for strategy in (*dict.fromkeys(entry.strategy for entry in of_kind), None):
-            chosen = [entry for entry in of_kind if strategy in (None, entry.strategy)]
+        same_kind = [entry for entry in whole if (entry.evidence, entry.what) == (evidence, what)]
+        for strategy in (*dict.fromkeys(entry.strategy for entry in same_kind), None):
+            chosen = [entry for entry in same_kind if strategy in (None, entry.strategy)]
             errors = [abs(entry.error) for entry in chosen]
             worst = max(chosen, key=lambda entry: abs(entry.error))
-            found.append(Summary(strategy, evidence, what, len(chosen), median(errors), worst))
-    return found
+            totals.append(Summary(strategy, evidence, what, len(chosen), median(errors), worst))
+    return totals
 
 
 def _entries(path: Path, record: RunRecord, estimate: Estimate) -> list[LedgerEntry]:
@@ -126,48 +126,48 @@ def _entries(path: Path, record: RunRecord, estimate: Estimate) -> list[LedgerEn
     def peak(what: str, observed: int, low: int, predicted: int, high: int) -> LedgerEntry:
         return entry(what, predicted, observed, low <= observed <= high if record.gpu else None)
 
-    found = []
+    entries = []
     if observed := _peak_allocated(record):
         low, high = estimate.peak_allocated_low_bytes, estimate.peak_allocated_high_bytes
-        found.append(peak(PEAK_ALLOCATED, observed, low, estimate.peak_allocated_bytes, high))
+        entries.append(peak(PEAK_ALLOCATED, observed, low, estimate.peak_allocated_bytes, high))
     if record.gpu and record.peak_reserved_bytes:
         low, high = estimate.peak_reserved_low_bytes, estimate.peak_reserved_high_bytes
         observed = max(record.peak_reserved_bytes)
-        found.append(peak(PEAK_RESERVED, observed, low, estimate.peak_reserved_bytes, high))
+        entries.append(peak(PEAK_RESERVED, observed, low, estimate.peak_reserved_bytes, high))
     predicted_parts, observed_parts = _parts(record, estimate)
-    if predicted_parts and not found:
+    if predicted_parts and not entries:
         predicted, observed = sum(predicted_parts.values()), sum(observed_parts.values())
-        found.append(entry(TRAINING_STATE, predicted, observed))
-    found += [
+        entries.append(entry(TRAINING_STATE, predicted, observed))
+    entries += [
         entry(part, predicted, observed_parts[part])
         for part, predicted in predicted_parts.items()
         if predicted or observed_parts[part]
     ]
-    return found
+    return entries
 
 
 def _peak_allocated(record: RunRecord) -> int | None:
-    """Of the rank that holds most: a GPU's allocator says it, else the trace does."""
+    """Return the peak of the rank with the most, from the GPU's allocator, else from the trace."""
     if record.gpu and record.peak_allocated_bytes:
         return max(record.peak_allocated_bytes)
     return record.memory_at_peak["num_bytes"] if record.memory_at_peak else None
 
 
 def _parts(record: RunRecord, estimate: Estimate) -> tuple[dict[str, int], dict[str, int]]:
-    """Predicted and observed bytes of the same parts: at the peak where it was traced, else as counted.
+    """Return predicted and observed bytes of the same parts: at a traced peak, else as counted.
 
-    None of what is offloaded: traced and counted is what lies on the host, too.
+    Returns no parts with offload, because traced and counted bytes include those on the host.
     """
     if offloads(record):
         return {}, {}
     if (traced := record.memory_at_peak) is not None:
-        of_trace = {part: traced["parts"].get(part, 0) for part in STATE}
-        of_estimate = {part: estimate.parts[part] for part in STATE}
-        workspace = estimate.parts["workspace"]  # of the GPU's libraries: nobody traces it
-        rest = estimate.peak_allocated_bytes - workspace - sum(of_estimate.values())
+        traced_state = {part: traced["parts"].get(part, 0) for part in STATE}
+        estimated_state = {part: estimate.parts[part] for part in STATE}
+        workspace = estimate.parts["workspace"]  # of the GPU's libraries; traces don't include it
+        rest = estimate.peak_allocated_bytes - workspace - sum(estimated_state.values())
         return (
-            {**of_estimate, REST: rest},
-            {**of_trace, REST: traced["num_bytes"] - sum(of_trace.values())},
+            {**estimated_state, REST: rest},
+            {**traced_state, REST: traced["num_bytes"] - sum(traced_state.values())},
         )
     if not record.state_bytes:
         return {}, {}
@@ -199,21 +199,21 @@ _DROPPED_FIRST = ("observed\npeak at", "estimated\npeak at", *_PART_TITLES.value
 def ledger_table(
     entries: list[LedgerEntry], totals: list[Summary], *, named: dict[str, str], width: int
 ) -> RenderableType:
-    """`named`: a label by record. Print it with `crop=False`."""
+    """Make the table of errors; `named` has a label for each record. Print it with `crop=False`."""
     lines = _lines(entries, named)
     columns = _columns(lines, (*_constant(lines), *_DROPPED_FIRST))
     columns, dropped = columns_that_fit([column for column in columns if column.has_values], width=width)
     notes = [
-        "estimated: closed forms; error: estimated / observed - 1, and so by part in the columns after it "
-        "(a difference in MiB where nothing was observed)"
+        "estimated: by closed forms; error: estimated / observed - 1, in total and by part (if nothing was "
+        "observed: the difference in MiB)"
     ]
     if any(entry.within_range is not None for entry in entries):
-        notes.append("in range: whether the estimate's low to high holds what was observed")
+        notes.append("in range: whether the observed value is between the estimate's low and high")
     if dropped:
         notes.append(left_out_note(dropped))
     return Group(
         Text(
-            f"{_same(entries)}estimated against {_evidence(entries)}, GiB on the rank that holds most",
+            f"{_same(entries)}estimated against {_evidence(entries)}, GiB on the rank with the most",
             style="bold",
         ),
         table_of(columns),
@@ -224,27 +224,27 @@ def ledger_table(
 
 
 def _same(entries: list[LedgerEntry]) -> str:
-    """The model and the number of ranks where all share them: labels tell them where not."""
+    """Return the model and number of ranks that all entries share; otherwise the labels contain them."""
     models, sizes = {entry.model for entry in entries}, {entry.world_size for entry in entries}
     words = [*(models if len(models) == 1 else ()), *(f"{n} ranks" for n in sizes if len(sizes) == 1)]
     return f"{', '.join(words)}: " if words else ""
 
 
 def _evidence(entries: list[LedgerEntry]) -> str:
-    """measured, rehearsed or both: what the estimates are held against."""
+    """Return the evidence of the observations: measured, rehearsed or both."""
     return " and ".join(sorted({entry.evidence for entry in entries}))
 
 
 def _lines(entries: list[LedgerEntry], named: dict[str, str]) -> list[dict[str, str]]:
-    """Cells by title, of each whole figure and each reserved peak; parts are columns of the whole's line."""
-    found = []
+    """Return the cells by title, for each whole figure and each reserved peak; parts are columns."""
+    lines = []
     for entry in entries:
         if not entry.is_whole and entry.what != PEAK_RESERVED:
             continue
         parts = {
             other.what: _error(other) for other in entries if entry.is_whole and other.record == entry.record
         }
-        found.append(
+        lines.append(
             {
                 "run": _name(entry, named),
                 "evidence": entry.evidence,
@@ -258,17 +258,17 @@ def _lines(entries: list[LedgerEntry], named: dict[str, str]) -> list[dict[str, 
                 "observed\npeak at": entry.observed_instant or DASH,
             }
         )
-    return found
+    return lines
 
 
 def _columns(lines: list[dict[str, str]], dropped_first: tuple[str, ...]) -> list[Column]:
-    """A column for each title; `dropped_first` may go on a narrow console, in that order."""
+    """Make a column for each title; a narrow console drops `dropped_first`, in that order."""
     order = {title: place for place, title in enumerate(dict.fromkeys(dropped_first), start=1)}
     return [Column(title, [line[title] for line in lines], order.get(title, 0)) for title in lines[0]]
 
 
 def _constant(lines: list[dict[str, str]]) -> list[str]:
-    """Of `evidence` and `what`, those that are the same in all lines: the table's title has them."""
+    """Return which of `evidence` and `what` are the same in all lines; the table's title has them."""
     return [title for title in ("evidence", "what") if len({line[title] for line in lines}) == 1]
 
 

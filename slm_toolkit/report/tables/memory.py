@@ -1,4 +1,4 @@
-"""Where a step's memory peak is, who owns it, and how memory rises and falls: a table and a chart."""
+"""Show a step's memory: the place and owners of its peak (a table), and its rise and fall (a chart)."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from slm_toolkit.report.tables.fitted import DASH, Column, table_of
 
 @dataclass(frozen=True)
 class _MemoryPart:
-    """One part of memory as it is shown."""
+    """The title, letter and style of one part of memory."""
 
     field: str
     title: str
@@ -35,14 +35,14 @@ PARTS = (
     _MemoryPart("temporary", "temporary", "t", "white on bright_black"),
 )
 MOST_ROWS = 30
-_SMALLEST_SHARE = 0.005  # of the peak; owners of less are shown together, parts of less in the chart only
+_SMALLEST_SHARE = 0.005  # of the peak; smaller owners share a row, smaller parts are in the chart only
 _SHORTEST_BAR = 10  # characters; a narrower console wraps
 _OWNER_BAR = 24
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a share of what is alive at the peak."""
+    """A part or module that uses memory at the peak; like layers are one owner."""
 
     name: str
     num_bytes: int
@@ -51,7 +51,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One row of the chart: a stay in some modules, when most was alive there."""
+    """One row of the chart: the highest memory during a visit to one or several modules."""
 
     phase: str
     place: str
@@ -62,7 +62,7 @@ class ChartRow:
 
 @dataclass(frozen=True)
 class MemoryPicture:
-    """What is shown of one step's memory."""
+    """The content of the table and the chart of one step's memory."""
 
     where: str
     num_bytes: int
@@ -74,7 +74,7 @@ class MemoryPicture:
 def memory_picture(
     at_peak: dict[str, Any], segments: list[Segment], *, most_rows: int = MOST_ROWS
 ) -> MemoryPicture:
-    """What to show of a record's `memory_at_peak` and its timeline, which may be empty."""
+    """Make the picture from a record's `memory_at_peak` and its timeline, which may be empty."""
     module = at_peak["module"] or ("" if at_peak["phase"] == "optimizer" else "outside the layers")
     return MemoryPicture(
         where=" at ".join(filter(None, (at_peak["phase"], module))),
@@ -86,7 +86,7 @@ def memory_picture(
 
 
 def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> RenderableType:
-    """The peak in words, its owners as a table, the step as bars. Print it with `crop=False`."""
+    """Show the peak in words, its owners as a table, and the step as bars. Print it with `crop=False`."""
     parts = [
         f"{part.title} {size_text(count)}"
         for part in PARTS
@@ -101,31 +101,31 @@ def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> Renderabl
 
 
 def _owners(at_peak: dict[str, Any]) -> list[Owner]:
-    """The largest first: parts of the engine and the state, then modules, like layers together."""
+    """List the owners, the largest first: parts of engine and state, and modules; like layers together."""
     titles = {part.field: part.title for part in PARTS}
-    found = [Owner(titles[part], count) for part, count in at_peak["parts"].items() if part not in OF_MODULES]
-    of_layer: dict[int, int] = {}
+    owners = [Owner(titles[part], size) for part, size in at_peak["parts"].items() if part not in OF_MODULES]
+    bytes_by_layer: dict[int, int] = {}
     for module, count in at_peak["modules"].items():
         layer = _layer_of(module)
         if layer is None:
             name = "logits and loss" if module == "loss" else module or "outside the layers"
-            found.append(Owner(name, count))
+            owners.append(Owner(name, count))
         else:
-            of_layer[layer] = of_layer.get(layer, 0) + count
-    for layers in _alike(of_layer):
-        found.append(Owner(_span(layers), sum(of_layer[layer] for layer in layers), len(layers)))
-    found.sort(key=lambda owner: -owner.num_bytes)
-    large = [owner for owner in found if owner.num_bytes >= _SMALLEST_SHARE * at_peak["num_bytes"]]
-    rest = sum(owner.num_bytes for owner in found) - sum(owner.num_bytes for owner in large)
+            bytes_by_layer[layer] = bytes_by_layer.get(layer, 0) + count
+    for layers in _similar_layers(bytes_by_layer):
+        owners.append(Owner(_span(layers), sum(bytes_by_layer[layer] for layer in layers), len(layers)))
+    owners.sort(key=lambda owner: -owner.num_bytes)
+    large = [owner for owner in owners if owner.num_bytes >= _SMALLEST_SHARE * at_peak["num_bytes"]]
+    rest = sum(owner.num_bytes for owner in owners) - sum(owner.num_bytes for owner in large)
     return [*large, Owner("all others", rest)] if rest else large
 
 
-def _alike(of_layer: dict[int, int]) -> list[list[int]]:
-    """Neighbouring layers that hold the same, to a hundredth."""
+def _similar_layers(bytes_by_layer: dict[int, int]) -> list[list[int]]:
+    """Group neighbouring layers whose bytes differ by less than 1 %."""
     groups: list[list[int]] = []
-    for layer in sorted(of_layer):
+    for layer in sorted(bytes_by_layer):
         last = groups[-1] if groups else None
-        if last and layer == last[-1] + 1 and abs(of_layer[layer] / of_layer[last[0]] - 1) < 0.01:
+        if last and layer == last[-1] + 1 and abs(bytes_by_layer[layer] / bytes_by_layer[last[0]] - 1) < 0.01:
             last.append(layer)
         else:
             groups.append([layer])
@@ -133,15 +133,16 @@ def _alike(of_layer: dict[int, int]) -> list[list[int]]:
 
 
 def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
-    """The timeline in at most `most_rows` rows, where that can be: layers together, as few as need be.
+    """Shorten the timeline to at most `most_rows` rows, if possible, by joining as few layers as necessary.
 
-    Of several micro-steps the one with the peak is shown (else the last); the others are a row.
+    Of several micro-steps, only the micro-step with the peak is shown in detail (or the last, if the peak is
+    outside); the others before it share a row, and those after it another.
     """
     if not segments:
         return []
     peak = max(segments, key=lambda segment: segment.num_bytes)
     numbers = _micro_steps(segments)
-    shown = numbers[segments.index(peak)] or max(numbers)
+    shown_step = numbers[segments.index(peak)] or max(numbers)
     places = _places(segments)
     num_layers = 1 + max((_layer_of(place) or 0 for place in places), default=0)
     for together in range(1, num_layers + 1):
@@ -149,19 +150,19 @@ def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
             _highest(group)
             for _, group in groupby(
                 zip(segments, places, numbers, strict=True),
-                key=lambda item, together=together: _row_of(*item, shown=shown, together=together),
+                key=lambda item, together=together: _row_of(*item, shown_step=shown_step, together=together),
             )
         ]
         if len(rows) <= most_rows:
             break
     return [
         ChartRow(phase, place, segment.num_bytes, segment.parts, segment is peak)
-        for segment, phase, place in (_labelled(row, shown) for row in rows)
+        for segment, phase, place in (_labelled(row, shown_step) for row in rows)
     ]
 
 
 def _micro_steps(segments: list[Segment]) -> list[int]:
-    """Of each segment, the number of its micro-step, from 1; 0 outside."""
+    """Return the number of each segment's micro-step, from 1; 0 outside of micro-steps."""
     numbers, number, last = [], 0, ""
     for segment in segments:
         inside = segment.phase in ("data", "forward", "backward")
@@ -173,7 +174,7 @@ def _micro_steps(segments: list[Segment]) -> list[int]:
 
 
 def _places(segments: list[Segment]) -> list[str]:
-    """Of each segment its module; what is between modules belongs to the one before, else to the next."""
+    """Return each segment's module; a segment between modules belongs to the previous, else to the next."""
     places = [segment.module for segment in segments]
     for index, segment in enumerate(segments):
         before = index > 0 and segments[index - 1].phase == segment.phase
@@ -189,10 +190,10 @@ _Item = tuple[Segment, str, int]
 "a segment, its place, the number of its micro-step"
 
 
-def _row_of(segment: Segment, place: str, number: int, *, shown: int, together: int) -> tuple:
-    """Neighbouring segments for which this is equal share a row."""
-    if number not in (0, shown):
-        return ("another micro-step", number < shown)
+def _row_of(segment: Segment, place: str, number: int, *, shown_step: int, together: int) -> tuple:
+    """Return a key; neighbouring segments with equal keys share a row."""
+    if number not in (0, shown_step):
+        return ("another micro-step", number < shown_step)
     if segment.phase in ("between", "data"):
         return ("data",)
     layer = _layer_of(place)
@@ -200,14 +201,14 @@ def _row_of(segment: Segment, place: str, number: int, *, shown: int, together: 
 
 
 def _highest(group: Iterable[_Item]) -> list[_Item]:
-    """The group, its highest segment first."""
+    """Sort a group, its highest segment first."""
     return sorted(group, key=lambda item: -item[0].num_bytes)
 
 
-def _labelled(row: list[_Item], shown: int) -> tuple[Segment, str, str]:
-    """A row's highest segment, its phase and its place, in words."""
+def _labelled(row: list[_Item], shown_step: int) -> tuple[Segment, str, str]:
+    """Return a row's highest segment, and its phase and place in words."""
     segment, place, number = row[0]
-    if number not in (0, shown):
+    if number not in (0, shown_step):
         others = sorted({number for _, _, number in row})
         return segment, "micro-step" + "s" * (len(others) > 1), _numbers(others)
     if segment.phase == "between":
@@ -217,8 +218,8 @@ def _labelled(row: list[_Item], shown: int) -> tuple[Segment, str, str]:
 
 
 def _layer_of(module: str) -> int | None:
-    found = re.match(r"layers\.(\d+)", module)
-    return int(found[1]) if found else None
+    match = re.match(r"layers\.(\d+)", module)
+    return int(match[1]) if match else None
 
 
 def _span(layers: list[int]) -> str:
@@ -233,7 +234,7 @@ def _owner_columns(picture: MemoryPicture) -> list[Column]:
     owners = picture.owners
     longest = max((owner.num_bytes for owner in owners), default=1)
     return [
-        Column("alive at the peak", [owner.name for owner in owners]),
+        Column("in use at the peak", [owner.name for owner in owners]),
         Column("size", [size_text(owner.num_bytes) for owner in owners]),
         Column("share", [f"{owner.num_bytes / picture.num_bytes:.1%}" for owner in owners]),
         Column(
@@ -248,9 +249,9 @@ def _owner_columns(picture: MemoryPicture) -> list[Column]:
 
 
 def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
-    """A stacked bar per moment, all on one scale, and the legend."""
+    """Draw a stacked bar per moment, all on one scale, and the legend."""
     if not moments:
-        return [Text("no timeline beside this record: memory_timeline.csv is gone", style="dim")]
+        return [Text("no timeline: memory_timeline.csv is missing from the record's folder", style="dim")]
     longest = max(moment.num_bytes for moment in moments)
     phase_width = max(len(moment.phase) for moment in moments)
     place_width = max(len(moment.place) for moment in moments)
@@ -265,11 +266,11 @@ def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
         num_bytes = drawn = 0
         for part in PARTS:
             num_bytes += moment.parts.get(part.field, 0)
-            until = round(num_bytes / longest * num_cells)  # of the sum, so that lengths compare
-            line.append(part.letter * (until - drawn), style=part.style)
-            drawn = max(drawn, until)
+            end_cell = round(num_bytes / longest * num_cells)  # rounds the sum, so that totals are exact
+            line.append(part.letter * (end_cell - drawn), style=part.style)
+            drawn = max(drawn, end_cell)
         lines.append(line.append(marks[moment.is_peak], style="bold"))
-    legend = Text("the step from top to bottom, most alive in each row:")
+    legend = Text("the step from top to bottom; each row shows its highest memory:")
     for part in PARTS:
         if any(moment.parts.get(part.field, 0) > 0 for moment in moments):
             legend.append(" ").append(f" {part.letter} ", style=part.style).append(f" {part.title}")
@@ -277,7 +278,7 @@ def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
 
 
 def size_text(num_bytes: int) -> str:
-    """GiB, below one MiB."""
+    """Return a size in GiB, or in MiB below one GiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a table with a row per strategy, and a bar chart below it."""
+"""Show the time of a step by activity: a table with a row per strategy, and a bar chart below it."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from slm_toolkit.report.tables.fitted import (
 
 @dataclass(frozen=True)
 class _StepPart:
-    """How one part of a step is shown."""
+    """The title, letter and style of one part of a step."""
 
     field: str
     title: str
@@ -40,7 +40,7 @@ _SHORTEST_BAR = 10  # characters; a narrower console wraps
 
 
 def anatomy_table(anatomies: dict[str, Anatomy], *, width: int) -> RenderableType:
-    """A row and a bar per strategy. A narrow console gets no shares, then fewer columns.
+    """Show a row and a bar per strategy. A narrow console shows no shares, then fewer columns.
 
     Print it with `crop=False`.
     """
@@ -71,18 +71,20 @@ def _heading(anatomies: dict[str, Anatomy]) -> Text:
 
 
 def _notes(anatomies: dict[str, Anatomy], dropped: list[str]) -> list[Text]:
-    notes = ["profiling slows a step: read the shares here, the rates in the table of timed steps"]
+    notes = ["profiling slows steps down: use these shares, but take rates from the table of timed steps"]
     if _OVERLAPPED.title.replace("\n", " ") not in dropped:
-        notes.append("comm. overlapped: communication while compute ran, not part of the sum")
+        notes.append("comm. overlapped: communication while compute ran; not part of the sum")
     if any(anatomy.device == "cpu" for anatomy in anatomies.values()):
-        notes.append("on a CPU the same cores compute and communicate; idle is Python between torch's ops")
+        notes.append(
+            "on a CPU, compute and communication share the cores; idle is Python between torch's ops"
+        )
     if dropped:
         notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
 
 
 def _chart(anatomies: dict[str, Anatomy], width: int) -> RenderableType:
-    """One stacked bar per strategy, all on one scale, and the legend."""
+    """Draw one stacked bar per strategy, all on one scale, and the legend."""
     longest_seconds = max(anatomy.step_seconds for anatomy in anatomies.values())
     label_width = max(map(len, anatomies))
     number_width = len(f" {milliseconds(longest_seconds)} ms")
@@ -98,9 +100,11 @@ def _chart(anatomies: dict[str, Anatomy], width: int) -> RenderableType:
         drawn = 0
         for part in PARTS:
             seconds += getattr(anatomy, part.field)
-            until = round(seconds / longest_seconds * num_cells)  # of the sum, so that lengths compare
-            line.append(part.letter * (until - drawn), style=part.style)
-            drawn = until
+            end_cell = round(
+                seconds / longest_seconds * num_cells
+            )  # rounds the sum, so that total lengths are exact
+            line.append(part.letter * (end_cell - drawn), style=part.style)
+            drawn = end_cell
         lines.append(line.append(f" {milliseconds(anatomy.step_seconds)} ms"))
     return Group(*lines, legend)
 

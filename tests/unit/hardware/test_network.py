@@ -89,12 +89,12 @@ def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ({"world_size": 1}, "invalid field: world_size (expected int >= 2)"),
         ({"num_nodes": True}, "invalid field: num_nodes (expected int, got bool)"),
-        ({"gpus_per_node": 4}, "world_size is not num_nodes times gpus_per_node"),
+        ({"gpus_per_node": 4}, "world_size does not equal num_nodes times gpus_per_node"),
         ({"backend": None}, "invalid field: backend (expected str, got null)"),
         ({"gpu": 5}, "invalid field: gpu (expected str | null, got int)"),
         ({"versions": []}, "invalid field: versions (expected object, got array)"),
         ({"timings": None}, "invalid field: timings (expected array, got null)"),
-        ({"timings": []}, "0 sizes of all_reduce: a line needs two"),
+        ({"timings": []}, "all_reduce has 0 sizes, but a fitted line needs two"),
         ({"timings": [3]}, "invalid field: timings[0] (expected object, got int)"),
         (
             {"timings": [{"collective": "all_reduce", "num_bytes": 1, "seconds": 1}]},
@@ -120,7 +120,9 @@ def test_a_time_that_is_none_is_refused(seconds_written: str, tmp_path: Path) ->
     text = json.dumps(dataclasses.asdict(made(0.25, 0.5, 1.0)))
     path.write_text(text.replace('"seconds": 0.25', f'"seconds": {seconds_written}', 1))
     says = (
-        r"is no number" if seconds_written in ("NaN", "Infinity") else r"invalid field: timings\[0\].seconds"
+        r"is not a valid number"
+        if seconds_written in ("NaN", "Infinity")
+        else r"invalid field: timings\[0\].seconds"
     )
     with pytest.raises(ValueError, match=says):
         read_network(path)

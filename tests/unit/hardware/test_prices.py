@@ -88,9 +88,12 @@ def test_a_provider_without_such_a_price_of_2026_gives_none() -> None:
         ({"gpu_name": "h100"}, "unknown GPU 'h100'\nhint: did you mean h100-80gb or h100-80gb-pcie?"),
         (
             {"gpu_name": "l4", "kind": "preemptible"},
-            "unknown kind of price 'preemptible'\nhint: one of on-demand,",
+            "unknown kind of price 'preemptible'\nhint: use on-demand,",
         ),
-        ({"gpu_name": "l4", "provider": "Amazon"}, "unknown provider 'Amazon'\nhint: there are AWS, Azure, "),
+        (
+            {"gpu_name": "l4", "provider": "Amazon"},
+            "unknown provider 'Amazon'\nhint: the table has AWS, Azure, ",
+        ),
     ],
 )
 def test_what_the_table_does_not_have_is_refused(asked: dict[str, str], problem: str) -> None:
@@ -150,14 +153,14 @@ def test_the_problems_of_all_entries_are_named_at_once(tmp_path: Path) -> None:
         "a40: missing field: usd_per_gpu_hour",
         "l4: invalid field: kind (invalid enum value 'cheap')",
         "l4: invalid field: provider (expected str of length >= 1)",
-        "l4: as_of is '2026-13-01': a date, month or year as in 2026-11-01, 2026-11, 2026",
+        "l4: as_of is '2026-13-01', not a date, month or year such as 2026-11-01, 2026-11, 2026",
         "l4: object contains unknown field colour",
         "b200: invalid field: usd_per_gpu_hour (expected float, got str)",
         "h200: invalid field: usd_per_gpu_hour (expected float, got array)",
     ]
     assert hints[0].startswith("hint: did you mean h100-80gb or h100-80gb-pcie? There are ")
     assert hints[1].startswith("hint: an entry is `h100-80gb: 2.49` or ")
-    assert hints[2] == "hint: one price for each GPU; another file can hold the others"
+    assert hints[2] == "hint: give each GPU one price; put other prices into another file"
     assert lines[-3:] == hints
 
 
@@ -169,7 +172,7 @@ def test_a_price_is_a_finite_number_above_zero(usd: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "holds no prices"), ("- l4\n", "holds no prices"), ("l4: {usd\n", "is not YAML at line 2")],
+    [("", "contains no prices"), ("- l4\n", "contains no prices"), ("l4: {usd\n", "is not YAML at line 2")],
 )
 def test_a_file_without_prices_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{problem}.*\nhint: an entry is"):

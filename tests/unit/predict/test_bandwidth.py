@@ -106,7 +106,7 @@ def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_
     assert rows[1].traffic_bytes["inter_node"] > 0
     console = Console(width=400, file=io.StringIO())
     console.print(estimate_table(rows, width=400, largest_batch=False))
-    assert "unknown network: --inter_node_gbps gives it" in console.file.getvalue()
+    assert "unknown network: set --inter_node_gbps" in console.file.getvalue()
 
 
 def test_inter_node_gbps_gives_the_network() -> None:

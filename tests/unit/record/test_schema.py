@@ -40,7 +40,7 @@ def test_the_schema_says_what_a_reader_needs() -> None:
     assert (seconds["type"], seconds["exclusiveMinimum"]) == ("number", 0)
     numbers, null = properties["peak_rss_bytes"]["anyOf"]
     assert (numbers["type"], numbers["items"]["type"], null["type"]) == ("array", "integer", "null")
-    assert properties["grad_norms"]["description"] == "before clipping; of each step"
+    assert properties["grad_norms"]["description"] == "gradient norm of each step, before clipping"
     assert sorted(properties["status"]["enum"]) == ["failed", "ok", "oom", "skipped", "timeout"]
     assert SCHEMA["$defs"]["ModelSpec"]["properties"]["num_layers"]["minimum"] == 1
     assert "run_name" in SCHEMA["required"]
@@ -82,7 +82,7 @@ def test_a_record_without_a_version_is_read_as_an_old_one(tmp_path: Path) -> Non
 
 def test_a_newer_record_is_named_as_such_and_the_others_are_read(tmp_path: Path) -> None:
     newer = written(tmp_path / "newer", schema_version=SCHEMA_VERSION + 1)
-    with pytest.raises(ValueError, match=rf"{newer} is a record of version 2, newer than 1.*\nhint: install"):
+    with pytest.raises(ValueError, match=rf"{newer} is a record of version 2; .* up to 1\nhint: install"):
         read_record(newer)
     written(tmp_path / "known")
     found, (problem,) = find_records([tmp_path])
@@ -145,7 +145,11 @@ ASKED = made_record().asked
         ("step_seconds", [[1.0], []], "invalid field: step_seconds (ranks have different numbers of steps)"),
         ("phase_seconds", [{"data": []}] * 2, "invalid field: phase_seconds (not as many ranks and steps"),
         ("world_size", None, "invalid field: world_size (null, though the status is ok)"),
-        ("lm_eval", {"a": json.loads("[" * 50 + "]" * 50)}, "invalid field: lm_eval has more than 40"),
+        (
+            "lm_eval",
+            {"a": json.loads("[" * 50 + "]" * 50)},
+            "invalid field: lm_eval has settings nested more than 40",
+        ),
     ],
 )
 def test_an_ill_typed_record_is_left_out_and_named(

@@ -181,7 +181,7 @@ def test_rows_asked_alike_find_their_reference_without_being_held_against_all(
     from slm_toolkit.report import rows as report_rows
 
     monkeypatch.setattr(
-        report_rows, "num_asked_otherwise", lambda row, other: pytest.fail("held against all")
+        report_rows, "num_different_flags", lambda row, other: pytest.fail("held against all")
     )
     probed = {"compute_dtype": "bfloat16"}
     made = [

@@ -153,8 +153,8 @@ def test_what_can_not_be_compared_is_named(tmp_path: Path) -> None:
     assert entries == []
     assert left_out == [
         "0: ended oom",
-        "1: no estimate to hold against ds_zero0 here",
-        "2: holds no bytes of a GPU, a trace or the training state",
+        "1: this run of ds_zero0 has no estimate",
+        "2: has no bytes of a GPU, of a trace or of the training state",
     ]
     write_record(bare, tmp_path)
     done = slm_here("report", str(tmp_path), "--errors")
@@ -184,7 +184,7 @@ def test_a_narrow_table_cuts_no_figure_and_says_what_is_left_out() -> None:
     with console.capture() as capture:
         table = ledger_table(entries, summaries(entries), named={}, width=70)
         console.print(table, crop=False, soft_wrap=True)
-    assert "left out for want of width: evidence, what, parameters, master weights" in capture.get()
+    assert "columns that did not fit: evidence, what, parameters, master weights" in capture.get()
     assert "…" not in capture.get()
 
 

@@ -41,7 +41,7 @@ def test_mfu_by_hand() -> None:
 def test_an_mfu_over_100_percent_is_a_failed_row() -> None:
     row = row_from(made_record(step_seconds=[[0.001] * 33]))
     assert row.status == "failed"
-    assert "more than a NVIDIA H100 80GB HBM3 can do" in row.reason
+    assert "impossible on a NVIDIA H100 80GB HBM3" in row.reason
 
 
 def test_the_bf16_peak_says_nothing_of_an_fp32_run() -> None:
@@ -113,7 +113,7 @@ def test_no_figure_is_cut_at_any_width(width: int) -> None:
     assert "fsdp_shard_grad_op" in text
     assert "…" not in text
     assert "3.00" in text  # GiB allocated on the fuller rank
-    assert ("left out for want of width" in text) == (width <= 120)
+    assert ("columns that did not fit" in text) == (width <= 120)
     if width >= 60:
         assert max(len(line) for line in text.splitlines()) <= width
 

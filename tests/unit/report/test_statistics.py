@@ -216,10 +216,10 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
         "compiled again in timed step 7",
         "rank 1: the GPU was in use before the run (3.0 GiB)",
         "rank 1: clocks throttled: sw_power_cap in 4 steps",
-        "rank 1: the allocator ran out and retried 6 times: the peak was near the limit",
+        "rank 1: the allocator ran out of memory and retried 6 times: the peak was near the limit",
     ]
     nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
-    assert nan.warnings == ["the loss is not a number from step 3 on"]
+    assert nan.warnings == ["the loss is not finite from step 3 on"]
     assert row_from(with_steps(*[1.0] * 9)).warnings == []
 
 
@@ -239,11 +239,11 @@ def test_what_bound_a_run_is_said_with_what_helps() -> None:
     )
     row = row_from(record)
     assert row.warnings == [
-        "25% of the tokens were padding: --packing multipack puts documents together",
-        "host RAM was short: 3.0 of 100 GiB were left; --streaming true, fewer --dataloader_num_workers or "
-        "less offload",
-        "the machine swapped 1.0 GiB out while steps ran",
-        "rank 0: the GPU was busy 60% of the time: larger batches or --torch_compile fill it",
+        "25% of the tokens were padding; --packing multipack packs documents together",
+        "host RAM was short: only 3.0 of 100 GiB were free; use --streaming true, fewer "
+        "--dataloader_num_workers or less offload",
+        "the machine swapped 1.0 GiB out while the steps ran",
+        "rank 0: the GPU was busy only 60% of the time; larger batches or --torch_compile use it better",
     ]
     whole = row_from(dataclasses.replace(record, num_padding_tokens=0))
     assert row.tokens_per_second == pytest.approx(0.75 * whole.tokens_per_second)  # of tokens that are some

@@ -4,7 +4,7 @@ const root = document.documentElement;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const paperWidthPixels = 690;
 
-// The page's colours, as plotly wants them: resolved by the browser, whichever scheme rules.
+// The page's colours for plotly: the browser resolves them for the current colour scheme.
 function template() {
   const text = getComputedStyle(document.body).color;
   const line = getComputedStyle(document.querySelector("nav")).borderBottomColor;
@@ -21,7 +21,7 @@ function draw(widthPixels) {
   const style = template();
   for (const chart of document.querySelectorAll(".chart")) {
     const { name, data, layout } = structuredClone(figures[chart.dataset.figure]);
-    const isNarrow = chart.clientWidth < 500 && layout.showlegend; // a legend of one column: room for its lines
+    const isNarrow = chart.clientWidth < 500 && layout.showlegend; // then the legend has one column: add room for its lines
     const height = layout.height + (isNarrow ? 24 * data.filter((trace) => trace.showlegend !== false).length : 0);
     const size = widthPixels ? { width: widthPixels, autosize: false, height } : { autosize: true, height };
     const keep = { filename: name, format: "svg" };
@@ -70,7 +70,7 @@ document.querySelectorAll("th").forEach((head, column) => {
     for (const other of document.querySelectorAll("th")) other.setAttribute("aria-sort", "none");
     head.setAttribute("aria-sort", order);
     const sign = order === "ascending" ? 1 : -1;
-    const unknown = (row) => text(row, column) === "-"; // last, whichever way
+    const unknown = (row) => text(row, column) === "-"; // unknown values come last in both orders
     rows.sort((a, b) => unknown(a) - unknown(b) || sign * (isNumeric ? number(text(a, column)) - number(text(b, column)) : text(a, column).localeCompare(text(b, column), "en", { numeric: true })));
     body.append(...rows);
   });
@@ -78,12 +78,12 @@ document.querySelectorAll("th").forEach((head, column) => {
 
 document.getElementById("filter").addEventListener("input", (event) => {
   const words = event.target.value.toLowerCase().split(/\s+/);
-  let left = 0;
+  let numShown = 0;
   for (const row of rows) {
     row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    left += !row.hidden;
+    numShown += !row.hidden;
   }
-  document.getElementById("count").textContent = left === rows.length ? `${left} rows` : `${left} of ${rows.length} rows`;
+  document.getElementById("count").textContent = numShown === rows.length ? `${numShown} rows` : `${numShown} of ${rows.length} rows`;
 });
 
 show();
