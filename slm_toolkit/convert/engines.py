@@ -276,7 +276,8 @@ ZERO_ALONE = (
     ),
     Alone(
         ZERO + "zero_quantized_gradients",
-        "FSDP reduces bf16 without rounding: four times the bytes between nodes (arXiv:2306.10209, section 3)",
+        "FSDP reduces bf16 without rounding: four times the bytes between nodes (arXiv:2306.10209, "
+        "section 3)",
         (False,),
     ),
     Alone(ZERO + "zero_quantized_nontrainable_weights", "FSDP never quantizes frozen weights", (False,)),
@@ -299,11 +300,12 @@ ZERO_ALONE = (
     Alone("bf16.bf16_optimizer_states", "use slm_toolkit.train --numerics pure_bf16", (False,)),
     Alone(
         "fp16.",
-        "PyTorch's GradScaler has its own settings: start at 65536, halve on overflow, double after 2000 steps",
+        "PyTorch's GradScaler has its own: start at 65536, halve on overflow, double after 2000 steps",
     ),
     Alone(
         "gradient_clipping",
-        "the script clips: accelerator.clip_grad_norm_, or max_grad_norm of the Trainer and slm_toolkit.train",
+        "the script clips: accelerator.clip_grad_norm_, or max_grad_norm of the Trainer and of "
+        "slm_toolkit.train",
         ("auto",),
     ),
     Alone(
@@ -329,10 +331,8 @@ ZERO_ALONE = (
         "only models that call DeepSpeed's checkpointing read it, and Hugging Face's do not: use "
         "--gradient_checkpointing",
     ),
-    Alone("prescale_gradients", "FSDP divides before or after reducing, depending on the dtype", (False,)),
-    Alone(
-        "gradient_predivide_factor", "FSDP divides before or after reducing, depending on the dtype", (1, 1.0)
-    ),
+    Alone("prescale_gradients", "FSDP divides by factors that depend on the dtype", (False,)),
+    Alone("gradient_predivide_factor", "FSDP divides by factors that depend on the dtype", (1, 1.0)),
     Alone("steps_per_print", _LOGS),
     Alone("wall_clock_breakdown", _LOGS, (False,)),
     Alone("dump_state", _LOGS, (False,)),
@@ -373,8 +373,8 @@ Converted = tuple[list[Setting], list[KeyAccount]]
 _HPZ_KEY = ZERO + "zero_hpz_partition_size"
 _NO_FP8 = "accelerate refuses mixed_precision together with a DeepSpeed JSON, and the JSON has no key for fp8"
 _ADDED_TO_ZERO = {
-    "gradient_clipping": "if the script sets no clipping, accelerate clips at 1.0 under DeepSpeed and does not "
-    "clip under FSDP and DDP",
+    "gradient_clipping": "if the script sets no clipping, accelerate clips at 1.0 under DeepSpeed, and does "
+    "not clip under FSDP and DDP",
     GATHER: "without it a model can't be saved whole under ZeRO-3",
 }
 _ADDED_TO_FSDP = {  # as in our own YAMLs
@@ -392,7 +392,7 @@ _ADDED_TO_FSDP = {  # as in our own YAMLs
 
 
 def to_engine(draft: Draft, engine: str) -> Draft:
-    """Convert the draft to `fsdp`, `deepspeed` or `ddp`. Raises ValueError if the engine has no equivalent."""
+    """Convert the draft to `fsdp`, `deepspeed` or `ddp`. Raises ValueError if there is no equivalent."""
     source_engine = "ddp" if draft.engine == "single" else draft.engine
     if source_engine == engine == "deepspeed":
         return _precision_in_json(draft)
@@ -548,7 +548,12 @@ def _hybrid(setting: Setting, draft: Draft, key: str) -> Converted:
         return [], [account_of(setting, "default", why="no second copy: plain full shard")]
     ((_, _, pair),) = pairs_to_fsdp(key, size, 3)
     settings = hybrid_settings(
-        draft.ranks, size, source=setting.source, said=setting.said, why=pair.note, fate="nearest"
+        draft.ranks,
+        size,
+        source=setting.source,
+        source_value=setting.source_value,
+        why=pair.note,
+        fate="nearest",
     )
     if not settings:
         return [], [account_of(setting, "default", why=f"all {size} ranks are one group: plain full shard")]
