@@ -72,7 +72,7 @@ MODELS = {
         ),
         (["--strategy", "fixed.yaml", "--largest_batch", "--gpu", "l4"], "--largest_batch looks for it"),
         (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
-        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
+        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read this key"),
         (["--strategy", "tensor.yaml"], "tp_size 4"),
         (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
         (["--model", "heads"], "7 heads don't divide hidden_size 576"),
