@@ -108,7 +108,7 @@ def unchanged_json(draft: Draft, to: str) -> KeyAccount:
     return KeyAccount(draft.json_key or draft.json_path.name, f"{num_keys} keys", "carried", (to,), why)
 
 
-def shown(path: Path) -> str:
+def path_to_show(path: Path) -> str:
     """Return a path relative to the working folder, or absolute if it is outside."""
     relative = os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
@@ -169,7 +169,7 @@ def _deepspeed(
     """Fill in the YAML's deepspeed_config and the JSON that it names; return their rows."""
     settings, rows = deepspeed_json(draft, for_our_script=not draft.is_trainers)
     if is_unchanged(draft, settings):
-        named = shown(draft.json_path)
+        named = path_to_show(draft.json_path)
         rows = [unchanged_json(draft, f"deepspeed_config.deepspeed_config_file: {named}")]
     else:
         named = in_folder(folder, json_name)
@@ -296,7 +296,7 @@ def _deepspeed_of_trainer(
             arguments[name] = value
             agreeing.append(placed(setting, name, value, why=_MUST_AGREE))
     if is_unchanged(draft, config):
-        named = shown(draft.json_path)
+        named = path_to_show(draft.json_path)
         return named, arguments, [unchanged_json(draft, f"deepspeed: {named}"), *agreeing]
     name = f"{draft.name}_as_deepspeed.json"
     files[name] = json_text(config)

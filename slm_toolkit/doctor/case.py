@@ -242,7 +242,7 @@ def is_true(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def shown(value: object) -> str:
+def as_written(value: object) -> str:
     """Return a value as it is written in the files."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 

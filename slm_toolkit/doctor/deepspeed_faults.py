@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from slm_toolkit.doctor.case import Case, is_count, is_older, is_true, shown
+from slm_toolkit.doctor.case import Case, as_written, is_count, is_older, is_true
 from slm_toolkit.doctor.finding import (
     REMOVE,
     Edit,
@@ -100,7 +100,7 @@ def _set_twice(case: Case) -> Iterator[Finding]:
             edits.append(Edit("json", json_keys, section[key]))
         yield wrong(
             "set-twice",
-            f"{key} is {shown(section[key])} in the YAML and {shown(in_the_json)} in {json_name}",
+            f"{key} is {as_written(section[key])} in the YAML and {as_written(in_the_json)} in {json_name}",
             *edits,
             why=why,
             change=f"remove it from the YAML; DeepSpeed reads {'.'.join(json_keys)} from the JSON",
@@ -241,7 +241,7 @@ def _other_stage(case: Case) -> Iterator[Finding]:
     for key in (key for key in _OF_STAGE_3 if key in case.zero):
         yield unwise(
             "stage-3-key",
-            f"{key} {shown(case.zero[key])} under ZeRO-{case.zero_stage}",
+            f"{key} {as_written(case.zero[key])} under ZeRO-{case.zero_stage}",
             in_json(f"{ZERO}.{key}", REMOVE),
             why="only ZeRO-3 reads it",
         )
@@ -274,7 +274,7 @@ def _saving(case: Case) -> Iterator[Finding]:
         edit = case.deepspeed_edit(f"{ZERO}.{key}", True)
         yield wrong(
             "zero3-cannot-save",
-            f"{edit.keys[-1]} is {shown(case.zero.get(key))}",
+            f"{edit.keys[-1]} is {as_written(case.zero.get(key))}",
             edit,
             why="absent and auto mean false, and accelerate then refuses to save the final model after the "
             "last step",
@@ -370,9 +370,7 @@ def _reduce_bucket(case: Case) -> Iterator[Finding]:
 
 
 def _overlap(case: Case) -> Iterator[Finding]:
-    overlaps = case.zero.get(
-        "overlap_comm", case.zero_stage == 3
-    )  # deepspeed's default: true at stage 3 only
+    overlaps = case.zero.get("overlap_comm", case.zero_stage == 3)  # deepspeed: true at stage 3 only
     if overlaps is False or (overlaps is None and case.zero_stage < 3):
         is_absent = "overlap_comm" not in case.zero
         yield _size(
@@ -445,8 +443,8 @@ def _round_up(elements: int) -> int:
 
 def _hpz(case: Case) -> Iterator[Finding]:
     key = "zero_hpz_partition_size"
-    size, here = case.zero.get(key, 1), min(case.num_ranks, case.gpus_per_node)
-    size = here if size == "auto" else size
+    size, node_ranks = case.zero.get(key, 1), min(case.num_ranks, case.gpus_per_node)
+    size = node_ranks if size == "auto" else size
     if case.zero_stage != 3 or not is_count(size) or size == 1:
         return
     if is_older(case.host, "deepspeed", "0.19.5"):
@@ -464,22 +462,22 @@ def _hpz(case: Case) -> Iterator[Finding]:
         yield wrong(
             "hpz-does-not-divide",
             f"{key} is {size} on {case.num_ranks} ranks",
-            in_json(f"{ZERO}.{key}", here),
+            in_json(f"{ZERO}.{key}", node_ranks),
             why="DeepSpeed refuses groups that don't divide the ranks",
             then=", the ranks of a node",
         )
-    elif size > here:
+    elif size > node_ranks:
         yield unwise(
             "hpz-across-nodes",
-            f"{key} is {size}, but a node has {here} ranks",
-            in_json(f"{ZERO}.{key}", here),
+            f"{key} is {size}, but a node has {node_ranks} ranks",
+            in_json(f"{ZERO}.{key}", node_ranks),
             why="backward then gathers across nodes, which the second copy is meant to avoid",
         )
     elif case.num_ranks <= case.gpus_per_node:
         second = 2 * case.spec.num_params / size / 2**30
         yield unwise(
             "hpz-on-one-node",
-            f"{key} is {shown(case.zero[key])} on one node",
+            f"{key} is {as_written(case.zero[key])} on one node",
             in_json(f"{ZERO}.{key}", REMOVE),
             why=f"the second copy of the parameters, {second:.2f} GiB per rank, only saves traffic between "
             "nodes, and one node has none",

@@ -5,7 +5,7 @@ from typing import Any
 
 from slm_toolkit.base.errors import PACKAGES, pip_install
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.doctor.case import Case, is_count, shown
+from slm_toolkit.doctor.case import Case, as_written, is_count
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, unwise, wrong
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import has_weights
@@ -88,7 +88,7 @@ def _packages(case: Case) -> Iterator[Finding]:
         if package in versions and versions[package] is None:
             yield wrong(
                 "package-absent",
-                f"--{flag} {shown(value)} needs {package}, which is not installed",
+                f"--{flag} {as_written(value)} needs {package}, which is not installed",
                 why="the trainer stops before the first step",
                 change=pip_install(extra),
             )
@@ -139,7 +139,7 @@ def _unlike_the_flag(name: str, case: Case, key: str, value: object, flag: str, 
     edit = case.deepspeed_edit(key, "auto" if case.has_json else REMOVE)
     return wrong(
         name,
-        f"{key} is {shown(value)} in the {edit.file.upper()}; {flag}",
+        f"{key} is {as_written(value)} in the {edit.file.upper()}; {flag}",
         edit,
         why=why,
         then=", so that the flags decide" if case.has_json else ": the flags decide",
@@ -181,7 +181,7 @@ def _clipping(case: Case) -> Iterator[Finding]:
     elif (1.0 if value in (None, "auto") else value) != flag:
         yield wrong(
             "clipping-differs",
-            f"{key} is {'absent' if value is None else shown(value)}; --max_grad_norm is {flag}, in stock",
+            f"{key} is {'absent' if value is None else as_written(value)}; --max_grad_norm is {flag} (stock)",
             case.deepspeed_edit(key, flag),
             why="DeepSpeed clips by its own config (1.0 if the key is absent) and ignores the script's value",
         )
@@ -199,7 +199,7 @@ def _dtypes(case: Case) -> Iterator[Finding]:
             continue
         yield wrong(
             f"{dtype}-differs",
-            f"{dtype}.enabled is {shown(enabled[dtype])} with --numerics {numerics}",
+            f"{dtype}.enabled is {as_written(enabled[dtype])} with --numerics {numerics}",
             in_json(f"{dtype}.enabled", "auto"),
             why="fp16 needs loss scaling and overflows sooner than bf16; other strategies run in bf16"
             if dtype == "fp16"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.doctor.case import Case, is_true, shown
+from slm_toolkit.doctor.case import Case, as_written, is_true
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow, unwise, wrong
 from slm_toolkit.predict.memory.machine import host_bytes
@@ -45,7 +45,7 @@ def _folder(case: Case, part: str, num_bytes: int, needed: int) -> Iterator[Find
     named = case.zero[part].get("nvme_path")
     severity, name, then = "wrong", "nvme-path", ""
     if not isinstance(named, str) or named == "auto":
-        sentence = f"{part} to nvme with nvme_path {shown(named)}"
+        sentence = f"{part} to nvme with nvme_path {as_written(named)}"
         why = "DeepSpeed does not know where to write"
     else:
         sentence = f"nvme_path of {part} is {named}"
