@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How is a small model taught to chat, all of its weights?
+# How do I fine-tune all weights of a small model on chats?
 # hardware: 1 x rtx-4090
 # memory: 13.8 of 23.5 GiB per GPU, 2 GiB of host RAM per node
 # time: 2.1 h

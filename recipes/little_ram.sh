@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What if the host has less RAM than the model's copies on all its ranks?
+# What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
 # memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: 89.1 h

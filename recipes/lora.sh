@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How is a 1.7B model fine-tuned on chats with one card?
+# How do I fine-tune a 1.7B model on chats with one card?
 # hardware: 1 x rtx-4090
 # memory: 7.0 of 23.5 GiB per GPU, 7 GiB of host RAM per node
 # time: 2.7 h

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Will it fit, before anything is rented?
+# Will my training fit in memory, before I rent GPUs?
 # hardware: 64 x a100-40gb in 8 nodes (the plan; this runs on any computer)
 # memory: 22.5 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: - (seconds; nothing is launched on a GPU)

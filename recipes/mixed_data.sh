@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What does each of several datasets gain from training on their mixture?
+# How much does each dataset gain from training on a mixture?
 # hardware: 1 x rtx-4090
 # memory: 19.5 of 23.5 GiB per GPU, 2 GiB of host RAM per node
 # time: 7.5 h

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How does a 2B model train on one card of 24 GB?
+# How do I train a 2B model on one 24 GB card?
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
 # time: 34.0 h

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Are the study's figures true on my GPUs?
+# Do the paper's results hold on my GPUs?
 # hardware: 8 x a100-80gb
 # memory: 72.9 of 79.2 GiB per GPU, 65 GiB of host RAM per node
 # time: 30 min

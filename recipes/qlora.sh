@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How little memory can fine-tuning a 1.5B model take?
+# How little memory is enough to fine-tune a 1.5B model?
 # hardware: 1 x rtx-4090
 # memory: 1.6 of 23.5 GiB per GPU, 7 GiB of host RAM per node
 # time: 2.8 h

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How are strategies compared, and a model trained, on a Slurm cluster?
+# How do I compare strategies and train a model on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 22.0 of 39.4 GiB per GPU, 35 GiB of host RAM per node
 # time: 10.9 h

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How does a 2B model train on two nodes without InfiniBand?
+# How do I train a 2B model on two nodes without InfiniBand?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 31.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: 69.0 h
