@@ -7,7 +7,7 @@
 # estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
-# 1. What each should take. The paper's answer is DDP for what fits; shards make room for a larger batch.
+# 1. Estimate both. The paper recommends DDP if the model fits; sharding makes room for a larger batch.
 slm recommend --model slm-1b-hw --tokens 20B --torch_compile --gpu a100-40gb:8 \
   --strategy ddp fsdp_shard_grad_op
 
@@ -16,20 +16,20 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real th
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile) measured=(ddp fsdp_shard_grad_op)
-else # without any, or with TRY=1: two steps of a tiny model on two CPU processes
+else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"
   data=(--dataset synthetic)
   compile=() measured=(ddp)
 fi
-: "${STRATEGY:=fsdp_shard_grad_op}" # or ddp: what step 2 finds faster on your machine
+: "${STRATEGY:=fsdp_shard_grad_op}" # or ddp: use the one that step 2 finds faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 
-# 2. Measure them. Rows that share a rank (=) are a tie: then ddp, which is simpler.
+# 2. Measure both. Rows that share a rank (=) are a tie: then choose ddp, which is simpler.
 slm compare --strategy "${measured[@]}" --num_processes "$GPUS" "${flags[@]}" \
   --max_steps $((STEPS < 33 ? STEPS : 33)) --output_dir runs/check
 
-# 3. Train with one of them. Port 0 is any that is free.
+# 3. Train with one of them. Port 0 means any free port.
 # Runs `accelerate launch --config_file .../accel_configs/$STRATEGY.yaml -m slm_toolkit.train ...`.
 slm train --strategy "$STRATEGY" --num_processes "$GPUS" --main_process_port 0 \
   "${flags[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \

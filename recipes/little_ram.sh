@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What if the host has less RAM than the model's copies on all its ranks?
+# What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
 # memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: 89.1 h
@@ -7,17 +7,17 @@
 # estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
-# 1. Eight ranks that each build a 2B model in fp32 take the RAM above before a GPU is touched, and the kernel
-#    kills them (exit code -9). Under ZeRO-3 with zero3_init_flag rank 0 alone builds it whole.
+# 1. Eight ranks that each build a 2B model in fp32 need the RAM above before they use a GPU, and the kernel
+#    kills them (exit code -9). Under ZeRO-3 with zero3_init_flag, only rank 0 builds the whole model.
 slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:8 --strategy ds_zero3
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=76294}" "${GPUS:=8}"
-  have_gib=$(awk '/MemAvailable/ {print int($2 / 2^20)}' /proc/meminfo) # what people look up in htop
+  have_gib=$(awk '/MemAvailable/ {print int($2 / 2^20)}' /proc/meminfo) # available RAM
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile)
-else # without any, or with TRY=1: two steps of a tiny model, and as if there were no RAM
+else # without GPUs, or with TRY=1: two steps of a tiny model, as if no RAM were available
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=1}" "${STEPS:=2}" "${GPUS:=2}"
   have_gib=0
   data=(--dataset synthetic)
@@ -35,14 +35,14 @@ need_gib() {
 }
 strategy=ds_zero3
 (($(need_gib ds_zero3) <= have_gib)) || strategy=in_pieces.yaml
-echo "GiB of RAM: $have_gib here, to build whole $(need_gib ds_zero3), in pieces $(need_gib in_pieces.yaml)"
+echo "GiB of RAM: $have_gib here, $(need_gib ds_zero3) for whole models, $(need_gib in_pieces.yaml) in shards"
 
-# 3. Train. (FSDP's cpu_ram_efficient_loading saved nothing with transformers 5.23: all ranks load it all.)
+# 3. Train. (FSDP's cpu_ram_efficient_loading saves nothing with transformers 5.23: every rank loads it all.)
 slm train --strategy "$strategy" --num_processes "$GPUS" --main_process_port 0 \
   --model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" \
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}" \
   "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) --save_steps 1000 --run_name little-ram
 
-# 4. What the ranks took at most, so that the next run is planned by it.
+# 4. The largest RAM of a rank, to plan the next run.
 slm report runs/little-ram --json | python -c 'import json, sys
-print("GiB of RAM that the fullest rank took:", json.load(sys.stdin)[0]["peak_rss_bytes"] / 2**30)'
+print("largest RAM of a rank in GiB:", json.load(sys.stdin)[0]["peak_rss_bytes"] / 2**30)'

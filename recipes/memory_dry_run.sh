@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Will it fit, before anything is rented?
+# Will my training fit in memory, before I rent GPUs?
 # hardware: 64 x a100-40gb in 8 nodes (the plan; this runs on any computer)
 # memory: 22.5 of 39.4 GiB per GPU, 68 GiB of host RAM per node
 # time: - (seconds; nothing is launched on a GPU)
@@ -7,7 +7,7 @@
 # estimated on 2026-11-22 by the first command below
 set -euo pipefail
 
-# 1. By closed forms, in a fraction of a second: who fits, by how much, where the peak is; the largest batch.
+# 1. Estimates, in a fraction of a second: what fits, how much memory is left, the peak; the largest batch.
 slm estimate --model slm-2b-hw --gpu a100-40gb --num_gpus 64 --strategy fsdp_shard_grad_op \
   --per_device_train_batch_size 8 --loss_kernel fused_linear --norm_kernel fused
 slm estimate --model slm-2b-hw --gpu a100-40gb --num_gpus 8 64 --largest_batch \
@@ -21,11 +21,11 @@ else # TRY=1: smaller
   strategies=(fsdp_shard_grad_op) ranks=(64)
 fi
 
-# 2. A dry run: one process plays rank 0 of so many, with the real script and engine. Without a GPU its
-#    tensors take no memory, and every allocation is followed.
+# 2. A rehearsal: one process plays rank 0 of 8 and of 64, with the real script and engine. Without a GPU its
+#    tensors take no memory, and every allocation is recorded.
 slm compare --rehearse "${ranks[@]}" --model "$MODEL" --strategy "${strategies[@]}" --seq_len "$SEQ_LEN" \
   --per_device_train_batch_size "$BATCH" --loss_kernel fused_linear --norm_kernel fused \
-  --output_dir runs/dry --memory # and which modules own the peak
+  --output_dir runs/dry --memory # also shows which modules cause the peak
 
-# 3. The two kinds of evidence beside each other. Where they part, believe the rehearsal.
+# 3. Compare estimate and rehearsal. Where they differ, trust the rehearsal.
 slm report runs/dry --errors

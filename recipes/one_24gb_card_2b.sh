@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How does a 2B model train on one card of 24 GB?
+# How do I train a 2B model on one 24 GB card?
 # hardware: 1 x rtx-4090
 # memory: 19.0 of 23.5 GiB per GPU, 8 GiB of host RAM per node
 # time: 34.0 h
@@ -7,11 +7,11 @@
 # estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
-# 1. With fp32 master weights the training state alone is 31 GiB: checkpointing, which saves activations, is
-#    not enough. In bf16 throughout it is half of that, and checkpointing makes room for a batch.
+# 1. With fp32 master weights the training state alone is 31 GiB: gradient checkpointing, which only saves
+#    activations, is not enough. A state in bf16 takes half, and checkpointing makes room for a batch.
 slm recommend --model slm-2b-hw --tokens 1B --torch_compile --gpu rtx-4090:1 --strategy single \
   --numerics aligned pure_bf16 --gradient_checkpointing full --per_device_train_batch_size 16
-# Or offload: master weights and AdamW go to the host. How fast that is, only step 2 can tell.
+# Or offload: master weights and AdamW move to the host. Only step 2 measures how fast that is.
 slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_zero2_offload \
   --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 16
 
@@ -20,19 +20,19 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real t
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile) measured=(bf16 offload)
-else # without one, or with TRY=1: two steps of a tiny model
+else # without a GPU, or with TRY=1: two steps of a tiny model
   : "${MODEL:=slm-1m}" "${SEQ_LEN:=64}" "${BATCH:=2}" "${ACCUMULATE:=2}" "${STEPS:=2}"
   data=(--dataset synthetic)
   compile=() measured=(offload)
 fi
 declare -A strategy=([bf16]=single [offload]=ds_zero2_offload)
 declare -A numerics=([bf16]=pure_bf16 [offload]=aligned)
-: "${WAY:=bf16}" # or offload: slower, but no small update of a weight is rounded away
+: "${WAY:=bf16}" # or offload: slower, but small weight updates are not lost to rounding
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --gradient_checkpointing full
   --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 
-# 2. How fast is either?
+# 2. Measure the speed of both.
 for way in "${measured[@]}"; do
   slm compare --strategy "${strategy[$way]}" --numerics "${numerics[$way]}" --num_processes 1 "${flags[@]}" \
     --max_steps $((STEPS < 4 ? STEPS : 4)) --output_dir runs/check

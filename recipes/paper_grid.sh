@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Are the study's figures true on my GPUs?
+# Do the paper's results hold on my GPUs?
 # hardware: 8 x a100-80gb
 # memory: 72.9 of 79.2 GiB per GPU, 65 GiB of host RAM per node
 # time: 30 min
@@ -8,7 +8,7 @@
 set -euo pipefail
 
 # 1. The grid of Ashkboos et al. (arXiv 2410.19456) on a node of eight: models, batches, attention kernels,
-#    strategies. Hours and dollars are of 33 steps each, without what it takes to start them.
+#    strategies. Hours and dollars are for 33 steps each, without the time to start the runs.
 slm estimate --model slm-100m slm-500m slm-1b slm-2b --numerics pure_bf16 --attn_implementation eager sdpa \
   --strategy ddp fsdp_full_shard fsdp_shard_grad_op --per_device_train_batch_size 8 16 32 64 \
   --gpu a100-80gb --num_gpus 1 2 8 --max_steps 33 >estimated.txt
@@ -18,20 +18,20 @@ if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real th
   models=(slm-100m slm-500m slm-1b slm-2b) batches=(8 16 32 64) attention=(eager sdpa)
   strategies=(ddp fsdp_full_shard fsdp_shard_grad_op) counts=(1 2 8)
   : "${SEQ_LEN:=1024}" "${STEPS:=33}"
-  each=(--skip_oom --gpus_per_run) # as many at once as there are GPUs for; none that can't fit
-else # without any, or with TRY=1: two steps of a tiny model on two CPU processes
+  each=(--skip_oom --gpus_per_run) # as many runs at once as the GPUs allow; none that can't fit
+else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU processes
   models=(slm-1m) batches=(2) attention=(sdpa) strategies=(ddp) counts=(2)
   : "${SEQ_LEN:=64}" "${STEPS:=2}"
   each=(--num_processes)
 fi
 
-# 2. Measure. Stop it at will: the same command goes on with what is not done yet.
+# 2. Measure. You can stop at any time: the same command continues with the missing runs.
 for count in "${counts[@]}"; do
   slm compare "${each[@]}" "$count" --model "${models[@]}" --strategy "${strategies[@]}" \
     --per_device_train_batch_size "${batches[@]}" --attn_implementation "${attention[@]}" \
     --numerics pure_bf16 --seq_len "$SEQ_LEN" --max_steps "$STEPS" --output_dir runs/paper
 done
 
-# 3. The figures again, with your measurements in the place of predictions; and all of them as a page.
+# 3. The figures again, with your measurements instead of predictions; and all runs as an HTML page.
 slm report --paper runs/paper >paper.txt
 slm report runs/paper --html paper.html

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How are strategies compared, and a model trained, on a Slurm cluster?
+# How do I compare strategies and train a model on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
 # memory: 22.0 of 39.4 GiB per GPU, 35 GiB of host RAM per node
 # time: 10.9 h
@@ -7,7 +7,7 @@
 # estimated on 2026-11-23 by the first command below
 set -euo pipefail
 
-# 1. What the training of step 3 takes, on two nodes, by strategy; waiting in the queue comes on top.
+# 1. Time and cost of the training in step 3, on two nodes, by strategy; without waiting in the queue.
 slm recommend --model slm-1b-hw --tokens 20B --torch_compile --gpu a100-40gb:16 \
   --strategy ddp fsdp_hybrid_shard fsdp_shard_grad_op
 
@@ -25,19 +25,19 @@ else # elsewhere, or with TRY=1: two steps of a tiny model on two CPU processes
   data=(--dataset synthetic)
   compile=()
 fi
-: "${STRATEGY:=${strategies[0]}}" # what step 2 finds fastest
-# Where no Slurm answers, the scripts are only written, and how to submit them is printed.
+: "${STRATEGY:=${strategies[0]}}" # choose the one that step 2 finds fastest
+# Without Slurm, this only writes the scripts and prints how to submit them.
 sinfo -h &>/dev/null && submit=() || submit=(--slurm_only_write)
 slurm=(--launcher slurm --num_nodes "$NODES" --gpus_per_node "$GPUS_PER_NODE" "--slurm_options=$OPTIONS")
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH" --loss_kernel fused_linear
   --norm_kernel fused "${compile[@]}")
 
-# 2. A job per strategy; this waits for them and prints the table. Lost the connection? The same command finds
-#    its jobs again. The folder must be one that all nodes see.
+# 2. One job per strategy; the command waits for the jobs and prints the table. If you lose the connection,
+#    run the same command: it finds its jobs again. All nodes must share the folder.
 slm compare "${slurm[@]}" "${submit[@]}" --strategy "${strategies[@]}" "${flags[@]}" \
   --max_steps "$CHECK_STEPS" --output_dir runs/check
 
-# 3. The training itself is a job of the same kind.
+# 3. The training itself, as another job.
 slm compare "${slurm[@]}" "${submit[@]}" --strategy "$STRATEGY" "${flags[@]}" "${data[@]}" \
   --gradient_accumulation_steps "$ACCUMULATE" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
   --eval_steps 1000 --save_steps 1000 --save_final_model true --timeout 172800 --output_dir runs/train

@@ -1,1 +1,1 @@
-"""Accelerate YAMLs, DeepSpeed JSONs and TrainingArguments, turned into one another key by key."""
+"""Convert accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into each other, key by key."""

@@ -1,4 +1,4 @@
-"""A source of any form, taken apart into settings."""
+"""Read a source in any supported form into a draft."""
 
 import dataclasses
 import shlex
@@ -21,7 +21,7 @@ from slm_toolkit.convert.settings import (
     truth,
 )
 from slm_toolkit.convert.trainer_keys import (
-    ALWAYS_SAID,
+    ALWAYS_WRITTEN,
     ARGUMENTS_READ,
     FSDP1_ONLY,
     FSDP_KEYS,
@@ -33,53 +33,52 @@ from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_conf
 from slm_toolkit.strategy.passed_on import YAML_SETTINGS
 from slm_toolkit.strategy.strategy import config_dir, read_strategy, shipped_strategies
 
-_FSDP2 = "FSDP2 shards each parameter, FSDP1 a layer's flattened ones: the same bytes, the same traffic"
-_WINS = (
-    "under FSDP1 accelerate takes fsdp_sharding_strategy, FULL_SHARD where it is absent, and never this key"
-)
+_FSDP2 = "FSDP2 shards each parameter, FSDP1 the flattened parameters of a layer: the same bytes and traffic"
+_WINS = "under FSDP1 accelerate reads fsdp_sharding_strategy (FULL_SHARD if it is absent) and never this key"
 _OBSOLETE = "accelerate reads it under fsdp_version 1 only"
 
 
 def fsdp_settings(
-    said: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
+    written: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
 ) -> tuple[str, list[Setting], list[KeyAccount]]:
-    """Engine, settings and account of FSDP keys: accelerate's name, value, and the key as it is written.
+    """Return engine, settings and account rows of FSDP keys.
 
-    FSDP1 becomes FSDP2, its NO_SHARD becomes DDP. A key that is absent counts with the source's own default.
+    `written` maps accelerate's name of a key to its value and the key as it is written in the source. FSDP1
+    becomes FSDP2, and its NO_SHARD becomes DDP. An absent key has the source's default.
     """
     known = {key.accelerate: key for key in FSDP_KEYS}
     defaults = {k: key.trainer_default if is_trainers else key.launch_default for k, key in known.items()}
-    version, version_source = said.get("fsdp_version", (defaults["fsdp_version"], "fsdp_version"))
+    version, version_source = written.get("fsdp_version", (defaults["fsdp_version"], "fsdp_version"))
     if str(version) not in ("1", "2"):
-        raise ValueError(f"{version_source} is {version!r}\nhint: 1 or 2")
+        raise ValueError(f"{version_source} is {version!r}\nhint: use 1 or 2")
     is_fsdp1 = str(version) == "1"
     settings, rows = [], []
     if is_fsdp1:
-        engine, settings, rows = _sharding_of_fsdp1(said, ranks, is_trainers=is_trainers)
+        engine, settings, rows = _sharding_of_fsdp1(written, ranks, is_trainers=is_trainers)
         if engine == "ddp":
-            of_sharding = ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+            sharding_keys = ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward")
             rows += [
                 KeyAccount(source, value, "no counterpart", (), "DDP has no such setting")
-                for key, (value, source) in said.items()
-                if key not in of_sharding
+                for key, (value, source) in written.items()
+                if key not in sharding_keys
             ]
             return engine, [], rows
-    for key, (value, source) in said.items():
+    for key, (value, source) in written.items():
         if key == "fsdp_version":
             why = _FSDP2 if is_fsdp1 else ""
             settings.append(Setting("fsdp", (key,), 2, source, value, why))
         elif is_fsdp1 and key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-            continue  # dealt with above
+            continue  # see _sharding_of_fsdp1
         elif key in FSDP1_ONLY:
             rows.append(_row_of_fsdp1(key, value, source, is_fsdp1=is_fsdp1))
         elif key not in known:
             rows.append(
-                KeyAccount(source, value, "ignored", (), "no library reads such a key: is it misspelt?")
+                KeyAccount(source, value, "ignored", (), "no library reads this key: is it misspelt?")
             )
         else:
             settings.append(_setting(key, value, source))
     present = {setting.path[0] for setting in settings}
-    for key in ALWAYS_SAID:
+    for key in ALWAYS_WRITTEN:
         if key not in present:
             default = "FULL_STATE_DICT" if is_fsdp1 and key == "fsdp_state_dict_type" else defaults[key]
             settings.append(Setting("fsdp", (key,), default, _named(key, is_trainers=is_trainers)))
@@ -98,7 +97,7 @@ def _setting(key: str, value: Any, source: str) -> Setting:
     if key == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, list):
         return Setting("fsdp", (key,), ",".join(map(str, value)), source, value)
     if key == "fsdp_state_dict_type" and str(value).upper() == "LOCAL_STATE_DICT":
-        why = "FSDP2 refuses LOCAL_STATE_DICT; both write a file per rank"
+        why = "FSDP2 refuses LOCAL_STATE_DICT; both types write one file per rank"
         return Setting("fsdp", (key,), "SHARDED_STATE_DICT", source, value, why, "nearest")
     if key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type"):
         return Setting("fsdp", (key,), str(value).upper(), source, value)
@@ -106,32 +105,35 @@ def _setting(key: str, value: Any, source: str) -> Setting:
 
 
 def _sharding_of_fsdp1(
-    said: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
+    written: dict[str, tuple[Any, str]], ranks: Ranks, *, is_trainers: bool
 ) -> tuple[str, list[Setting], list[KeyAccount]]:
-    """What FSDP1 was asked to shard."""
+    """Return engine, settings and rows of FSDP1's sharding strategy."""
     rows = []
-    reshard = said.get("fsdp_reshard_after_forward")
-    asked = said.get("fsdp_sharding_strategy")
+    reshard = written.get("fsdp_reshard_after_forward")
+    strategy = written.get("fsdp_sharding_strategy")
     why = ""
-    if asked is None and reshard is not None and str(reshard[0]).lower() not in ("true", "false"):
-        asked, why = reshard, _WINS  # what was meant, and what is wrong with it
+    if strategy is None and reshard is not None and str(reshard[0]).lower() not in ("true", "false"):
+        strategy, why = reshard, _WINS  # the user meant this strategy, but used the wrong key
     elif reshard is not None:
         rows.append(KeyAccount(reshard[1], reshard[0], "ignored", (), _WINS))
-    value, source = asked or ("FULL_SHARD", _named("fsdp_sharding_strategy", is_trainers=is_trainers))
+    value, source = strategy or ("FULL_SHARD", _named("fsdp_sharding_strategy", is_trainers=is_trainers))
     name = str(value).upper()
     if name.isdigit() and 1 <= int(name) <= len(SHARDING):
         name = list(SHARDING)[int(name) - 1]
     if name not in SHARDING:
-        raise ValueError(f"{source} is {value!r}\nhint: one of {', '.join(SHARDING)}")
-    shown = value if asked else None
+        raise ValueError(f"{source} is {value!r}\nhint: use one of {', '.join(SHARDING)}")
+    source_value = value if strategy else None
     reshards, is_hybrid = SHARDING[name]
     if reshards is None:
         why = "NO_SHARD is DDP"
-        return "ddp", [], [KeyAccount(source, shown, "carried", ("distributed_type: MULTI_GPU",), why), *rows]
-    settings = [Setting("fsdp", ("fsdp_reshard_after_forward",), reshards, source, shown, why)]
+        to_ddp = KeyAccount(source, source_value, "carried", ("distributed_type: MULTI_GPU",), why)
+        return "ddp", [], [to_ddp, *rows]
+    settings = [Setting("fsdp", ("fsdp_reshard_after_forward",), reshards, source, source_value, why)]
     if is_hybrid:
         shard = ranks_per_node(ranks, f"{source} {value}")
-        settings += hybrid_settings(ranks, shard, source=source, said=shown, why=why, fate="carried")
+        settings += hybrid_settings(
+            ranks, shard, source=source, source_value=source_value, why=why, fate="carried"
+        )
     return "fsdp", settings, rows
 
 
@@ -139,12 +141,12 @@ def _row_of_fsdp1(key: str, value: Any, source: str, *, is_fsdp1: bool) -> KeyAc
     always, why = FSDP1_ONLY[key]
     if not is_fsdp1:
         return KeyAccount(source, value, "ignored", (), _OBSOLETE)
-    same = str(value).lower() == str(always).lower()
-    return KeyAccount(source, value, "default" if same else "no counterpart", (), why)
+    is_same = str(value).lower() == str(always).lower()
+    return KeyAccount(source, value, "default" if is_same else "no counterpart", (), why)
 
 
 def _named(key: str, *, is_trainers: bool) -> str:
-    """The key as the source would write it."""
+    """Return the key as it would be written in the source."""
     names = {row.accelerate: row.trainer for row in FSDP_KEYS}
     return f"fsdp_config.{names.get(key) or key if is_trainers else key}"
 
@@ -155,20 +157,20 @@ _MARKS = (
 )
 _NAMES = {key.trainer: key.accelerate for key in FSDP_KEYS if key.trainer}
 _NAMES |= {key.removeprefix("fsdp_"): key for key in FSDP1_ONLY if key != "fsdp_sharding_strategy"}
-"transformers' names in fsdp_config: accelerate's"
-_SCRIPTS = "an argument of the script's, whatever shards"
-_JSON_HINT = "transformers reads JSON there"
-_XLA = "TPUs' own sharding, which accelerate's YAML cannot ask for"
+"transformers' name of a key in fsdp_config: accelerate's name"
+_SCRIPTS = "an argument of the script that does not depend on sharding"
+_JSON_HINT = "transformers expects JSON here"
+_XLA = "sharding on TPUs, for which accelerate's YAML has no key"
 
 
 def is_training_arguments(config: dict[str, Any]) -> bool:
-    """Whether a file holds TrainingArguments; bf16 is a word there, and a section in a DeepSpeed JSON."""
-    words = [config.get(key) for key in ("bf16", "fp16")]
-    return any(key in config for key in _MARKS) or any(isinstance(word, bool) for word in words)
+    """Return True for TrainingArguments, where bf16 is a bool; in a DeepSpeed JSON it is a section."""
+    precisions = [config.get(key) for key in ("bf16", "fp16")]
+    return any(key in config for key in _MARKS) or any(isinstance(value, bool) for value in precisions)
 
 
 def is_fsdp_config(config: dict[str, Any]) -> bool:
-    """Whether a file is what --fsdp_config takes."""
+    """Return True for a file that --fsdp_config accepts."""
     return any(key.removeprefix("fsdp_") in _NAMES for key in config)
 
 
@@ -181,14 +183,14 @@ def read_trainer(
     folder: Path,
     more: tuple[Setting, ...] = (),
 ) -> Draft:
-    """The settings of TrainingArguments; files that they name are looked for here and in `folder`.
+    """Read TrainingArguments; the files that they name are searched in the working folder and in `folder`.
 
-    `more`: what the environment and the launcher of a command say beside them.
+    `more` contains settings from the environment and the launcher of a command.
     """
     has_fsdp, has_deepspeed = bool(config.get("fsdp")), bool(config.get("deepspeed"))
     if has_fsdp and has_deepspeed:
         raise ValueError(
-            "fsdp and deepspeed are both asked for\nhint: the Trainer refuses that: leave out one"
+            "fsdp and deepspeed are both set, which the Trainer refuses\nhint: remove one of them"
         )
     rows = [
         KeyAccount(key, hidden(key, value), "stays", (), _SCRIPTS)
@@ -201,17 +203,17 @@ def read_trainer(
             Setting("launch", ("use_cpu",), truth(config["use_cpu"], "use_cpu"), "use_cpu", config["use_cpu"])
         )
     if has_deepspeed:
-        asked, path = _loaded(config["deepspeed"], "deepspeed", folder)
+        deepspeed, path = _loaded(config["deepspeed"], "deepspeed", folder)
         rows += [KeyAccount(k, config[k], "stays", (), _SCRIPTS) for k in ("bf16", "fp16") if k in config]
         settings.append(
             Setting("launch", ("distributed_type",), "DEEPSPEED", "deepspeed", _short(config["deepspeed"]))
         )
-        settings += deepspeed_settings(asked, before="deepspeed." if path is None else "")
+        settings += deepspeed_settings(deepspeed, before="deepspeed." if path is None else "")
         settings += init_flag(settings)
         return Draft(name, "deepspeed", ranks, tuple(settings), tuple(rows), True, path, "deepspeed")
     settings += _precision(config)
     if has_fsdp:
-        asked, path = _loaded(config.get("fsdp_config") or {}, "fsdp_config", folder)
+        fsdp_config, path = _loaded(config.get("fsdp_config") or {}, "fsdp_config", folder)
         if path is not None:
             rows.append(
                 KeyAccount(
@@ -219,60 +221,64 @@ def read_trainer(
                     config["fsdp_config"],
                     "default",
                     (),
-                    "its keys are accounted for one by one",
+                    "each of its keys has its own row",
                 )
             )
         settings.append(Setting("launch", ("distributed_type",), "FSDP", "fsdp", config["fsdp"]))
-        said, found = _fsdp_keys(asked, config["fsdp"])
-        engine, of_fsdp, of_keys = fsdp_settings(said, ranks, is_trainers=True)
-        return Draft(name, engine, ranks, (*settings, *of_fsdp), (*rows, *found, *of_keys), True)
+        keys, other_rows = _fsdp_keys(fsdp_config, config["fsdp"])
+        engine, from_fsdp, key_rows = fsdp_settings(keys, ranks, is_trainers=True)
+        return Draft(name, engine, ranks, (*settings, *from_fsdp), (*rows, *other_rows, *key_rows), True)
     if config.get("fsdp_config"):
         rows.append(
-            KeyAccount("fsdp_config", config["fsdp_config"], "ignored", (), "read only where fsdp is on")
+            KeyAccount("fsdp_config", config["fsdp_config"], "ignored", (), "read only if fsdp is on")
         )
     engine = "single" if ranks.num == 1 else "ddp"
     return Draft(name, engine, ranks, tuple(settings), tuple(rows), True)
 
 
 def _short(value: Any) -> Any:
-    """A file's name as it is, settings as their number."""
+    """Return a file's name, or "settings" for settings that are written in place."""
     return value if isinstance(value, str) and not value.startswith("{") else "settings"
 
 
-def _fsdp_keys(asked: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, str]], list[KeyAccount]]:
-    """accelerate's names of what fsdp_config says, and of the words that --fsdp took until transformers 5."""
-    said, rows = {}, []
-    for key, value in asked.items():
+def _fsdp_keys(fsdp_config: dict[str, Any], fsdp: Any) -> tuple[dict[str, tuple[Any, str]], list[KeyAccount]]:
+    """Return fsdp_config and --fsdp by accelerate's names, each with its value and its key in the source.
+
+    --fsdp accepted words such as full_shard until transformers 5.
+    """
+    written, rows = {}, []
+    for key, value in fsdp_config.items():
         name, source = key.removeprefix("fsdp_"), f"fsdp_config.{key}"
         if name in XLA_KEYS:
             rows.append(KeyAccount(source, value, "no counterpart" if value else "default", (), _XLA))
         else:
-            said[_NAMES.get(name, f"unknown {name}")] = (value, source)
+            written[_NAMES.get(name, f"unknown {name}")] = (value, source)
     if fsdp is True:
-        return said, rows
-    is_fsdp1 = str(said.get("fsdp_version", (2, ""))[0]) == "1"
+        return written, rows
+    is_fsdp1 = str(written.get("fsdp_version", (2, ""))[0]) == "1"
     for word in map(str, fsdp) if isinstance(fsdp, list) else str(fsdp).split():
         source = f"fsdp {word}"
         if word == "offload":
-            said.setdefault("fsdp_offload_params", (True, source))
+            written.setdefault("fsdp_offload_params", (True, source))
         elif word == "auto_wrap":
             rows.append(KeyAccount(source, True, "default", (), "transformers wraps by layer anyway"))
         elif word.upper() in SHARDING and (is_fsdp1 or word in ("full_shard", "shard_grad_op")):
             value = word if is_fsdp1 else word == "full_shard"
-            said.setdefault("fsdp_reshard_after_forward", (value, source))
+            written.setdefault("fsdp_reshard_after_forward", (value, source))
         else:
             only = " without fsdp_config.version 1 (FSDP1)" if word in map(str.lower, SHARDING) else ""
             raise ValueError(
                 f"transformers refuses --fsdp {word}{only}\n"
-                "hint: full_shard, shard_grad_op, offload, auto_wrap; or --fsdp alone, true in a file"
+                "hint: use full_shard, shard_grad_op, offload or auto_wrap; or --fsdp without a value (in a "
+                "file: true)"
             )
-    return said, rows
+    return written, rows
 
 
 def _precision(config: dict[str, Any]) -> list[Setting]:
-    asked = {key: truth(config[key], key) for key in ("bf16", "fp16") if config.get(key) is not None}
-    if all(asked.get(key) for key in ("bf16", "fp16")):
-        raise ValueError("bf16 and fp16 are both true\nhint: one of them")
+    precisions = {key: truth(config[key], key) for key in ("bf16", "fp16") if config.get(key) is not None}
+    if all(precisions.get(key) for key in ("bf16", "fp16")):
+        raise ValueError("bf16 and fp16 are both true\nhint: choose one of them")
     return [
         Setting(
             "launch",
@@ -280,15 +286,15 @@ def _precision(config: dict[str, Any]) -> list[Setting]:
             key,
             key,
             config[key],
-            "the script may keep the argument: they agree",
+            "the script may keep the argument, since both agree",
         )
-        for key, is_on in asked.items()
+        for key, is_on in precisions.items()
         if is_on
     ]
 
 
 def _compilation(config: dict[str, Any]) -> list[Setting]:
-    """torch_compile and its two options as accelerate's dynamo_config."""
+    """Return torch_compile and its two options as accelerate's dynamo_config."""
     backend, mode = config.get("torch_compile_backend"), config.get("torch_compile_mode")
     settings = []
     if truth(config.get("torch_compile") or False, "torch_compile") or backend or mode:
@@ -303,33 +309,33 @@ def _compilation(config: dict[str, Any]) -> list[Setting]:
 
 
 def _loaded(value: Any, key: str, folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """The settings that an argument holds, names, or spells as JSON; and the file they came from."""
+    """Return the settings of an argument (a mapping, JSON text or a file name), and the file, if any."""
     if isinstance(value, dict):
         return value, None
     text, path = str(value), None
     if not text.startswith("{"):
-        found = [p for p in (typed_path(text), folder / text) if is_file(p)]
-        if not found:
+        paths = [p for p in (typed_path(text), folder / text) if is_file(p)]
+        if not paths:
             raise ValueError(
-                f"{key}: no such file: {text}\nhint: looked for from {Path.cwd()} and beside the source"
+                f"{key}: no such file: {text}\nhint: searched in {Path.cwd()} and in the source's folder"
             )
-        path = found[0]
+        path = paths[0]
         text = read_text(path, hint=_JSON_HINT)
     config = json_of(text, f"{key}: {path or text}", hint=_JSON_HINT)
     if not isinstance(config, dict):
-        raise ValueError(f"{key} is {config!r}\nhint: it holds settings, or names a file of them")
+        raise ValueError(f"{key} is {config!r}\nhint: give settings, or the name of a file with settings")
     return config, path
 
 
-_LONGEST_NAME = 100  # of files that are called as the script is
+_LONGEST_NAME = 100  # characters of a file name that is taken from the script
 _FORMS = (
-    "a shipped strategy, an accelerate YAML (distributed_type), a DeepSpeed JSON (zero_optimization), "
-    "TrainingArguments (fsdp, deepspeed), or a command behind --"
+    "give a shipped strategy, an accelerate YAML (distributed_type), a DeepSpeed JSON (zero_optimization), "
+    "TrainingArguments (fsdp, deepspeed), or a command after --"
 )
 
 
 def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: int | None) -> Draft:
-    """The settings of what the user named. Raises ValueError for what is in none of the forms."""
+    """Read the user's source into a draft. Raises ValueError if its form is unknown."""
     first = words[0]
     if len(words) > 1 or first.startswith("-") or (" " in first and not exists(Path(first))):
         return _read_command(words, num_processes, gpus_per_node)
@@ -352,15 +358,15 @@ def read_source(words: list[str], *, num_processes: int | None, gpus_per_node: i
         whole = {"fsdp": True, "fsdp_config": config}
         return read_trainer(whole, path.stem, launch, asked_ranks, folder=path.parent)
     raise ValueError(
-        f"{path} is in no form that is known: it has {', '.join(list(config)[:5])}\nhint: {_FORMS}"
+        f"{path} has an unknown form: its keys are {', '.join(list(config)[:5])}\nhint: {_FORMS}"
     )
 
 
 def _launch(
-    said: dict[str, Any], num_processes: int | None, gpus_per_node: int | None
+    written: dict[str, Any], num_processes: int | None, gpus_per_node: int | None
 ) -> tuple[list[Setting], Ranks]:
-    """Settings of accelerate's launcher, as the source says them; --num_processes goes before it."""
-    settings = [Setting("launch", (key,), value, source, value) for key, (value, source) in said.items()]
+    """Return the launcher's settings and the ranks; --num_processes overrides the source."""
+    settings = [Setting("launch", (key,), value, source, value) for key, (value, source) in written.items()]
     if num_processes is not None:
         settings = [setting for setting in settings if setting.path != ("num_processes",)]
         settings.append(
@@ -371,41 +377,44 @@ def _launch(
 
 
 def _read_command(words: list[str], num_processes: int | None, gpus_per_node: int | None) -> Draft:
-    found = command_source(words)
-    launch, ranks = _launch(found.launch, num_processes, gpus_per_node)
-    script = script_of(found.script)
+    source = command_source(words)
+    launch, ranks = _launch(source.launch, num_processes, gpus_per_node)
+    script = script_of(source.script)
     is_module = script[0] in ("-m", "--module")
     name = script[1].rpartition(".")[2] if is_module and len(script) > 1 else Path(script[0]).stem
     name = check_name(Path(name).name, "a script called")[:_LONGEST_NAME]
-    draft = read_trainer(found.arguments, name, launch, ranks, folder=Path(), more=tuple(found.more))
-    rows = [*found.rows]
-    if found.script or found.environment:
-        others = shlex.join([*found.environment, *found.script])
-        rows.append(KeyAccount("all other words", others, "stays", (), "nothing of how to shard"))
+    draft = read_trainer(source.arguments, name, launch, ranks, folder=Path(), more=tuple(source.more))
+    rows = [*source.rows]
+    if source.script or source.environment:
+        others = shlex.join([*source.environment, *source.script])
+        rows.append(KeyAccount("all other words", others, "stays", (), "they do not affect sharding"))
     return dataclasses.replace(
         draft,
         rows=(*draft.rows, *rows),
-        script=tuple(found.script),
-        environment=tuple(found.environment),
+        script=tuple(source.script),
+        environment=tuple(source.environment),
     )
 
 
 def _read_accelerate(
     config: dict[str, Any], path: Path, num_processes: int | None, gpus_per_node: int | None
 ) -> Draft:
-    engine = read_strategy(path).engine  # with its checks, of the DeepSpeed JSON, too
+    engine = read_strategy(path).engine  # this also checks the DeepSpeed JSON
     if unknown := [key for key in config if key not in YAML_SETTINGS]:
-        raise ValueError(f"{path}: accelerate refuses the key {unknown[0]}\nhint: is it one of another file?")
+        raise ValueError(
+            f"{path}: accelerate refuses the key {unknown[0]}\nhint: does it belong in another file?"
+        )
     if str(config.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
         raise ValueError(
-            f"{path}: SageMaker's configurations are not converted\nhint: compute_environment: LOCAL_MACHINE"
+            f"{path}: SageMaker's configurations are not converted\n"
+            "hint: use compute_environment: LOCAL_MACHINE"
         )
-    said = {key: (value, key) for key, value in config.items() if not isinstance(value, dict)}
-    if said.pop("fp16", (False,))[0] is True:  # of earlier versions
-        said.setdefault("mixed_precision", ("fp16", "fp16"))
-    if (precision := said.get("mixed_precision")) is not None:  # YAML reads a bare no as false
-        said["mixed_precision"] = ("no" if precision[0] is False else str(precision[0]), precision[1])
-    launch, ranks = _launch(said, num_processes, gpus_per_node)
+    written = {key: (value, key) for key, value in config.items() if not isinstance(value, dict)}
+    if written.pop("fp16", (False,))[0] is True:  # earlier versions
+        written.setdefault("mixed_precision", ("fp16", "fp16"))
+    if (precision := written.get("mixed_precision")) is not None:  # YAML: unquoted no is false
+        written["mixed_precision"] = ("no" if precision[0] is False else str(precision[0]), precision[1])
+    launch, ranks = _launch(written, num_processes, gpus_per_node)
     launch += _dynamo(config)
     groups = [
         Setting("groups", (_prefixed(key, "parallelism_config_"),), value, f"parallelism_config.{key}", value)
@@ -426,7 +435,7 @@ def _read_accelerate(
                 "deepspeed_config.deepspeed_config_file",
                 config["deepspeed_config"]["deepspeed_config_file"],
             )
-            rows.append(KeyAccount(key, named, "default", (), "its keys are accounted for one by one"))
+            rows.append(KeyAccount(key, named, "default", (), "each of its keys has its own row"))
             draft = Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))
             return dataclasses.replace(draft, json_path=json_path, json_key=key)
         return Draft(path.stem, engine, ranks, (*launch, *groups, *settings), tuple(rows))
@@ -434,13 +443,13 @@ def _read_accelerate(
         return Draft(path.stem, engine, ranks, (*launch, *groups), tuple(rows))
     section = (config.get("fsdp_config") or {}).items()
     keys = {_prefixed(key, "fsdp_"): (value, f"fsdp_config.{key}") for key, value in section}
-    engine, settings, found = fsdp_settings(keys, ranks, is_trainers=False)
+    engine, settings, key_rows = fsdp_settings(keys, ranks, is_trainers=False)
     _check_groups(groups, ranks, path)
-    return Draft(path.stem, engine, ranks, (*launch, *settings, *groups), (*rows, *found))
+    return Draft(path.stem, engine, ranks, (*launch, *settings, *groups), (*rows, *key_rows))
 
 
 def _deepspeed_of_yaml(section: dict[str, Any], path: Path) -> tuple[list[Setting], Path | None]:
-    """The JSON that is named, or the settings in its place; and what only the YAML says."""
+    """Return the settings of the JSON that the section names, or its inline settings; and the JSON's path."""
     settings = [
         Setting("plugin", (key,), value, f"deepspeed_config.{key}", value)
         for key, value in section.items()
@@ -457,19 +466,19 @@ def _deepspeed_of_yaml(section: dict[str, Any], path: Path) -> tuple[list[Settin
             if inline.get(key, "none") not in (None, "none"):
                 source = f"deepspeed_config.{key}"
                 settings.append(Setting("deepspeed", to, inline[key], source, section.get(key)))
-        said = {setting.path for setting in settings}
+        paths = {setting.path for setting in settings}
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", *_AUTO):
-            if (path_in_json := tuple(key.split("."))) not in said:
+            if (path_in_json := tuple(key.split("."))) not in paths:
                 settings.append(Setting("deepspeed", path_in_json, "auto", why=_AUTO_WHY))
     return [*settings, *init_flag(settings)], json_path
 
 
 _AUTO = ("gradient_accumulation_steps", "gradient_clipping", "bf16.enabled", "fp16.enabled")
-_AUTO_WHY = "the script says it; accelerate fills such keys in when it finds no JSON"
+_AUTO_WHY = "the script decides; accelerate fills in this key if there is no JSON"
 
 
 def _dynamo(config: dict[str, Any]) -> list[Setting]:
-    """accelerate's compilation settings, also of its earlier files."""
+    """Return accelerate's compilation settings, also from the older key dynamo_backend."""
     section = dict(config.get("dynamo_config") or {})
     if config.get("dynamo_backend"):
         section.setdefault("dynamo_backend", config["dynamo_backend"])
@@ -486,8 +495,8 @@ def _check_groups(groups: list[Setting], ranks: Ranks, path: Path) -> None:
             product *= int(setting.value or 1)
     if ranks.num is not None and product not in (1, ranks.num):
         raise ValueError(
-            f"{path}: the sizes of parallelism_config make {product} ranks, num_processes is {ranks.num}\n"
-            "hint: accelerate refuses that: change one of them"
+            f"{path}: the sizes of parallelism_config need {product} ranks, num_processes is {ranks.num}\n"
+            "hint: accelerate refuses this: change one of them"
         )
 
 
@@ -496,10 +505,10 @@ def _prefixed(key: str, prefix: str) -> str:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """The settings in a JSON or YAML file."""
-    hint = "`slm configs --copy DIR` writes good ones"
+    """Read the settings in a JSON or YAML file."""
+    hint = "`slm configs --copy DIR` writes working examples"
     text = read_text(path, hint=hint)
     config = (json_of if path.suffix == ".json" else yaml_of)(text, path, hint=hint)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no settings but {config!r}\nhint: {_FORMS}")
+        raise ValueError(f"{path} contains no settings but {config!r}\nhint: {_FORMS}")
     return config

@@ -1,41 +1,44 @@
-"""A configuration on its way from one form to another: each setting knows the key it was said in."""
+"""Draft: a configuration as settings, each with the key of the source file that set it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FATES = {  # what becomes of a key, and how the account calls it, in the order of the account
+FATES = {  # what happens to a key, and the heading in the account, in the order of the account
     "carried": "carried over",
-    "nearest": "carried over to the nearest there is",
+    "nearest": "carried over to the nearest setting",
     "no counterpart": "no counterpart",
     "default": "nothing to write",
-    "ignored": "read by nobody in the source either",
+    "ignored": "ignored in the source too",
     "stays": "stays with the script",
     "added": "added",
 }
-TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # accelerate's
+TRUE, FALSE = (
+    ("y", "yes", "t", "true", "on", "1"),
+    ("n", "no", "f", "false", "off", "0"),
+)  # accelerate's words
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key and its value in accelerate's or DeepSpeed's words, and the key of the source that said it."""
+    """A key and value by accelerate's or DeepSpeed's name, and the key of the source that set it."""
 
     section: str
-    "launch, fsdp, groups (parallelism_config), deepspeed (the JSON), plugin (the YAML beside it), arguments"
+    "launch, fsdp, groups (parallelism_config), deepspeed (the JSON), plugin (the YAML's section), arguments"
     path: tuple[str, ...]
     value: Any
     source: str = ""
-    "the key as the source has it; empty for what no key of the source said"
-    said: Any = None
-    "the value in the source; None: the key is absent and its default counts"
+    "the key in the source; empty if no key of the source set it"
+    source_value: Any = None
+    "the value in the source; None: the key is absent and its default applies"
     why: str = ""
     fate: str = "carried"
 
 
 @dataclass(frozen=True)
 class KeyAccount:
-    """What became of one key of the source."""
+    """What happened to one key of the source."""
 
     key: str
     value: Any
@@ -48,7 +51,7 @@ class KeyAccount:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks the configuration is for, in all and on a node; None where nobody says it."""
+    """The number of ranks, in all and per node; None: unknown."""
 
     num: int | None
     per_node: int | None
@@ -56,7 +59,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration taken apart into settings, with the account so far."""
+    """A configuration as a list of settings, with the rows of the account so far."""
 
     name: str
     engine: str
@@ -65,20 +68,20 @@ class Draft:
     settings: tuple[Setting, ...]
     rows: tuple[KeyAccount, ...] = ()
     is_trainers: bool = False
-    "came from TrainingArguments: the script is a Trainer's"
+    "the source has TrainingArguments, so the script uses the Trainer"
     json_path: Path | None = None
-    "the DeepSpeed JSON that the settings of section deepspeed were read from"
+    "the file from which the settings of section deepspeed were read"
     json_key: str = ""
     "the key that named that file"
     script: tuple[str, ...] = ()
-    "the user's script and its own arguments, where the source is a command"
+    "the user's script and its own arguments, if the source is a command"
     environment: tuple[str, ...] = ()
-    "NAME=value words before such a command that have nothing to do with sharding"
+    "NAME=value words before the command that have nothing to do with sharding"
 
 
 def account_of(setting: Setting, fate: str, *to: str, why: str = "") -> KeyAccount:
-    """What became of the key that said a setting."""
-    return KeyAccount(setting.source, setting.said, fate, to, why or setting.why)
+    """Return the account's row for the key that set a setting."""
+    return KeyAccount(setting.source, setting.source_value, fate, to, why or setting.why)
 
 
 def of_section(settings: Iterable[Setting], section: str) -> list[Setting]:
@@ -86,25 +89,26 @@ def of_section(settings: Iterable[Setting], section: str) -> list[Setting]:
 
 
 def value_of(settings: Iterable[Setting], section: str, *path: str) -> Any:
-    """The value of one setting; None where it is not there."""
-    found = (s.value for s in settings if s.section == section and s.path == path)
-    return next(found, None)
+    """Return the value of one setting; None if it is absent."""
+    values = (s.value for s in settings if s.section == section and s.path == path)
+    return next(values, None)
 
 
 def deepspeed_settings(config: dict[str, Any], before: str = "") -> list[Setting]:
-    """Settings of a DeepSpeed JSON; `before`: what goes before each key in the account."""
+    """Return the settings of a DeepSpeed JSON; `before` is a prefix for each key in the account."""
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ValueError(
-            f"zero_optimization is {zero!r}\nhint: it holds settings: compare with ds_configs/zero2.json"
+            f"zero_optimization is {zero!r}\nhint: it is a section of settings: compare with "
+            "ds_configs/zero2.json"
         )
     if zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage is {zero['stage']!r}\nhint: 0, 1, 2 or 3")
+        raise ValueError(f"zero_optimization.stage is {zero['stage']!r}\nhint: use 0, 1, 2 or 3")
     return [Setting("deepspeed", path, value, before + ".".join(path), value) for path, value in flat(config)]
 
 
 def init_flag(settings: Iterable[Setting]) -> list[Setting]:
-    """zero3_init_flag where nobody says it: true at stage 3, for accelerate and for transformers."""
+    """Return zero3_init_flag if it is absent at stage 3: accelerate and transformers then use true."""
     settings = list(settings)
     if of_key(settings, "plugin", "zero3_init_flag") or stage_of(settings) != 3:
         return []
@@ -116,12 +120,12 @@ def stage_of(settings: Iterable[Setting]) -> int:
 
 
 def of_key(settings: Iterable[Setting], section: str, key: str) -> list[Setting]:
-    """The settings whose last key it is."""
+    """Return the settings of a section whose path ends with `key`."""
     return [setting for setting in settings if setting.section == section and setting.path[-1] == key]
 
 
 def flat(config: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Every leaf of nested settings with its path."""
+    """Return every leaf of nested settings with its path."""
     leaves = []
     for key, value in config.items():
         path = (*before, str(key))
@@ -130,7 +134,7 @@ def flat(config: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[tup
 
 
 def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    """The opposite of `flat`."""
+    """Build nested settings from leaves: the inverse of `flat`."""
     config: dict[str, Any] = {}
     for path, value in leaves:
         inner = config
@@ -141,46 +145,51 @@ def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 
 def ranks_of(num_processes: int | None, num_machines: int | None, gpus_per_node: int | None) -> Ranks:
-    """Without `gpus_per_node` the machines share the ranks."""
+    """Return the ranks; without `gpus_per_node`, all machines have the same number."""
     shared = None if num_processes is None else num_processes // (num_machines or 1)
     return Ranks(num_processes, gpus_per_node or shared)
 
 
 def ranks_per_node(ranks: Ranks, key: str) -> int:
-    """Raises ValueError where the key needs it and nobody said how many ranks there are."""
+    """Return the ranks per node. Raises ValueError, which names the key that needs them, if unknown."""
     if ranks.per_node is None:
         raise ValueError(
-            f"{key} is the ranks of a node: how many?\nhint: --num_processes N, --gpus_per_node K"
+            f"{key} means the ranks of a node, but their number is unknown\n"
+            "hint: give --num_processes N and --gpus_per_node K"
         )
     return ranks.per_node
 
 
 def hybrid_settings(
-    ranks: Ranks, shard: int, *, source: str, said: Any, why: str, fate: str
+    ranks: Ranks, shard: int, *, source: str, source_value: Any, why: str, fate: str
 ) -> list[Setting]:
-    """Hybrid shard in groups of `shard` ranks; nothing where that is all of them."""
+    """Return the settings of a hybrid shard in groups of `shard` ranks; empty if one group has all ranks."""
     if ranks.num is None:
-        raise ValueError(f"{source} {said}: of how many ranks?\nhint: --num_processes N")
+        raise ValueError(
+            f"{source} {source_value}: the number of ranks is unknown\nhint: give --num_processes N"
+        )
     if type(shard) is not int or shard < 1:
-        raise ValueError(f"{source} {said} is no number of ranks\nhint: a whole number of at least 1")
+        raise ValueError(
+            f"{source} is {source_value}, not a number of ranks\nhint: use a whole number of at least 1"
+        )
     copies, left = divmod(ranks.num, shard)
     if left or not copies:
         raise ValueError(
-            f"{source} {said}: {ranks.num} ranks are no whole number of groups of {shard}\n"
-            "hint: --num_processes N, --gpus_per_node K"
+            f"{source} {source_value}: {ranks.num} ranks can't be divided into groups of {shard}\n"
+            "hint: change --num_processes N or --gpus_per_node K"
         )
     if copies == 1:
         return []
     sizes = {"dp_replicate_size": copies, "dp_shard_size": shard}
     return [
-        Setting("groups", (f"parallelism_config_{name}",), size, source, said, why, fate)
+        Setting("groups", (f"parallelism_config_{name}",), size, source, source_value, why, fate)
         for name, size in sizes.items()
     ]
 
 
 def truth(value: Any, key: str) -> bool:
-    """true or false, also of the words that accelerate takes for them."""
+    """Return a value as a bool; it may be any word that accelerate reads as true or false."""
     word = str(value).lower()
     if word not in (*TRUE, *FALSE):
-        raise ValueError(f"{key} is {value!r}\nhint: true or false")
+        raise ValueError(f"{key} is {value!r}\nhint: use true or false")
     return word in TRUE

@@ -1,4 +1,4 @@
-"""The tables of docs/fsdp_and_zero.md, from those that convert: `python -m slm_toolkit.convert.tables`."""
+"""Print the tables of docs/fsdp_and_zero.md: `python -m slm_toolkit.convert.tables`."""
 
 from typing import Any
 
@@ -16,19 +16,23 @@ from slm_toolkit.convert.trainer_keys import DEEPSPEED_ARGUMENTS, FSDP_KEYS, TOR
 
 
 def tables() -> dict[str, str]:
-    """Each table as Markdown, by its heading."""
+    """Return each table as Markdown, by its heading."""
     return {
         "Pairs": _markdown(
             ("FSDP2", "ZeRO", "what differs"),
             [
-                (_said(p.fsdp, p.fsdp_value), _said(p.zero, p.zero_value) + _when(p), p.note or "nothing")
+                (
+                    _setting_text(p.fsdp, p.fsdp_value),
+                    _setting_text(p.zero, p.zero_value) + _when(p),
+                    p.note or "nothing",
+                )
                 for p in PAIRS
             ],
         ),
         "FSDP2 alone": _alone(FSDP_ALONE, "ZeRO"),
         "ZeRO alone": _alone((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
         "FSDP2 in accelerate and in transformers": _markdown(
-            ("accelerate's `fsdp_config`", "absent", "TrainingArguments' `fsdp_config`", "absent"),
+            ("accelerate's `fsdp_config`", "if absent", "TrainingArguments' `fsdp_config`", "if absent"),
             [
                 (
                     f"`{key.accelerate}`",
@@ -42,9 +46,9 @@ def tables() -> dict[str, str]:
             ],
         ),
         "The launcher": _markdown(
-            ("accelerate YAML", "otherwise"),
+            ("accelerate YAML", "without accelerate's launcher"),
             [
-                ("`num_processes`", "`torchrun --nproc_per_node`: those of one machine"),
+                ("`num_processes`", "`torchrun --nproc_per_node`: processes of one machine"),
                 *((f"`{key}`", f"`torchrun {option}`") for key, option in TORCHRUN.items()),
                 ("`mixed_precision: bf16`, `fp16`", "`--bf16`, `--fp16`"),
                 ("`dynamo_config`", "`--torch_compile`, `--torch_compile_backend`, `--torch_compile_mode`"),
@@ -67,7 +71,7 @@ def tables() -> dict[str, str]:
 
 def _alone(rows: tuple[Alone, ...], other: str) -> str:
     cells = [(_family(row.key), _words(row.as_other), row.note) for row in rows]
-    return _markdown(("key", f"{other} does as with", "instead"), cells)
+    return _markdown(("key", f"value that matches {other}", "under " + other), cells)
 
 
 def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -75,12 +79,12 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _said(key: str, value: Any) -> str:
+def _setting_text(key: str, value: Any) -> str:
     return f"`{key.removeprefix(ZERO)}: {str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _when(pair: Pair) -> str:
-    """Under which stage, and whether one way only."""
+    """Return the stages of a pair, and its direction if it converts only one way."""
     is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
     stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
     return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
@@ -88,9 +92,9 @@ def _when(pair: Pair) -> str:
 
 def _family(key: str) -> str:
     if not key:
-        return "all others"
+        return "all other keys"
     if key.endswith("."):
-        return f"others of `{key.rstrip('.')}`"
+        return f"other keys of `{key.rstrip('.')}`"
     return f"`{key.removeprefix(ZERO)}`"
 
 

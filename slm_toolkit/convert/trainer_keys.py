@@ -1,6 +1,6 @@
-"""What accelerate's YAML, its launcher, torchrun and TrainingArguments call the same thing.
+"""Equivalent names in accelerate's YAML, its launcher, torchrun and TrainingArguments.
 
-accelerate 1.15 (commands/launch.py, utils/launch.py) and transformers 5.23 (training_args.py).
+Sources: accelerate 1.15 (commands/launch.py, utils/launch.py) and transformers 5.23 (training_args.py).
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FsdpKey:
-    """One setting of FSDP2 under its two names, and what each side does where it is silent."""
+    """One setting of FSDP2: its name and its default in accelerate's YAML and in TrainingArguments."""
 
     accelerate: str
-    "in fsdp_config of accelerate's YAML"
+    "key in fsdp_config of accelerate's YAML"
     trainer: str | None
-    "in fsdp_config of TrainingArguments; None: only a variable of the environment reaches it"
+    "key in fsdp_config of TrainingArguments; None: only an environment variable sets it"
     launch_default: Any
     trainer_default: Any
 
@@ -32,29 +32,29 @@ FSDP_KEYS = (
     FsdpKey("fsdp_activation_checkpointing_offload", None, False, False),
     FsdpKey("fsdp_ignored_modules", None, None, None),
 )
-ALWAYS_SAID = (
+ALWAYS_WRITTEN = (
     *("fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_state_dict_type"),
     *("fsdp_cpu_ram_efficient_loading", "fsdp_offload_params", "fsdp_activation_checkpointing"),
 )
-"keys whose default is written out when the source is silent: the two sides' defaults differ, or matter most"
+"keys whose default is written if the source does not set them: the defaults differ, or matter most"
 FSDP_TRUTHS = tuple(key.accelerate for key in FSDP_KEYS if isinstance(key.launch_default, bool))
 
-FSDP1_ONLY = {  # key: (value with which FSDP1 does what FSDP2 always does, why it goes)
+FSDP1_ONLY = {  # key: (value with which FSDP1 does the same as FSDP2, why the key is dropped)
     "fsdp_sharding_strategy": (
         None,
-        "FSDP1's word for fsdp_reshard_after_forward, read under fsdp_version 1 only",
+        "FSDP1's name for fsdp_reshard_after_forward, read under fsdp_version 1 only",
     ),
-    "fsdp_use_orig_params": (True, "FSDP2 keeps the original parameters, always"),
+    "fsdp_use_orig_params": (True, "FSDP2 always keeps the original parameters"),
     "fsdp_sync_module_states": (
         True,
-        "FSDP2 has no such option: ranks start from what each of them loaded or was sent",
+        "FSDP2 has no such option: each rank starts from the weights that it loaded or received",
     ),
-    "fsdp_forward_prefetch": (False, "FSDP2 refuses it; it gathers one layer ahead by itself"),
+    "fsdp_forward_prefetch": (False, "FSDP2 refuses it and always prefetches one layer"),
     "fsdp_backward_prefetch": (
         "BACKWARD_PRE",
-        "FSDP2 gathers the next layer before it computes this one, always",
+        "FSDP2 always gathers the next layer before it computes this one",
     ),
-    "fsdp_limit_all_gathers": (True, "FSDP2 limits them, always"),
+    "fsdp_limit_all_gathers": (True, "FSDP2 always limits them"),
 }
 SHARDING = {  # FSDP1's strategies, in the order of their numbers: (reshard after forward, hybrid)
     "FULL_SHARD": (True, False),
@@ -65,7 +65,7 @@ SHARDING = {  # FSDP1's strategies, in the order of their numbers: (reshard afte
 }
 XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 
-LAUNCH = {  # of a YAML that converts from none; as our own YAMLs have it
+LAUNCH = {  # launcher keys for a source that has none, with the values of our YAMLs
     "num_machines": 1,
     "machine_rank": 0,
     "rdzv_backend": "static",
@@ -75,7 +75,7 @@ LAUNCH = {  # of a YAML that converts from none; as our own YAMLs have it
     "debug": False,
 }
 LAUNCHERS_OWN = ("compute_environment", "same_network", "main_training_function", "distributed_type")
-"keys that say nothing outside of accelerate's launcher"
+"keys that only accelerate's launcher uses"
 
 TORCHRUN = {  # accelerate's key: torchrun's option
     "num_machines": "--nnodes",
@@ -83,7 +83,7 @@ TORCHRUN = {  # accelerate's key: torchrun's option
     "main_process_ip": "--master_addr",
     "main_process_port": "--master_port",
 }
-VARIABLES = {  # accelerate's key: the variable that its launcher would set
+VARIABLES = {  # accelerate's key: the environment variable that its launcher sets
     "gpu_ids": "CUDA_VISIBLE_DEVICES",
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
@@ -96,7 +96,7 @@ VARIABLES = {  # accelerate's key: the variable that its launcher would set
     "parallelism_config_sp_size": "PARALLELISM_CONFIG_SP_SIZE",
 }
 USE_GROUPS = "ACCELERATE_USE_PARALLELISM_CONFIG"
-"without it accelerate reads none of the PARALLELISM_CONFIG_ variables"
+"accelerate reads the PARALLELISM_CONFIG_ variables only if this one is true"
 DEEPSPEED_LAUNCHER = {  # the `deepspeed` command's option: key of the YAML's deepspeed_config
     "--hostfile": "deepspeed_hostfile",
     "--include": "deepspeed_inclusion_filter",
@@ -104,7 +104,7 @@ DEEPSPEED_LAUNCHER = {  # the `deepspeed` command's option: key of the YAML's de
     "--launcher": "deepspeed_multinode_launcher",
 }
 
-DEEPSPEED_ARGUMENTS = {  # DeepSpeed's key: the argument that must say the same, or transformers refuses
+DEEPSPEED_ARGUMENTS = {  # DeepSpeed's key: the arguments that transformers requires to be equal
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("max_grad_norm",),
@@ -120,6 +120,6 @@ DEEPSPEED_ARGUMENTS = {  # DeepSpeed's key: the argument that must say the same,
 }
 ARGUMENTS_READ = ("fsdp", "fsdp_config", "deepspeed", "bf16", "fp16", "use_cpu", "torch_compile")
 ARGUMENTS_READ += ("torch_compile_backend", "torch_compile_mode")
-"TrainingArguments that have a place in accelerate's YAML; all others stay the script's"
+"TrainingArguments with an equivalent in accelerate's YAML; all others stay with the script"
 BARE = ("fsdp", "bf16", "fp16", "use_cpu", "torch_compile")
-"those that may stand on a command line without a value"
+"arguments that may have no value on a command line"

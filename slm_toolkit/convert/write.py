@@ -1,4 +1,4 @@
-"""What a conversion ends in: an accelerate YAML, a DeepSpeed JSON or TrainingArguments."""
+"""Write a draft as an accelerate YAML, a DeepSpeed JSON or TrainingArguments."""
 
 import dataclasses
 import json
@@ -35,29 +35,29 @@ from slm_toolkit.convert.trainer_keys import (
 )
 
 _WORSE = ("added", "ignored", "stays", "default", "carried", "nearest", "no counterpart")
-"of two fates of one key the later one counts"
+"if one key has two fates, the account shows the later one in this list"
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The result."""
+    """The result of a conversion: files, launch command and account."""
 
     files: dict[str, str]
-    "name: text"
+    "text by file name"
     command: list[str]
-    "what to launch, with the files"
+    "the command that launches the script with these files"
     rows: list[KeyAccount]
 
 
 def placed(setting: Setting, key: str, value: Any, *, why: str = "") -> KeyAccount:
-    """The row of a setting that is in the result under `key`."""
+    """Return the account's row of a setting that is written under `key`."""
     to = f"{key}: {json.dumps(value)}" if not isinstance(value, str) else f"{key}: {value}"
     fate = setting.fate if setting.source else "added"
-    return KeyAccount(setting.source, setting.said, fate, (to,), why or setting.why)
+    return KeyAccount(setting.source, setting.source_value, fate, (to,), why or setting.why)
 
 
 def account(rows: Iterable[KeyAccount]) -> list[KeyAccount]:
-    """One row for each key of the source, and one for all that was added for the same reason."""
+    """Merge rows: one per key of the source, and one for all keys that were added for the same reason."""
     merged: dict[tuple[str, ...], KeyAccount] = {}
     for row in rows:
         name = (row.key,) if row.key else ("", row.why)
@@ -78,55 +78,57 @@ def json_text(config: dict[str, Any]) -> str:
 
 
 def deepspeed_json(draft: Draft, *, for_our_script: bool) -> tuple[dict[str, Any], list[KeyAccount]]:
-    """The DeepSpeed JSON, and a row for each of its keys.
+    """Return the DeepSpeed JSON, and a row for each of its keys.
 
-    An hpZ of size "auto" is a word that slm_toolkit.train alone understands: others get the ranks of a node.
+    Only slm_toolkit.train understands an hpZ of size "auto": other scripts get the ranks of a node.
     """
     leaves, rows = [], []
     for setting in of_section(draft.settings, "deepspeed"):
         key, value, why = ".".join(setting.path), setting.value, ""
         if key == f"{ZERO}zero_hpz_partition_size" and value == "auto" and not for_our_script:
             value = ranks_per_node(draft.ranks, f"{key} auto")
-            why = "the ranks of a node; auto is a word of slm_toolkit.train only"
+            why = "the ranks of a node; only slm_toolkit.train understands auto"
         leaves.append((setting.path, value))
         rows.append(placed(setting, key, value, why=why))
     return nested(leaves), rows
 
 
 def is_unchanged(draft: Draft, config: dict[str, Any]) -> bool:
-    """Whether the JSON is what is in the file that it was read from."""
-    if draft.json_path is None or draft.json_path.suffix != ".json":  # YAML can hold the same settings
+    """Return True if the JSON equals the file from which it was read."""
+    if draft.json_path is None or draft.json_path.suffix != ".json":  # the file may be a YAML
         return False
     hint = "compare with ds_configs/zero2.json"
     return json_of(read_text(draft.json_path, hint=hint), draft.json_path, hint=hint) == config
 
 
 def unchanged_json(draft: Draft, to: str) -> KeyAccount:
-    """The row of a file that serves as it is."""
+    """Return the row of a DeepSpeed JSON that is used unchanged."""
     num_keys = len(of_section(draft.settings, "deepspeed"))
-    why = "the file serves as it is, with all its keys"
+    why = "the file is used unchanged, with all its keys"
     return KeyAccount(draft.json_key or draft.json_path.name, f"{num_keys} keys", "carried", (to,), why)
 
 
-def shown(path: Path) -> str:
-    """A path as seen from the working folder, absolute where it lies outside."""
+def path_to_show(path: Path) -> str:
+    """Return a path relative to the working folder, or absolute if it is outside."""
     relative = os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
 
 
 def in_folder(folder: Path | None, name: str) -> str:
-    """How a file of the result is named by another."""
+    """Return the name by which one file of the result refers to another."""
     return name if folder is None else str(folder / name)
 
 
 _TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 _SUFFIX = {"single": "ddp", "ddp": "ddp", "fsdp": "fsdp", "deepspeed": "deepspeed"}
-_OUT = "leave it out of the script's arguments, where it would go before the YAML"
-_OWN_OPTIMIZER = "accelerate wants DummyOptim and DummyScheduler in the script for what the JSON builds"
+_OUT = "remove it from the script's arguments: there it would override the YAML"
+_OWN_OPTIMIZER = (
+    "use DummyOptim and DummyScheduler in the script: accelerate needs them for the JSON's sections"
+)
 
 
 def write_accelerate(draft: Draft, folder: Path | None) -> Converted:
-    """The YAML and, under DeepSpeed, the JSON beside it, unless the source's own serves as it is."""
+    """Return the YAML and, under DeepSpeed, the JSON, unless the source's JSON is used unchanged."""
     name = f"{draft.name}_as_{_SUFFIX[draft.engine]}"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -146,27 +148,28 @@ def write_accelerate(draft: Draft, folder: Path | None) -> Converted:
     rows += _launch(config, draft)
     head = f"# {draft.name}, converted by `slm convert`\n"
     files = {f"{name}.yaml": head + yaml.safe_dump(config, sort_keys=False, width=200), **files}
-    how_many = [] if "num_processes" in config else ["--num_processes", "N"]
+    num_processes = [] if "num_processes" in config else ["--num_processes", "N"]
     yaml_name = in_folder(folder, f"{name}.yaml")
-    launcher = ["accelerate", "launch", *how_many, "--config_file", yaml_name]
+    launcher = ["accelerate", "launch", *num_processes, "--config_file", yaml_name]
     return Converted(files, [*draft.environment, *launcher, *script_of(draft.script)], account(rows))
 
 
 def _section(config: dict[str, Any], name: str, settings: list[Setting]) -> list[KeyAccount]:
-    said = [setting for setting in settings if setting.value is not None]
-    if said:
-        config[name] = {setting.path[0]: setting.value for setting in said}
-    silent = [account_of(setting, "default") for setting in settings if setting.value is None]
-    return [placed(setting, f"{name}.{setting.path[0]}", setting.value) for setting in said] + silent
+    written = [setting for setting in settings if setting.value is not None]
+    if written:
+        config[name] = {setting.path[0]: setting.value for setting in written}
+    not_written = [account_of(setting, "default") for setting in settings if setting.value is None]
+    rows = [placed(setting, f"{name}.{setting.path[0]}", setting.value) for setting in written]
+    return rows + not_written
 
 
 def _deepspeed(
     config: dict[str, Any], files: dict[str, str], draft: Draft, json_name: str, folder: Path | None
 ) -> list[KeyAccount]:
-    """The section of the YAML and the file that it names."""
+    """Fill in the YAML's deepspeed_config and the JSON that it names; return their rows."""
     settings, rows = deepspeed_json(draft, for_our_script=not draft.is_trainers)
     if is_unchanged(draft, settings):
-        named = shown(draft.json_path)
+        named = path_to_show(draft.json_path)
         rows = [unchanged_json(draft, f"deepspeed_config.deepspeed_config_file: {named}")]
     else:
         named = in_folder(folder, json_name)
@@ -184,9 +187,9 @@ def _deepspeed(
 
 
 def _launch(config: dict[str, Any], draft: Draft) -> list[KeyAccount]:
-    """The launcher's own keys, as the source has them or as our own YAMLs do."""
+    """Fill in the launcher's keys, from the source or from the defaults of our YAMLs; return their rows."""
     settings = of_section(draft.settings, "launch")
-    said = {setting.path[0] for setting in settings}
+    source_keys = {setting.path[0] for setting in settings}
     rows, leaves = [], []
     for setting in settings:
         key = setting.path[0]
@@ -195,30 +198,31 @@ def _launch(config: dict[str, Any], draft: Draft) -> list[KeyAccount]:
         else:
             leaves.append((setting.path, setting.value))
             rows.append(placed(setting, ".".join(setting.path), setting.value))
-    why = "as in our own YAMLs"
+    why = "as in our YAMLs"
+    not_used = ("rdzv_backend", "same_network") if draft.engine == "single" else ()
     for key, value in LAUNCH.items():
-        if key not in said and (draft.engine != "single" or key not in ("rdzv_backend", "same_network")):
+        if key not in source_keys and key not in not_used:
             leaves.append(((key,), value))
             rows.append(KeyAccount("", None, "added", (f"{key}: {str(value).lower()}",), why))
     config.update(nested(leaves))
-    if "num_processes" not in said:
-        why = "give --num_processes N to this command, or to accelerate launch"
+    if "num_processes" not in source_keys:
+        why = "add --num_processes N to this command, or to accelerate launch"
         rows.append(KeyAccount("num_processes", None, "default", (), why))
     return rows
 
 
 _IN_PIECES = (
-    "where only a JSON says ZeRO-3, transformers builds every model in pieces: less host RAM, and weights "
-    "drawn from a seed come out as others"
+    "with a JSON alone, transformers always builds the model in shards under ZeRO-3: this needs less host "
+    "RAM, but weights drawn from a seed differ"
 )
-_LAUNCHER = "accelerate's launcher alone knows it"
-_MUST_AGREE = "transformers refuses an argument that says otherwise"
-_BY_VARIABLE = "TrainingArguments have no such key; accelerate inside reads the variable"
-_NO_KEY = "TrainingArguments have no such key, torchrun no such option"
+_LAUNCHER = "only accelerate's launcher reads it"
+_MUST_AGREE = "transformers refuses an argument with another value"
+_BY_VARIABLE = "TrainingArguments have no such key; accelerate reads the environment variable"
+_NO_KEY = "TrainingArguments have no such key, and torchrun no such option"
 
 
 def write_deepspeed_json(draft: Draft, folder: Path | None) -> Converted:
-    """The JSON for whoever starts the script otherwise than with accelerate's YAML."""
+    """Return the DeepSpeed JSON, for a launch without accelerate's YAML."""
     name = f"{draft.name}_as_deepspeed.json"
     config, rows = deepspeed_json(draft, for_our_script=False)
     rows = [*draft.rows, *rows, *_plugin_rows(draft)]
@@ -230,25 +234,25 @@ def write_deepspeed_json(draft: Draft, folder: Path | None) -> Converted:
 
 
 def write_trainer(draft: Draft, folder: Path | None) -> Converted:
-    """training_arguments.json, and the file that its fsdp_config or deepspeed names."""
+    """Return training_arguments.json, and the file that its fsdp_config or deepspeed names."""
     files, rows = {}, [*draft.rows]
     arguments: dict[str, Any] = {}
     words: list[str] = []
     environment, of_launcher = _launcher(draft, arguments)
     if draft.engine == "fsdp":
         name = f"{draft.name}_as_fsdp_config.json"
-        config, variables, found = _fsdp_config(draft)
+        config, variables, config_rows = _fsdp_config(draft)
         environment += variables
         files[name] = json_text(config)
         words = ["--fsdp", "--fsdp_config", in_folder(folder, name), *_flags(arguments, draft)]
         arguments = {"fsdp": True, "fsdp_config": in_folder(folder, name), **arguments}
-        rows += found
+        rows += config_rows
     elif draft.engine == "deepspeed":
-        named, rest, found = _deepspeed_of_trainer(draft, files, folder)
-        arguments |= rest
+        named, agreeing, config_rows = _deepspeed_of_trainer(draft, files, folder)
+        arguments |= agreeing
         words = ["--deepspeed", named, *_flags(arguments, draft)]
         arguments = {"deepspeed": named, **arguments}
-        rows += [*found, *_plugin_rows(draft)]
+        rows += [*config_rows, *_plugin_rows(draft)]
     else:
         words = _flags(arguments, draft)
     files = {f"{draft.name}_as_training_arguments.json": json_text(arguments), **files}
@@ -257,7 +261,7 @@ def write_trainer(draft: Draft, folder: Path | None) -> Converted:
 
 
 def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[KeyAccount]]:
-    """What --fsdp_config takes; what it does not, as variables that accelerate reads; the rows."""
+    """Return the content of --fsdp_config, environment variables for all other settings, and the rows."""
     names = {key.accelerate: key.trainer for key in FSDP_KEYS}
     config, variables, rows = {}, [], []
     for setting in of_section(draft.settings, "fsdp"):
@@ -279,7 +283,7 @@ def _fsdp_config(draft: Draft) -> tuple[dict[str, Any], list[str], list[KeyAccou
 def _deepspeed_of_trainer(
     draft: Draft, files: dict[str, str], folder: Path | None
 ) -> tuple[str, dict[str, Any], list[KeyAccount]]:
-    """The file that --deepspeed takes, and the arguments that must agree with it."""
+    """Return the file for --deepspeed, the arguments that must agree with it, and the rows."""
     config, rows = deepspeed_json(draft, for_our_script=False)
     arguments: dict[str, Any] = {}
     agreeing: list[KeyAccount] = []
@@ -292,7 +296,7 @@ def _deepspeed_of_trainer(
             arguments[name] = value
             agreeing.append(placed(setting, name, value, why=_MUST_AGREE))
     if is_unchanged(draft, config):
-        named = shown(draft.json_path)
+        named = path_to_show(draft.json_path)
         return named, arguments, [unchanged_json(draft, f"deepspeed: {named}"), *agreeing]
     name = f"{draft.name}_as_deepspeed.json"
     files[name] = json_text(config)
@@ -300,29 +304,34 @@ def _deepspeed_of_trainer(
 
 
 def _plugin_rows(draft: Draft) -> Iterable[KeyAccount]:
-    """What stands beside the JSON in accelerate's YAML and nowhere else."""
+    """Yield the rows of settings that only accelerate's YAML can have, not the JSON."""
     for setting in of_section(draft.settings, "plugin"):
         if not setting.source:
             continue
         if setting.path != (INIT_FLAG,):
             yield account_of(setting, "no counterpart", why=_LAUNCHER)
         elif truth(setting.value, INIT_FLAG) or stage_of(draft.settings) < 3:
-            yield account_of(setting, "default", why="transformers does the same with the JSON alone")
+            yield account_of(setting, "default", why="transformers does the same with a JSON alone")
         else:
             yield account_of(setting, "no counterpart", why=_IN_PIECES)
 
 
 def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[KeyAccount]]:
-    """Variables of the environment, and rows, of the launcher's keys; fills in what they are as arguments."""
+    """Convert the launcher's keys to environment variables and arguments.
+
+    Adds to `arguments`; returns the variables and the rows.
+    """
     environment, rows = [*draft.environment], []
     values = launch_values(draft.settings)
     options = {"num_processes": "python"} if values.get("num_processes") == 1 else torchrun_options(values)
     for setting in of_section(draft.settings, "launch"):
         key, value = setting.path[-1], setting.value
         if key == "distributed_type" and draft.is_trainers:
-            rows.append(placed(setting, setting.source, True if draft.engine == "fsdp" else setting.said))
+            rows.append(
+                placed(setting, setting.source, True if draft.engine == "fsdp" else setting.source_value)
+            )
         elif key in LAUNCHERS_OWN:
-            rows.append(account_of(setting, "default", why="of accelerate's launcher only"))
+            rows.append(account_of(setting, "default", why="only accelerate's launcher needs it"))
         elif key in ("num_processes", "rdzv_backend", *TORCHRUN):
             to = [options[key]] if key in options and value is not None else []
             rows.append(account_of(setting, "carried" if to else "default", *to))
@@ -336,11 +345,11 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
             arguments.update(argument)
             rows += [placed(setting, name, word) for name, word in argument.items()]
         else:
-            silent = value in (None, False, "no", "NO", "default") or (
+            is_off = value in (None, False, "no", "NO", "default") or (
                 key == "dynamo_use_dynamic" and not value
             )
-            why = "" if silent else _NO_KEY
-            rows.append(account_of(setting, "default" if silent else "no counterpart", why=why))
+            why = "" if is_off else _NO_KEY
+            rows.append(account_of(setting, "default" if is_off else "no counterpart", why=why))
     groups = [setting for setting in of_section(draft.settings, "groups") if setting.value is not None]
     if groups:
         environment.append(f"{USE_GROUPS}=true")
@@ -356,7 +365,7 @@ def _launcher(draft: Draft, arguments: dict[str, Any]) -> tuple[list[str], list[
 
 
 def _argument(key: str, value: Any) -> dict[str, Any]:
-    """The TrainingArguments that say what a key of accelerate's YAML says."""
+    """Return the TrainingArguments that are equivalent to a key of accelerate's YAML."""
     if key == "mixed_precision" and value in ("bf16", "fp16"):
         return {value: True}
     if key == "use_cpu" and value:
@@ -369,12 +378,12 @@ def _argument(key: str, value: Any) -> dict[str, Any]:
 
 
 def _variable(key: str, value: Any) -> str:
-    """NAME=value; accelerate's launcher has its own spelling for a group's key without a name here."""
+    """Return NAME=value; a key that VARIABLES does not list becomes a name in capitals, as in accelerate."""
     name = VARIABLES.get(key, key.upper())
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _flags(arguments: dict[str, Any], draft: Draft) -> list[str]:
-    """Arguments as words, but for those that the script has already."""
-    said = [(key, value) for key, value in arguments.items() if f"--{key}" not in draft.script]
-    return [word for key, value in said for word in (f"--{key}", str(value))]
+    """Return the arguments as words of a command, except those that the script already has."""
+    missing = [(key, value) for key, value in arguments.items() if f"--{key}" not in draft.script]
+    return [word for key, value in missing for word in (f"--{key}", str(value))]

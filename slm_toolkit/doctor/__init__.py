@@ -1,1 +1,1 @@
-"""What is wrong or unwise in a model and its configuration."""
+"""Check a model and its configuration for settings that are wrong, unwise or slow."""

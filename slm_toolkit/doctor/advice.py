@@ -1,4 +1,4 @@
-"""What closed forms find wrong or unwise in a model and its configuration on given GPUs."""
+"""Derive findings from estimates: what is wrong, unwise or slow on the given GPUs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from slm_toolkit.predict.setup.setup import Setup, with_flags
 from slm_toolkit.strategy.strategy import Strategy, find_strategy
 
 _CLEARLY_FASTER = 1.05
-"less is within what estimates can tell apart"
+"speedup; estimates are not accurate enough to compare smaller differences"
 _MUCH_FASTER = 1.15
 
 
 def needless(setup: Setup) -> Iterator[Finding]:
-    """Sharding and offload of what fits without: the paper's answer is DDP first."""
+    """Report offload and sharding that the model does not need; the paper recommends DDP first."""
     if setup.strategy.offloads:
         row = estimate(dataclasses.replace(setup, strategy=without_offload(setup.strategy)).launched)
         if row.verdict == "fits":
@@ -27,14 +27,15 @@ def needless(setup: Setup) -> Iterator[Finding]:
                 strategy=setup.strategy.name,
                 sentence=f"{setup.spec.name} fits on {setup.num_gpus} x {setup.gpu.name} without "
                 f"offload: {row.peak_allocated_bytes / 2**30:.1f} GiB under {setup.strategy.name}",
-                why="offload sends the training state over the host's bus at every step",
+                why="offload moves the training state over the host's bus in every step",
                 change="the same strategy without its offload keys",
             )
         return
     if not setup.strategy.sharded_parts:
         return
     plain = find_strategy("ddp" if setup.num_gpus > 1 else "single")
-    before, after = (estimate(each.launched) for each in (setup, dataclasses.replace(setup, strategy=plain)))
+    unsharded = dataclasses.replace(setup, strategy=plain)
+    before, after = estimate(setup.launched), estimate(unsharded.launched)
     if after.verdict != "fits" or before.tokens_per_second is None or after.tokens_per_second is None:
         return
     speedup = after.tokens_per_second / before.tokens_per_second
@@ -45,17 +46,16 @@ def needless(setup: Setup) -> Iterator[Finding]:
             severity="unwise" if speedup >= _MUCH_FASTER else "could be faster",
             gpu=setup.gpu.name,
             strategy=setup.strategy.name,
-            sentence=f"{setup.spec.name} fits on each of {setup.num_gpus} x {setup.gpu.name} whole: "
+            sentence=f"the whole {setup.spec.name} fits on each of {setup.num_gpus} x {setup.gpu.name}: "
             f"{plain.name} gives {speedup - 1:+.0%} tokens/s over {setup.strategy.name}",
-            why="shards are sent around to be put together again; the paper's advice for small models is DDP "
-            "while it fits",
+            why="sharding adds communication; the paper recommends DDP for every small model that fits",
             change=f"--strategy {plain.name}",
             speedup=speedup,
         )
 
 
 def without_offload(strategy: Strategy) -> Strategy:
-    """The strategy with everything on the GPU."""
+    """Return the strategy without its offload settings: everything stays on the GPU."""
     config = dict(strategy.accelerate_config or {})
     if strategy.is_deepspeed:
         zero = dict(strategy.deepspeed_config["zero_optimization"])
@@ -68,7 +68,7 @@ def without_offload(strategy: Strategy) -> Strategy:
 
 
 def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
-    """Where another of the strategies asked about fits too and is clearly faster; plain ones: `needless`."""
+    """Report a strategy if another that fits is clearly faster; `needless` covers ddp and single."""
     groups: dict[tuple, list[Estimate]] = {}
     for setup in setups:
         row = estimate(setup.launched)
@@ -87,7 +87,7 @@ def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
                     strategy=row.strategy,
                     sentence=f"{best.strategy} fits on {row.num_gpus} x {row.gpu} too and gives "
                     f"{speedup - 1:+.0%} tokens/s over {row.strategy}",
-                    why="it sends less, or computes less again",
+                    why="it sends less data, or recomputes less",
                     change=f"--strategy {best.strategy}",
                     speedup=speedup,
                 )
@@ -95,15 +95,15 @@ def faster_strategies(setups: list[Setup]) -> Iterator[Finding]:
 
 _MOST_LEVERS = 3
 _LOGIT_BYTES = 10
-"per token and word, in transformers' loss: bf16 logits, an fp32 copy, its log-softmax"
+"per token and vocabulary entry in transformers' loss: bf16 logits (2), an fp32 copy (4), log-softmax (4)"
 
 
 def findings(setups: list[Setup]) -> list[Finding]:
-    """Of all setups, the gravest first; what depends on the step's speed is of each GPU's fastest one."""
-    found = [finding for setup in setups for check in _OF_EACH for finding in check(setup)]
-    found += [f for setup in _fastest(setups) for check in _OF_FASTEST for f in check(setup)]
-    found += faster_strategies(setups)
-    return gravest_first(found)
+    """Return the findings of all setups, gravest first; speed is checked on each GPU's fastest setup only."""
+    all_findings = [finding for setup in setups for check in _OF_EACH for finding in check(setup)]
+    all_findings += [f for setup in _fastest(setups) for check in _OF_FASTEST for f in check(setup)]
+    all_findings += faster_strategies(setups)
+    return gravest_first(all_findings)
 
 
 def _fastest(setups: list[Setup]) -> list[Setup]:
@@ -125,10 +125,10 @@ def _alignment(setup: Setup) -> Iterator[Finding]:
         topic="alignment",
         severity="wrong" if gain.speedup >= 1.25 else "unwise",
         gpu=gain.gpu,
-        sentence=f"{setup.spec.name}: {widths} is no multiple of 8, so tensor cores can't load it at once: "
-        f"{gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
-        why="rows of 2-byte numbers then begin at addresses that are no multiple of 16 bytes, and cuBLAS "
-        "takes kernels that load one number at a time",
+        sentence=f"{setup.spec.name}: {widths} is not a multiple of 8, so tensor cores can't run at full "
+        f"speed: {gain.sibling} should train {gain.speedup:.2f} times as fast on {gain.gpu}",
+        why="rows of 2-byte numbers then start at addresses that are not multiples of 16 bytes, and cuBLAS "
+        "uses kernels that load one number at a time",
         change=f"--model {gain.sibling.split(' ')[0]}"
         if gain.sibling.startswith("slm-")
         else f"another shape: {gain.sibling}",
@@ -142,15 +142,15 @@ def _memory(setup: Setup) -> Iterator[Finding]:
     size = row.peak_allocated_bytes / 2**30
     if row.verdict == "does not fit":
         most = largest_batch(setup.launched).per_device_train_batch_size
-        remedy = f"--per_device_train_batch_size {most} does" if most else "not even one sequence does"
+        remedy = f"--per_device_train_batch_size {most} fits" if most else "not even one sequence fits"
         yield Finding(
             name="does-not-fit",
             topic="memory",
             severity="wrong",
             gpu=gpu,
             strategy=strategy,
-            sentence=f"{size:.1f} GiB don't fit on {gpu} under {strategy}: {remedy}",
-            why=f"most of it at {row.peak_instant}",
+            sentence=f"{size:.1f} GiB does not fit on {gpu} under {strategy}: {remedy}",
+            why=f"memory peaks at {row.peak_instant}",
             change=f"--per_device_train_batch_size {most}, or --gradient_checkpointing full"
             if most
             else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
@@ -162,8 +162,9 @@ def _memory(setup: Setup) -> Iterator[Finding]:
             severity="unwise",
             gpu=gpu,
             strategy=strategy,
-            sentence=f"{size:.1f} GiB fit tightly on {gpu} under {strategy}: it may run out, or thrash",
-            why="what the allocator holds beside its tensors takes about a tenth more",
+            sentence=f"{size:.1f} GiB fits tightly on {gpu} under {strategy}: memory may run out, or the "
+            "allocator may slow each step",
+            why="the allocator reserves about a tenth more than the tensors need",
             change="a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
         )
 
@@ -177,9 +178,9 @@ def _network(setup: Setup) -> Iterator[Finding]:
             topic="kernels",
             severity="could be faster",
             strategy=strategy,
-            sentence=f"{strategy} offloads: there is no closed form for its time, memory alone was looked at",
-            why="the host's bus, its cores and its disks decide, and nothing here knows them",
-            change="--gradient_checkpointing full first, or more GPUs: both cost less time",
+            sentence=f"{strategy} offloads: there is no closed form for its time, so only memory was checked",
+            why="the speed of the host's bus, cores and disks decides, and it is not known here",
+            change="try --gradient_checkpointing full first, or more GPUs: both cost less time",
         )
     elif row.tokens_per_second is None:
         yield Finding(
@@ -187,9 +188,9 @@ def _network(setup: Setup) -> Iterator[Finding]:
             topic="network",
             severity="unwise",
             gpu=gpu,
-            sentence=f"the network between nodes of {gpu} is not known: --inter_node_gbps gives it",
-            why="without it nobody can say what communication costs",
-            change="--inter_node_gbps GBIT, or --network with what `slm compare --probe_network` measured",
+            sentence=f"the bandwidth between nodes of {gpu} is not known: give it with --inter_node_gbps",
+            why="without it the time of communication can't be estimated",
+            change="--inter_node_gbps GBIT, or --network with the result of `slm compare --probe_network`",
         )
     needed, has = row.inter_node_gbps_needed, row.inter_node_gbps
     if needed and has and needed > has:
@@ -201,14 +202,14 @@ def _network(setup: Setup) -> Iterator[Finding]:
             gpu=gpu,
             strategy=strategy,
             sentence=f"{strategy} on {row.num_gpus} {gpu} needs {needed:,.0f} Gbit/s between nodes to hide "
-            f"its communication, there are {has:,.0f}: {share:.0%} of a step is waiting",
-            why="what is sent between nodes takes longer than the compute beside it",
+            f"its communication and has {has:,.0f}: {share:.0%} of a step waits for the network",
+            why="communication between nodes takes longer than the compute that overlaps it",
             change="a larger batch, --gradient_accumulation_steps, or fsdp_hybrid_shard or ds_zeropp",
         )
 
 
 def _logits(setup: Setup) -> Iterator[Finding]:
-    """Logits and their loss against the model's weights, where they make the peak."""
+    """Report logits and loss that need more memory than the weights, if they cause the peak."""
     config, params = setup.config, setup.spec.num_params
     if config.loss_kernel != "hf":
         return
@@ -224,29 +225,31 @@ def _logits(setup: Setup) -> Iterator[Finding]:
             severity="unwise",
             gpu=setup.gpu.name,
             strategy=setup.strategy.name,
-            sentence=f"logits and their loss take {logits / 2**30:.1f} GiB at once, the weights of "
-            f"{setup.spec.name} {2 * params / 2**30:.1f}",
-            why=f"{tokens:,} tokens x {setup.spec.vocab_size:,} words x {_LOGIT_BYTES} bytes; in chunks "
-            f"the peak is {saved / 2**30:.1f} GiB lower",
+            sentence=f"logits and loss take {logits / 2**30:.1f} GiB at once; the weights of "
+            f"{setup.spec.name} take {2 * params / 2**30:.1f} GiB",
+            why=f"{tokens:,} tokens x {setup.spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
+            f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
             change="--loss_kernel fused_linear",
         )
 
 
 def _saturation(setup: Setup) -> Iterator[Finding]:
-    """A batch of which a smaller one trains as many tokens per second: the GPU was full before."""
+    """Report a batch that is no faster in tokens/s than a smaller batch, which already fills the GPU."""
     size, row = setup.config.per_device_train_batch_size, estimate(setup.launched)
     if row.tokens_per_second is None or not row.fits:
         return
 
-    def of(batch: int) -> Estimate:
+    def with_batch(batch: int) -> Estimate:
         return estimate(with_flags(setup, per_device_train_batch_size=batch).launched)
 
     enough = size
-    while enough % 2 == 0 and of(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second:
+    while (
+        enough % 2 == 0 and with_batch(enough // 2).tokens_per_second * WORTH_SAYING >= row.tokens_per_second
+    ):
         enough //= 2
     if enough == size:
         return
-    smaller = of(enough)
+    smaller = with_batch(enough)
     gain = row.tokens_per_second / smaller.tokens_per_second - 1
     more = (row.peak_allocated_bytes - smaller.peak_allocated_bytes) / 2**30
     steps = setup.config.gradient_accumulation_steps * size // enough
@@ -258,7 +261,7 @@ def _saturation(setup: Setup) -> Iterator[Finding]:
         strategy=setup.strategy.name,
         sentence=f"--per_device_train_batch_size {size} gives {gain:+.1%} tokens/s over {enough} on "
         f"{setup.gpu.name} under {setup.strategy.name}",
-        why=f"the GPU is full before: the rest takes {more:.1f} GiB and no time off",
+        why=f"the smaller batch already keeps the GPU busy; the larger one only takes {more:.1f} GiB more",
         change=f"--per_device_train_batch_size {enough}; --gradient_accumulation_steps {steps} keeps the "
         "tokens per step",
     )
@@ -278,7 +281,7 @@ def _kernels(setup: Setup) -> Iterator[Finding]:
             strategy=setup.strategy.name,
             sentence=f"bound by {bound} on {setup.gpu.name} under {setup.strategy.name}: {lever.change} "
             f"should give {lever.speedup - 1:+.0%} tokens/s",
-            why=f"of a step's time most goes to {bound}",
+            why=f"{bound} takes most of a step's time",
             change=lever.change,
             speedup=lever.speedup,
         )

@@ -1,4 +1,4 @@
-"""Case: a strategy's files as they stand, read without refusing anything, beside flags, model and machine."""
+"""Case: the files of a strategy, read without refusing any setting, with flags, model and machine."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import KEYS_OF_THE_JSON, deepspeed_config_path
 from slm_toolkit.strategy.strategy import settings_of, yaml_around
 
-# Host: what a launch from here would find, seen without torch: GPUs, RAM, interfaces, packages.
+# Host: the GPUs, RAM, network interfaces and packages of this machine, read without importing torch.
 
 PACKAGES = (
     *("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "torchao"),
@@ -30,40 +30,40 @@ _INCLUDE, _LIBRARIES = ("/usr/include", "/usr/local/include"), ("/usr/lib", "/us
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the shell on it. None is unknown, and nothing is said of it."""
+    """A machine and its shell. A field that is None is unknown and is not checked."""
 
     is_meant: bool = False
-    "whether the strategies are to run here; else its disks, RAM and interfaces say nothing"
+    "whether the strategies will run on this machine; if not, its disks, RAM and interfaces are not checked"
     gpu_names: tuple[str, ...] = ()
-    "as the driver has them"
+    "the names that the driver reports"
     num_cores: int | None = None
     ram_bytes: int | None = None
-    "that a job may use: of the machine, or of its cgroup"
+    "RAM that a job may use: the machine's, or the limit of the job's cgroup"
     free_ram_bytes: int | None = None
     shm_bytes: int | None = None
-    "of /dev/shm"
+    "size of /dev/shm"
     interfaces: tuple[str, ...] | None = None
     has_libaio: bool | None = None
-    "with which DeepSpeed compiles async_io, or it has been compiled"
+    "whether DeepSpeed can compile async_io, or has compiled it before"
     has_compiler: bool | None = None
-    "for DeepSpeed's CPU Adam, or it has been compiled"
+    "whether DeepSpeed can compile its CPU Adam, or has compiled it before"
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    "of PACKAGES; None: not installed; a package that is no key is unknown"
+    "version by name of PACKAGES; None: not installed; no key: unknown"
     variables: Mapping[str, str] = field(default_factory=dict)
-    "the environment of the shell"
+    "environment variables of the shell"
 
 
 def look_here(
     *, is_meant: bool, ram_bytes: int | None, free_ram_bytes: int | None, versions: Mapping[str, str]
 ) -> Host:
-    """This machine; `versions`: what to take for installed in place of what is."""
+    """Return the Host of this machine; `versions` replaces the versions that are installed."""
     import psutil
 
     from slm_toolkit.hardware.gpus import gpus_here, num_cores
     from slm_toolkit.launch.torch_extensions import extensions_folder
 
     built = {library.stem for library in extensions_folder().rglob("*.so")}
-    "that torch compiled here before: DeepSpeed takes them as they are"
+    "extensions that torch compiled here before; DeepSpeed loads them instead of compiling again"
     return Host(
         is_meant=is_meant,
         gpu_names=gpus_here(),
@@ -80,24 +80,25 @@ def look_here(
 
 
 def installed() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    """Return the installed version of each of PACKAGES; None: not installed."""
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def parsed_version(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu": enough to compare releases."""
+    """Return a version's numbers for comparison: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0]))
 
 
 def is_older(host: Host, package: str, than: str) -> bool:
-    """False where the package is not installed or not known."""
-    found = host.versions.get(package)
-    return found is not None and parsed_version(found) < parsed_version(than)
+    """Return True if the package's version is below `than`; False if it is not installed or not known."""
+    installed_version = host.versions.get(package)
+    return installed_version is not None and parsed_version(installed_version) < parsed_version(than)
 
 
 def _finds(folders: tuple[str, ...], name: str) -> bool:
@@ -115,26 +116,26 @@ def _size_of(folder: str) -> int | None:
 
 @dataclass(frozen=True)
 class Files:
-    """A YAML and the DeepSpeed JSON that it names, each as text and as what it says."""
+    """A YAML and the DeepSpeed JSON that it names, each as text and parsed."""
 
     yaml_path: Path
     yaml_text: str
-    "empty where a DeepSpeed JSON was given without a YAML"
+    "empty if a DeepSpeed JSON was given without a YAML"
     config: dict[str, Any]
     json_path: Path | None = None
-    "None without a JSON, and where the one that is named is not found"
+    "None if the YAML names no JSON, or the named file does not exist"
     json_text: str = ""
     deepspeed: Any = None
-    "the JSON's content; None without one, and where it can't be read"
+    "the JSON's content; None if there is no JSON, or it can't be read"
     json_problem: str | None = None
-    "why there is no content"
+    "why the JSON's content could not be read"
     duplicates: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    "keys that stand twice in the same mapping: the file, yaml or json, and the keys down to it"
+    "keys that appear twice in the same mapping: the file (yaml or json), and the path of keys"
 
 
 @dataclass(frozen=True)
 class Case:
-    """All that a fault can lie in."""
+    """Everything that doctor checks for faults."""
 
     name: str
     files: Files
@@ -144,9 +145,9 @@ class Case:
     num_gpus: int
     gpus_per_node: int
     gpu_names: tuple[str, ...] = ()
-    "canonical, of the GPUs it is meant for; none: a machine whose GPUs we have no figures of"
+    "canonical names of the target GPUs; empty if this machine's GPUs are not in our table"
     gpus_given: bool = False
-    "whether num_gpus was said by the user or counted on this machine, not assumed"
+    "whether the user gave num_gpus or it was counted on this machine; False: it is assumed"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -154,18 +155,18 @@ class Case:
 
     @property
     def engine(self) -> str:
-        """accelerate's word, in capitals; empty where the YAML has none."""
-        said = self.config.get("distributed_type")
-        return "NO" if said is False else str(said or "").upper()
+        """accelerate's distributed_type in capitals; empty if the YAML has none."""
+        distributed_type = self.config.get("distributed_type")
+        return "NO" if distributed_type is False else str(distributed_type or "").upper()
 
     def section(self, name: str) -> dict[str, Any]:
-        """A mapping of the YAML; empty where there is none, or something else stands there."""
+        """Return a section of the YAML; an empty dict if it is absent or not a mapping."""
         value = self.config.get(name)
         return value if isinstance(value, dict) else {}
 
     @property
     def fsdp(self) -> dict[str, Any]:
-        """fsdp_config with accelerate's prefix, which it puts before keys that lack it."""
+        """fsdp_config with the prefix `fsdp_` before every key; accelerate adds it where it is missing."""
         section = self.section("fsdp_config") if self.engine == "FSDP" else {}
         return {key if str(key).startswith("fsdp") else f"fsdp_{key}": v for key, v in section.items()}
 
@@ -175,43 +176,43 @@ class Case:
 
     @property
     def has_json(self) -> bool:
-        """Whether a DeepSpeed JSON decides; without one the YAML does."""
+        """Whether DeepSpeed's settings come from a JSON; otherwise they come from the YAML."""
         return self.engine == "DEEPSPEED" and isinstance(self.files.deepspeed, dict)
 
     @property
     def zero(self) -> dict[str, Any]:
-        """zero_optimization of the JSON, or as accelerate makes it of the YAML."""
+        """zero_optimization from the JSON, or as accelerate builds it from the YAML."""
         if self.engine != "DEEPSPEED":
             return {}
         if self.has_json:
-            found = self.files.deepspeed.get("zero_optimization")
-            return found if isinstance(found, dict) else {}
+            content = self.files.deepspeed.get("zero_optimization")
+            return content if isinstance(content, dict) else {}
         section = self.section("deepspeed_config")
-        made: dict[str, Any] = {
+        zero: dict[str, Any] = {
             "stage": section.get("zero_stage", 2),  # accelerate's default
             "stage3_gather_16bit_weights_on_model_save": section.get("zero3_save_16bit_model"),
         }
         for part in ("offload_optimizer", "offload_param"):
             if str(section.get(f"{part}_device", "none")) != "none":
-                made[part] = {"device": section[f"{part}_device"]}
-        return made
+                zero[part] = {"device": section[f"{part}_device"]}
+        return zero
 
     @property
     def zero_stage(self) -> int | None:
-        """None under another engine, and where it is no stage."""
+        """The ZeRO stage, 0 to 3; None under another engine, or if the value is not a stage."""
         stage = self.zero.get("stage", 0)
         if stage == "auto":
             return 2  # accelerate 1.15, DeepSpeedPlugin.zero_stage
         return stage if self.engine == "DEEPSPEED" and stage in (0, 1, 2, 3) else None
 
     def offload(self, part: str) -> str:
-        """none, cpu or nvme: where `offload_optimizer` or `offload_param` puts it, stage aside."""
+        """Return the device of `offload_optimizer` or `offload_param`: none, cpu or nvme, at any stage."""
         section = self.zero.get(part)
         device = section.get("device", "none") if isinstance(section, dict) else "none"
         return "none" if device in (None, "auto") else str(device)
 
     def deepspeed_edit(self, key: str, value: Any) -> Edit:
-        """An edit of the JSON's `key`, which has dots; without a JSON, of the YAML's name for it."""
+        """Return an edit of the JSON's `key` (with dots), or of the YAML's equivalent if there is no JSON."""
         if self.has_json:
             return in_json(key, value)
         names = {".".join(keys): name for name, keys in KEYS_OF_THE_JSON.items()}
@@ -229,7 +230,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """That the strategy will be launched on: `num_gpus`, but for a single process."""
+        """Number of ranks that a launch starts: `num_gpus`, or 1 under distributed_type NO."""
         return 1 if self.engine == "NO" else self.num_gpus
 
 
@@ -241,13 +242,13 @@ def is_true(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def shown(value: object) -> str:
-    """A value as the files write it."""
+def as_written(value: object) -> str:
+    """Return a value as it is written in the files."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def located(finding: Finding, case: Case, topic: str) -> Finding:
-    """The finding of a check with the path of its file, the name of the strategy, and the check's topic."""
+    """Fill in a finding's file path, the name of its strategy and, if missing, its topic."""
     paths = {"yaml": case.files.yaml_path, "json": case.files.json_path or case.files.yaml_path}
     return replace(
         finding,
@@ -258,7 +259,10 @@ def located(finding: Finding, case: Case, topic: str) -> Finding:
 
 
 def read_files(path: Path) -> Files:
-    """Raises ValueError for a file that can't be read or holds no settings; all else is a finding."""
+    """Read a YAML and the JSON that it names, or a DeepSpeed JSON alone.
+
+    Raises ValueError if the file can't be read or has no settings; all other faults become findings.
+    """
     text = _read(path)
     if path.suffix == ".json" and "distributed_type" not in (content := _parsed_json(path, text)):
         return Files(path, "", yaml_around(path), path.resolve(), text, content, None, _json_duplicates(text))
@@ -268,24 +272,24 @@ def read_files(path: Path) -> Files:
 
 
 def with_json(files: Files) -> Files:
-    """The files with the JSON that the YAML names, as far as it can be read."""
+    """Add the DeepSpeed JSON that the YAML names, or `json_problem` if it can't be read."""
     section = files.config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     is_deepspeed = str(files.config.get("distributed_type")).upper() == "DEEPSPEED"
     if named in (None, "none") or not is_deepspeed:
         return files
-    found = deepspeed_config_path(str(named), files.yaml_path)
-    if found is None:
-        problem = f"there is no {named}, neither here nor beside the YAML"
+    path = deepspeed_config_path(str(named), files.yaml_path)
+    if path is None:
+        problem = f"{named} not found, neither in this folder nor next to the YAML"
         return Files(**{**vars(files), "json_problem": problem})
     try:
-        text = _read(found)
-        content = _parsed_json(found, text)
+        text = _read(path)
+        content = _parsed_json(path, text)
     except ValueError as error:
         problem = str(error).splitlines()[0]
-        return Files(**{**vars(files), "json_path": found, "json_problem": problem})
+        return Files(**{**vars(files), "json_path": path, "json_problem": problem})
     duplicates = (*files.duplicates, *_json_duplicates(text))
-    return Files(files.yaml_path, files.yaml_text, files.config, found, text, content, None, duplicates)
+    return Files(files.yaml_path, files.yaml_text, files.config, path, text, content, None, duplicates)
 
 
 _HINT = "compare with ds_configs/zero2.json"
@@ -298,7 +302,7 @@ def _read(path: Path) -> str:
 def _parsed_json(path: Path, text: str) -> dict[str, Any]:
     content = json_of(text, path, hint=_HINT)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no DeepSpeed settings\nhint: {_HINT}")
+        raise ValueError(f"{path} contains no DeepSpeed settings\nhint: {_HINT}")
     return content
 
 
@@ -316,7 +320,7 @@ def _yaml_duplicates(node: yaml.Node | None, above: tuple[str, ...]) -> Iterator
 
 @dataclass
 class _Pairs:
-    """A JSON object as it stands."""
+    """A JSON object as a list of pairs, in which a key may appear twice."""
 
     items: list[tuple[str, Any]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""All findings of a case: of its files, of what corrections bring up, of flags, machine and closed forms."""
+"""Collect all findings of a case, including those that appear only after other faults are corrected."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from slm_toolkit.predict.flag_checks import placement_problems
 from slm_toolkit.predict.setup.setup import Deployment, Setup, known_to_estimates, unlike_the_model
 from slm_toolkit.strategy.strategy import Strategy, contradictions, strategy_of
 
-_CHECKS = {  # with the topic of findings that have none
+_CHECKS = {  # each check, and the topic of its findings that name none
     key_faults: "launch",
     launch_faults: "launch",
     machine_count_faults: "launch",
@@ -32,66 +32,67 @@ _CHECKS = {  # with the topic of findings that have none
     environment_faults: "environment",
 }
 _MOST_ROUNDS = 6
-"of corrections, each of which may bring up what the one before hid"
+"rounds of corrections; a corrected fault may have hidden others"
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A case, what was found in it, and what it would be with its files corrected."""
+    """A case, its findings, and the case with corrected files."""
 
     case: Case
     corrected: Case
     found: list[Finding]
     strategy: Strategy | None
-    "of the corrected case; None where it is none all the same"
+    "the strategy of the corrected case; None if a launch would still refuse the corrected files"
 
 
 def examine(case: Case) -> Examined:
-    """What its keys, flags, machine and environment show, without closed forms.
+    """Check the keys, flags, machine and environment of a case; nothing is estimated.
 
-    A fault may hide others, as a wrong distributed_type does all of an engine: those are looked for in the
-    corrected files.
+    A fault may hide others: a wrong distributed_type hides all faults of the engine's section. So the checks
+    are repeated on the corrected files.
     """
-    found: list[Finding] = []
-    now = case
+    findings_so_far: list[Finding] = []
+    corrected = case
     for _ in range(_MOST_ROUNDS):
-        seen = {(f.name, f.key, f.file) for f in found}
+        seen = {(f.name, f.key, f.file) for f in findings_so_far}
         current = gravest_first(
-            [located(f, now, topic) for check, topic in _CHECKS.items() for f in check(now)]
+            [located(f, corrected, topic) for check, topic in _CHECKS.items() for f in check(corrected)]
         )
-        found += [f for f in current if (f.name, f.key, f.file) not in seen]
+        findings_so_far += [f for f in current if (f.name, f.key, f.file) not in seen]
         edits = edits_of(current)
         if not edits:
             break
-        now = mended(now, edits)
-    strategy, refused = _strategy(now)
-    found += refused
-    return Examined(case, now, found, strategy)
+        corrected = mended(corrected, edits)
+    strategy, refusals = _strategy(corrected)
+    return Examined(case, corrected, [*findings_so_far, *refusals], strategy)
 
 
 def examine_all(
     cases: list[Case], *, deployment_of: Callable[[Gpu], Deployment], software: str
 ) -> tuple[list[Examined], list[Finding], list[str]]:
-    """Each case, the findings of all, the gravest first, and notes on what could not be looked at."""
+    """Return each examined case, all findings (gravest first), and notes on what was not checked."""
     notes: list[str] = []
-    examined, setups = [], []
+    examined_cases, setups = [], []
     for case in cases:
-        one = examine(case)
-        of_case = _setups(one, deployment_of=deployment_of, software=software, notes=notes)
-        short = [
-            located(finding, one.corrected, "machine")
-            for setup in of_case
-            for finding in host_ram_faults(one.corrected, setup)
+        examined = examine(case)
+        case_setups = _setups(examined, deployment_of=deployment_of, software=software, notes=notes)
+        ram_findings = [
+            located(finding, examined.corrected, "machine")
+            for setup in case_setups
+            for finding in host_ram_faults(examined.corrected, setup)
         ]
-        corrected = mended(one.corrected, edits_of(short))
-        examined.append(dataclasses.replace(one, corrected=corrected, found=[*one.found, *short]))
-        setups += of_case
-    found = [finding for one in examined for finding in one.found] + findings(setups)
-    return examined, gravest_first(found), list(dict.fromkeys(notes))
+        corrected = mended(examined.corrected, edits_of(ram_findings))
+        examined_cases.append(
+            dataclasses.replace(examined, corrected=corrected, found=[*examined.found, *ram_findings])
+        )
+        setups += case_setups
+    all_findings = [finding for examined in examined_cases for finding in examined.found] + findings(setups)
+    return examined_cases, gravest_first(all_findings), list(dict.fromkeys(notes))
 
 
 def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
-    """The corrected files as a launch would read them, and what it would refuse still."""
+    """Read the corrected files as a launch would; return the strategy, or what the launch would refuse."""
     content = case.files.deepspeed if case.has_json else None
     try:
         strategy = strategy_of(case.config, case.files.yaml_path, content)
@@ -102,7 +103,7 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
         return None, [
             _refusal(
                 *(case, "refused", sentence, "launch"),
-                why="a launch with these files ends with this",
+                why="a launch with these files stops with this error",
                 change=hint or "compare with the files that `slm configs --copy DIR` writes",
             )
             for sentence in sentences.splitlines()
@@ -113,20 +114,20 @@ def _strategy(case: Case) -> tuple[Strategy | None, list[Finding]]:
         _refusal(
             *(case, "flag-contradiction", sentence, "flags"),
             why=why,
-            change="leave out the flag, or the strategy",
+            change="remove the flag, or use another strategy",
         )
         for sentence in contradictions(strategy, case.flags)
     ]
     count, per_node = case.num_ranks, min(case.num_ranks, case.gpus_per_node)
     try:
-        grouped = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
-    except ValueError:  # no estimate of it: `_setups` has a note on it
-        grouped = []
+        group_problems = placement_problems([strategy], num_gpus=[count], gpus_per_node=per_node)
+    except ValueError:  # there is no estimate of this strategy: `_setups` adds a note
+        group_problems = []
     refused += [
         _refusal(*(case, "groups-do-not-divide", sentence, "fsdp"), why=why, change="another --num_gpus")
-        for sentence in grouped
+        for sentence in group_problems
     ]
-    return (None if grouped else strategy), refused
+    return (None if group_problems else strategy), refused
 
 
 def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, change: str) -> Finding:
@@ -135,20 +136,20 @@ def _refusal(case: Case, name: str, sentence: str, topic: str, *, why: str, chan
 
 
 def _setups(
-    one: Examined, *, deployment_of: Callable[[Gpu], Deployment], software: str, notes: list[str]
+    examined: Examined, *, deployment_of: Callable[[Gpu], Deployment], software: str, notes: list[str]
 ) -> list[Setup]:
-    """The corrected case on each GPU type it is meant for, as far as there are closed forms for it."""
-    if one.strategy is None:
+    """Return a setup of the corrected case per GPU type; skip setups that can't be estimated, with a note."""
+    if examined.strategy is None:
         return []
-    case, spec = one.corrected, one.corrected.spec
+    case, spec = examined.corrected, examined.corrected.spec
     config, unknown = known_to_estimates(case.flags)
     unknown += unlike_the_model(spec, config.seq_len)
     notes += [f"note: {sentence}" for sentence in unknown]
-    made = []
+    setups = []
     for gpu in map(gpu_of_name, case.gpu_names):
         setup = Setup(
             spec,
-            one.strategy,
+            examined.strategy,
             config,
             num_gpus=case.num_ranks,
             gpus_per_node=case.gpus_per_node,
@@ -161,5 +162,5 @@ def _setups(
         except ValueError as error:
             notes.append(f"note: {str(error).splitlines()[0]}")
             continue
-        made.append(setup)
-    return made
+        setups.append(setup)
+    return setups

@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong or unwise in a configuration, why, and the change that mends it."""
+"""Finding: one fault of a configuration, the reason, and the change that corrects it."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 SEVERITIES = ("wrong", "unwise", "could be faster")
-"wrong: does not run, does other than it says, or wastes most of what is paid"
+"wrong: does not run, does not do what the setting says, or wastes most of the money"
 TOPICS = (
     *("security", "launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
     *("alignment", "memory", "network", "strategy", "kernels"),
@@ -26,16 +26,16 @@ TRAINS_ALL_THE_SAME = frozenset(
         *("no-memory-caching", "dynamo-disabled", "interface-absent", "launcher-variables"),
     ]
 )
-"""names of wrong findings that a launch may survive, slowly or otherwise than its files say: `slm compare`
-prints them and measures; what ran stands in the record"""
+"""names of the wrong findings that do not stop a launch: it runs slowly, or not as its files say.
+`slm compare` prints these findings and measures all the same; the record contains what ran"""
 
 
 class Special(Enum):
-    """What an edit does that is no value."""
+    """Edits that write no value."""
 
     REMOVE = "remove"
     KEEP_LAST = "keep the last"
-    "of a key that stands several times"
+    "keep the last of several entries with the same key"
 
     def __repr__(self) -> str:
         return self.value
@@ -46,14 +46,14 @@ REMOVE, KEEP_LAST = Special.REMOVE, Special.KEEP_LAST
 
 @dataclass(frozen=True)
 class Edit:
-    """One setting to change: of a file of a strategy, or of the flags."""
+    """One change of a setting in a strategy's file, or of a flag."""
 
     file: str
     "yaml, json or flags"
     keys: tuple[str, ...]
-    "from the top of the file down, or a flag's name"
+    "the path of keys from the top of the file, or a flag's name"
     value: Any
-    "to write there, or one of Special"
+    "the value to write, or one of Special"
 
     @property
     def key(self) -> str:
@@ -61,27 +61,27 @@ class Edit:
 
 
 def in_yaml(key: str, value: Any) -> Edit:
-    """An edit of the accelerate YAML; `key` with dots."""
+    """Return an edit of the accelerate YAML; dots separate the parts of `key`."""
     return Edit("yaml", tuple(key.split(".")), value)
 
 
 def in_json(key: str, value: Any) -> Edit:
-    """An edit of the DeepSpeed JSON; `key` with dots."""
+    """Return an edit of the DeepSpeed JSON; dots separate the parts of `key`."""
     return Edit("json", tuple(key.split(".")), value)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know. What it is, its reason and its change are sentences; None: it has no such place."""
+    """One fault. `sentence`, `why` and `change` are texts; a field that does not apply is None."""
 
     name: str
-    "stable: scripts may look for it"
+    "a stable identifier that scripts may match"
     topic: str
     "one of TOPICS"
     severity: str
     "one of SEVERITIES"
     sentence: str
-    "what it is, with the value"
+    "the fault, with the value that causes it"
     why: str
     change: str
     "a key and its value, a flag, or a command"
@@ -90,9 +90,9 @@ class Finding:
     strategy: str | None = None
     gpu: str | None = None
     speedup: float | None = None
-    "tokens/s after the change over before"
+    "tokens/s after the change divided by tokens/s before it"
     edits: tuple[Edit, ...] = ()
-    "what `--fix` does; none where no file can mend it"
+    "the changes that `--fix` makes; empty if no change of a file corrects the fault"
 
     @property
     def is_mended_by_files(self) -> bool:
@@ -111,10 +111,10 @@ def fault(
     key: str | None = None,
     topic: str = "",
 ) -> Finding:
-    """A finding whose file, key and change follow from its edits, where they are not given.
+    """Return a finding; `file`, `key` and `change` follow from the edits unless they are given.
 
-    `then`: words after the change, such as another way. `examine` fills in the path of the file, the strategy
-    and the topic.
+    `then` is a text that follows the change, such as an alternative. `examine` fills in the file's path, the
+    strategy and the topic.
     """
     place = edits[0] if edits and edits[0].file != "flags" else None
     return Finding(
@@ -134,7 +134,7 @@ wrong, unwise, slow = partial(fault, "wrong"), partial(fault, "unwise"), partial
 
 
 def change_by(edits: Sequence[Edit]) -> str:
-    """What the edits do: `key: value` of each that is written, and the names of those that are removed."""
+    """Describe the edits: `key: value` for each written key, and the names of the removed keys."""
     written = [
         f"{edit.keys[-1]}: {_as_written(edit)}" for edit in edits if not isinstance(edit.value, Special)
     ]
@@ -147,26 +147,26 @@ def change_by(edits: Sequence[Edit]) -> str:
 
 
 def _as_written(edit: Edit) -> str:
-    """As JSON, but a word as YAML has it: quoted where it would be read as something else."""
+    """Return the value as JSON; a YAML string that needs no quotes is returned without them."""
     is_word = isinstance(edit.value, str) and edit.file == "yaml" and yaml.safe_load(edit.value) == edit.value
     return edit.value if is_word else json.dumps(edit.value)
 
 
-def gravest_first(found: list[Finding]) -> list[Finding]:
-    """Each finding once, by severity, then by topic, then by what the change gives."""
+def gravest_first(findings: list[Finding]) -> list[Finding]:
+    """Return the findings without repetitions, sorted by severity, then topic, then largest speedup."""
 
     def gravity(finding: Finding) -> tuple[int, int, float]:
-        of_topic = TOPICS.index(finding.topic)
-        return SEVERITIES.index(finding.severity), of_topic, -(finding.speedup or 0)
+        topic_index = TOPICS.index(finding.topic)
+        return SEVERITIES.index(finding.severity), topic_index, -(finding.speedup or 0)
 
     unique: dict[tuple, Finding] = {}
-    for f in found:
+    for f in findings:
         unique.setdefault((f.name, f.sentence, f.file, f.strategy, f.gpu), f)
     return sorted(unique.values(), key=gravity)
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """The finding's fields; of an edit the file, the key with dots, and the value, null for a removed key."""
+    """Return the finding's fields; an edit has `file`, `key` (with dots) and `value` (null: key removed)."""
     edits = [
         {
             "file": edit.file,

@@ -1,4 +1,4 @@
-"""The files of a strategy, and the flags, after the edits of findings."""
+"""Apply the edits of findings to a strategy's files and flags."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit, Finding
 
 
 def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
-    """The text after `edits`, one after the other. A YAML whose layout can't be kept is written anew."""
+    """Return the text after `edits`, in their order. A YAML whose layout can't be kept is rewritten whole."""
     if is_json:
         return _edited_json(text, edits)
     from ruamel.yaml.error import YAMLError
@@ -33,7 +33,7 @@ def with_edits(text: str, edits: list[Edit], *, is_json: bool) -> str:
 
 
 def _edited_json(text: str, edits: list[Edit]) -> str:
-    """Keys keep their order, the file its indentation, and numbers such as 5e8 their spelling."""
+    """Return the JSON after `edits`, with the same key order, indentation and spelling of numbers (5e8)."""
     content = _changed(json.loads(text, parse_float=lambda number: f"\0{number}"), edits)
     indent = re.search(r'\n([ \t]+)"', text)
     edited = json.dumps(content, indent=indent and indent[1], ensure_ascii=False)
@@ -47,7 +47,7 @@ def _changed(content: Any, edits: list[Edit]) -> Any:
 
 
 def _with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
-    """A copy of `content` with `value` at `keys`; mappings on the way are made where there are none."""
+    """Return a copy of `content` with `value` at `keys`; missing mappings on the path are created."""
     mapping = dict(content) if isinstance(content, dict) else {}
     if len(keys) > 1:
         if value not in (REMOVE, KEEP_LAST) or isinstance(mapping.get(keys[0]), dict):
@@ -59,22 +59,22 @@ def _with_value(content: Any, keys: tuple[str, ...], value: Any) -> Any:
     return mapping
 
 
-def edits_of(found: list[Finding]) -> list[Edit]:
-    """Of all findings, the gravest's first; none of a key, or of one below it, that was edited before."""
+def edits_of(findings: list[Finding]) -> list[Edit]:
+    """Return the edits of all findings in order; skip a finding that changes a key of an earlier edit."""
     chosen: list[Edit] = []
-    for finding in found:
+    for finding in findings:
         if not any(_touch(edit, done) for edit in finding.edits for done in chosen):
             chosen += finding.edits
     return chosen
 
 
-def _touch(one: Edit, other: Edit) -> bool:
-    shorter = min(len(one.keys), len(other.keys))
-    return one.file == other.file and one.keys[:shorter] == other.keys[:shorter] and one != other
+def _touch(edit: Edit, other: Edit) -> bool:
+    shorter = min(len(edit.keys), len(other.keys))
+    return edit.file == other.file and edit.keys[:shorter] == other.keys[:shorter] and edit != other
 
 
 def mended(case: Case, edits: list[Edit]) -> Case:
-    """The case after `edits`; nothing is written."""
+    """Return the case after `edits`; no file is written."""
     flags = {edit.keys[0]: edit.value for edit in edits if edit.file == "flags"}
     return dataclasses.replace(
         case,
@@ -84,17 +84,17 @@ def mended(case: Case, edits: list[Edit]) -> Case:
 
 
 def _mended_files(files: Files, edits: list[Edit]) -> Files:
-    of = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
-    duplicates = tuple(double for double in files.duplicates if not of[double[0]])
-    if of["yaml"] and files.yaml_text:
-        is_json = files.yaml_path.suffix == ".json"  # accelerate reads such, too
-        text = with_edits(files.yaml_text, of["yaml"], is_json=is_json)
+    by_file = {file: [edit for edit in edits if edit.file == file] for file in ("yaml", "json")}
+    duplicates = tuple((file, keys) for file, keys in files.duplicates if not by_file[file])
+    if by_file["yaml"] and files.yaml_text:
+        is_json = files.yaml_path.suffix == ".json"  # accelerate also reads its config from JSON
+        text = with_edits(files.yaml_text, by_file["yaml"], is_json=is_json)
         config = yaml.load(text, YAML_LOADER)
         files = dataclasses.replace(files, yaml_text=text, config=config, duplicates=duplicates)
-        if files.json_path is None:  # perhaps it is named, or read, only now
+        if files.json_path is None:  # the corrected YAML may name a JSON that can be read
             files = with_json(dataclasses.replace(files, json_problem=None))
-    if of["json"] and files.json_text:
-        text = with_edits(files.json_text, of["json"], is_json=True)
+    if by_file["json"] and files.json_text:
+        text = with_edits(files.json_text, by_file["json"], is_json=True)
         content = json.loads(text)
         files = dataclasses.replace(files, json_text=text, deepspeed=content, duplicates=duplicates)
     return files
@@ -106,13 +106,13 @@ class CorrectedFile:
 
     path: Path
     of: Path
-    "the file it is a corrected copy of"
+    "the original file"
 
 
 def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) -> list[CorrectedFile]:
     """Write the corrected YAML, and the JSON that it then names, into `folder`.
 
-    Raises ValueError for files that are there, but with `overwrite`, and for a folder that can't be written.
+    Raises ValueError if a file exists and `overwrite` is False, or if the folder can't be written.
     """
     texts, sources = {}, {}
     json_path = folder / after.json_path.name if after.json_path is not None else None
@@ -130,6 +130,6 @@ def write_mended(before: Files, after: Files, folder: Path, *, overwrite: bool) 
 
 
 def _as_named(path: Path) -> str:
-    """From the working folder, as accelerate looks for it, where it lies below."""
+    """Return the path relative to the working folder if it is below it (accelerate searches there)."""
     path = path.resolve()
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,16 +1,16 @@
-"""Where the flags of a run and the files of a strategy say different things, or need what is not there."""
+"""Find flags that contradict the strategy's files or need a package or GPU that is missing."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from slm_toolkit.base.errors import PACKAGES, pip_install
 from slm_toolkit.config.run_config import FLAGS, RunConfig
-from slm_toolkit.doctor.case import Case, is_count, shown
+from slm_toolkit.doctor.case import Case, as_written, is_count
 from slm_toolkit.doctor.finding import REMOVE, Edit, Finding, fault, in_json, unwise, wrong
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.model.names import has_weights
 
-_FLASH = {  # its package: transformers 5.23, modeling_flash_attention_utils.py
+_FLASH = {  # the package of each kernel: transformers 5.23, modeling_flash_attention_utils.py
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
@@ -38,7 +38,7 @@ def _attention(case: Case) -> Iterator[Finding]:
     if package in versions and versions[package] is None and versions.get("kernels") is None:
         yield wrong(
             "flash-attn-absent",
-            f"{flag}, and {package} is not installed",
+            f"{flag} needs {package}, which is not installed",
             why="transformers refuses to build the model",
             change=f"--attn_implementation sdpa, which has its own flash kernel, or pip install {package}",
         )
@@ -54,7 +54,7 @@ def _attention(case: Case) -> Iterator[Finding]:
         yield wrong(
             "flash-attn-gpu",
             f"{flag} on {', '.join(old)}",
-            why="its kernels are for Hopper and Blackwell",
+            why="its kernels need a Hopper or Blackwell GPU",
             change="--attn_implementation sdpa",
         )
     old = _gpus_of(case, ("ampere",), "rtx-3090")
@@ -62,14 +62,14 @@ def _attention(case: Case) -> Iterator[Finding]:
         yield wrong(
             "fp8-emulated",
             f"--fp8 {case.flags.fp8} on {', '.join(old)}",
-            why="float8 products need compute capability 8.9 (Ada, Hopper): here they are emulated, with the "
-            "rounding and without the speed",
+            why="float8 products need compute capability 8.9 (Ada, Hopper): this GPU emulates them, which "
+            "rounds like float8 but is not faster",
             change="leave --fp8 out",
         )
 
 
 def _gpus_of(case: Case, architectures: tuple[str, ...], *names: str) -> list[str]:
-    """The case's GPUs of these architectures, or with one of these names: geforce is of several."""
+    """Return the case's GPUs of these architectures or names (`geforce` covers several architectures)."""
     return [
         name for name in case.gpu_names if gpu_of_name(name).architecture in architectures or name in names
     ]
@@ -88,7 +88,7 @@ def _packages(case: Case) -> Iterator[Finding]:
         if package in versions and versions[package] is None:
             yield wrong(
                 "package-absent",
-                f"--{flag} {shown(value)}, and {package} is not installed",
+                f"--{flag} {as_written(value)} needs {package}, which is not installed",
                 why="the trainer stops before the first step",
                 change=pip_install(extra),
             )
@@ -98,8 +98,8 @@ def _adapters(case: Case) -> Iterator[Finding]:
     if case.flags.peft != "none" and not has_weights(case.spec):
         yield unwise(
             "adapter-of-random-weights",
-            f"--peft {case.flags.peft} and --model {case.flags.model}, which has no weights",
-            why="the trainer refuses a dataset: an adapter of random weights is useless",
+            f"--peft {case.flags.peft} with --model {case.flags.model}, which has no pretrained weights",
+            why="the trainer refuses a dataset for it: an adapter on random weights is useless",
             change=f"to train: --model {case.spec.hub_id or 'with a folder that has weights, or a hub id'}",
         )
     if case.flags.peft == "qlora" and case.zero_stage == 3:
@@ -107,7 +107,7 @@ def _adapters(case: Case) -> Iterator[Finding]:
             "qlora-under-zero3",
             "--peft qlora under ZeRO-3",
             Edit("flags", ("peft",), "lora"),
-            why="ZeRO-3 cuts the packed 4-bit weights into shares without the scales that belong to them",
+            why="ZeRO-3 shards the packed 4-bit weights without their scales",
             change="--strategy ds_zero2 or ddp: in 4 bits the weights fit on each GPU; or --peft lora",
             file="json" if case.has_json else "yaml",
         )
@@ -120,7 +120,7 @@ def _batch(case: Case) -> Iterator[Finding]:
     if (micro := content.get(key, "auto")) not in ("auto", None, batch):
         yield _unlike_the_flag(
             *("micro-batch-differs", case, key, micro, f"--per_device_train_batch_size is {batch}"),
-            why="one of the two would not be what runs; the trainer refuses",
+            why="a run can use only one of the two values; the trainer refuses to start",
         )
     steps = content.get("gradient_accumulation_steps", "auto")
     steps = steps if flags.numerics == "stock" and is_count(steps) else flags.gradient_accumulation_steps
@@ -130,19 +130,19 @@ def _batch(case: Case) -> Iterator[Finding]:
         product = f"{batch} x {steps} micro-steps x {case.num_ranks} ranks is {runs}"
         yield _unlike_the_flag(
             *("train-batch-differs", case, key, total, product),
-            why="DeepSpeed stops unless it is their product, so the file serves one number of GPUs",
+            why="DeepSpeed stops unless it equals this product: the file works for one number of GPUs only",
         )
 
 
 def _unlike_the_flag(name: str, case: Case, key: str, value: object, flag: str, *, why: str) -> Finding:
-    """DeepSpeed's `key` and a flag have different values: the flag is to decide."""
+    """Return a finding on DeepSpeed's `key`, which differs from a flag; the edit lets the flag decide."""
     edit = case.deepspeed_edit(key, "auto" if case.has_json else REMOVE)
     return wrong(
         name,
-        f"{key} is {shown(value)} in the {edit.file.upper()}; {flag}",
+        f"{key} is {as_written(value)} in the {edit.file.upper()}; {flag}",
         edit,
         why=why,
-        then=", and let the flags say it" if case.has_json else ": the flags say it",
+        then=", so that the flags decide" if case.has_json else ": the flags decide",
     )
 
 
@@ -153,17 +153,17 @@ def _of_deepspeed(case: Case, key: str) -> Any:
 def _accumulation(case: Case) -> Iterator[Finding]:
     key, flag = "gradient_accumulation_steps", case.flags.gradient_accumulation_steps
     value, in_stock = _of_deepspeed(case, key), case.flags.numerics == "stock"
-    is_silent = value is None and in_stock and flag != 1 and case.has_json
-    if value not in (None, "auto", flag) or is_silent:
+    is_absent = value is None and in_stock and flag != 1 and case.has_json
+    if value not in (None, "auto", flag) or is_absent:
         yield _unlike_the_flag(
             "accumulation-differs",
             case,
             key,
-            "absent, which accelerate takes for 1," if is_silent else value,
+            "absent (accelerate then uses 1)" if is_absent else value,
             f"--{key} is {flag}",
-            why="DeepSpeed's value runs, with a warning in the log: another batch than under DDP and FSDP"
+            why="DeepSpeed's value is used, with a warning in the log, so the batch differs from DDP and FSDP"
             if in_stock
-            else "one of the two would not be what runs; the trainer refuses",
+            else "a run can use only one of the two values; the trainer refuses to start",
         )
 
 
@@ -172,18 +172,18 @@ def _clipping(case: Case) -> Iterator[Finding]:
     value = _of_deepspeed(case, key)
     if flag is None:
         return
-    if case.flags.numerics != "stock":  # the trainer writes the flag's value over "auto" and into silence
+    if case.flags.numerics != "stock":  # the trainer writes the flag's value if the key is absent or "auto"
         if value not in (None, "auto", flag):
             yield _unlike_the_flag(
                 *("clipping-differs", case, key, value, f"--max_grad_norm is {flag}"),
-                why="one of the two would not be what runs; the trainer refuses",
+                why="a run can use only one of the two values; the trainer refuses to start",
             )
     elif (1.0 if value in (None, "auto") else value) != flag:
         yield wrong(
             "clipping-differs",
-            f"{key} is {'absent' if value is None else shown(value)}; --max_grad_norm is {flag}, in stock",
+            f"{key} is {'absent' if value is None else as_written(value)}; --max_grad_norm is {flag} (stock)",
             case.deepspeed_edit(key, flag),
-            why="DeepSpeed clips by its own config, at 1.0 where that is silent, whatever the script says",
+            why="DeepSpeed clips by its own config (1.0 if the key is absent) and ignores the script's value",
         )
 
 
@@ -199,17 +199,17 @@ def _dtypes(case: Case) -> Iterator[Finding]:
             continue
         yield wrong(
             f"{dtype}-differs",
-            f"{dtype}.enabled is {shown(enabled[dtype])} with --numerics {numerics}",
+            f"{dtype}.enabled is {as_written(enabled[dtype])} with --numerics {numerics}",
             in_json(f"{dtype}.enabled", "auto"),
-            why="fp16 needs loss scaling and overflows where bf16 does not; other strategies run in bf16"
+            why="fp16 needs loss scaling and overflows sooner than bf16; other strategies run in bf16"
             if dtype == "fp16"
             else f"--numerics {numerics} computes in {'bf16' if runs else 'fp32'}: strategies would differ",
-            change=f'{dtype}.enabled: "auto", and --numerics says it',
+            change=f'{dtype}.enabled: "auto", so that --numerics decides',
         )
 
 
 def _communication(case: Case) -> Iterator[Finding]:
-    """The dtypes that gradients are reduced and kept in: both keys go, where they are there."""
+    """Check the dtypes in which gradients are reduced and accumulated; the edits remove both keys."""
     content, numerics, flag = case.files.deepspeed, case.flags.numerics, case.flags.reduce_dtype
     types = content.get("data_types")
     reduces = content.get("communication_data_type")
@@ -218,14 +218,14 @@ def _communication(case: Case) -> Iterator[Finding]:
     if keeps in wide and case.zero_stage == 1 and numerics != "fp32":
         severity, name = "wrong", "zero1-becomes-another-optimizer"
         sentence = f"grad_accum_dtype is {keeps} under ZeRO-1"
-        why = "DeepSpeed then runs its BF16_Optimizer, with 5 bytes more per parameter"
+        why = "DeepSpeed then uses its BF16_Optimizer, which takes 5 bytes more per parameter"
         then = ", or stage 2"
     elif reduces == "fp16" or (reduces is not None and reduces not in ("fp32", "bf16", "fp16", "auto")):
         severity, name, sentence = "wrong", "communication-dtype", f"communication_data_type is {reduces}"
         why = (
             "gradients of bf16 weights overflow in fp16"
             if reduces == "fp16"
-            else "DeepSpeed knows fp16, bf16 and fp32, and refuses others"
+            else "DeepSpeed accepts only fp16, bf16 and fp32"
         )
         then = ": bf16"
     elif numerics != "fp32" and (reduces in wide) != (keeps in wide):
@@ -233,12 +233,14 @@ def _communication(case: Case) -> Iterator[Finding]:
         sentence = (
             f"communication_data_type is {reduces or 'absent'}, grad_accum_dtype is {keeps or 'absent'}"
         )
-        why = "one of them alone changes nothing: gradients are kept in bf16, or reduced in it"
-        then = ", or --reduce_dtype fp32, which writes both"
+        why = "one of the two keys alone is not enough: gradients are still accumulated, or reduced, in bf16"
+        then = ", or --reduce_dtype fp32, which sets both"
     elif numerics in ("aligned", "pure_bf16") and reduces in wide and flag != "fp32":
         name = "communication-dtype-differs"
         sentence = f"the JSON reduces gradients in fp32, --reduce_dtype is {flag or 'bf16'}"
-        why = "other strategies reduce in bf16: losses and traffic differ for no reason of sharding"
+        why = (
+            "other strategies reduce in bf16: losses and traffic then differ for another reason than sharding"
+        )
         then = ", or --reduce_dtype fp32"
     else:
         return

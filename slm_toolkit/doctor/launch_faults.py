@@ -1,4 +1,4 @@
-"""Faults of the accelerate YAML's own keys: what is launched, on which processes, machines and groups."""
+"""Find faults in the accelerate YAML: engine, processes, machines, parallel groups and unknown keys."""
 
 import math
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ _ENGINE_SYNONYMS = {
 }
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 _SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "parallelism_config": "FSDP"}
-_WITHOUT_A_SECTION = {  # what stands in for a section that is no mapping
+_WITHOUT_A_SECTION = {  # replaces a section that is not a mapping
     "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "deepspeed_config": {"zero_stage": 2},
 }
 
 
 def launch_faults(case: Case) -> Iterator[Finding]:
-    if not case.files.yaml_text:  # a DeepSpeed JSON by itself
+    if not case.files.yaml_text:  # a DeepSpeed JSON alone
         return
     for check in (_engine, _sections, _processes, _gpu_ids, _precision, _compiler, _odds_and_ends):
         yield from check(case)
@@ -51,9 +51,9 @@ def _engine(case: Case) -> Iterator[Finding]:
     if engine is False:
         yield unwise(
             "unquoted-no",
-            f"{key}: NO without quotes is false",
+            f"{key}: NO without quotes means false",
             in_yaml(key, "NO"),
-            why="YAML 1.1 reads a bare NO as false; accelerate then takes it for no engine by accident",
+            why="YAML 1.1 reads an unquoted NO as false; accelerate happens to treat false like NO",
         )
         return
     upper = str(engine or "").upper().replace("-", "_").replace(" ", "_")
@@ -61,10 +61,10 @@ def _engine(case: Case) -> Iterator[Finding]:
     likely = likely or meant_by(upper, _SUPPORTED) or _engine_of_sections(case)
     yield wrong(
         "distributed-type",
-        f"there is no {key}" if engine is None else f"{key} is {engine}",
+        f"{key} is missing" if engine is None else f"{key} is {engine}",
         in_yaml(key, likely),
-        why="accelerate takes its own words only, in capitals, and refuses others; of them "
-        f"{', '.join(_SUPPORTED)} are trained here",
+        why="accelerate accepts only its own names, in capitals; this project supports "
+        f"{', '.join(_SUPPORTED)}",
     )
 
 
@@ -77,7 +77,7 @@ def _engine_of_sections(case: Case) -> str:
 
 
 def _sections(case: Case) -> Iterator[Finding]:
-    """Sections that are no mappings, and sections of another engine."""
+    """Report sections that are not mappings, and sections of another engine."""
     for name, engine in _SECTION_OF.items():
         value = case.config.get(name)
         if value is not None and not isinstance(value, dict):
@@ -85,15 +85,15 @@ def _sections(case: Case) -> Iterator[Finding]:
                 "not-a-section",
                 f"{name} is {value!r}",
                 in_yaml(name, _WITHOUT_A_SECTION.get(name, REMOVE) if case.engine == engine else REMOVE),
-                why="it holds settings, one per indented line; of anything else accelerate takes none",
+                why="a section contains one setting per indented line; accelerate ignores any other value",
             )
         elif value and case.config.get("distributed_type") in _SUPPORTED and case.engine != engine:
             yield wrong(
                 "ignored-section",
-                f"{name} beside distributed_type {case.engine}, which does not read it",
+                f"{name} under distributed_type {case.engine}, which does not read it",
                 in_yaml(name, REMOVE),
-                why=f"{case.engine} does nothing of what {', '.join(map(str, value))} ask for"
-                + ("" if case.engine in ("FSDP", "DEEPSPEED") else ", and shards nothing"),
+                why=f"{case.engine} ignores {', '.join(map(str, value))}"
+                + ("" if case.engine in ("FSDP", "DEEPSPEED") else " and shards nothing"),
                 then=f", or write distributed_type: {engine}",
             )
 
@@ -104,11 +104,11 @@ def _processes(case: Case) -> Iterator[Finding]:
         yield fault(
             "unwise" if count is None else "wrong",
             "num-processes",
-            f"there is no {key}" if count is None else f"{key} is {count!r}",
+            f"{key} is missing" if count is None else f"{key} is {count!r}",
             in_yaml(key, case.num_gpus),
             why="accelerate refuses the file unless the command gives --num_processes"
             if count is None
-            else "it is a whole number of at least 1: no rank would start",
+            else "it must be a whole number of at least 1, or no rank starts",
         )
         return
     if case.gpus_given and case.engine in _ON_SEVERAL_GPUS and count > case.num_gpus:
@@ -116,7 +116,7 @@ def _processes(case: Case) -> Iterator[Finding]:
             "more-processes-than-gpus",
             f"{key} is {count} for {case.num_gpus} GPU{'s' * (case.num_gpus > 1)}",
             in_yaml(key, case.num_gpus),
-            why="each rank needs a GPU of its own; two on one are refused by NCCL",
+            why="each rank needs its own GPU; NCCL refuses two ranks on one GPU",
             then=f", or --num_processes {case.num_gpus} at the launch",
         )
     if case.engine == "NO" and count != 1:
@@ -124,7 +124,7 @@ def _processes(case: Case) -> Iterator[Finding]:
             "processes-without-engine",
             f"{key} is {count} with distributed_type NO",
             in_yaml(key, 1),
-            why="accelerate starts one process and never the others",
+            why="accelerate starts one process only",
             then=", or distributed_type: MULTI_GPU",
         )
 
@@ -139,16 +139,16 @@ def _gpu_ids(case: Case) -> Iterator[Finding]:
         listed = ids if isinstance(ids, list) else [ids]
         if len(listed) >= max(2, num_ranks):
             text = ",".join(map(str, listed))
-        why = "accelerate splits a text at commas and fails on a number or a list (AttributeError)"
+        why = "accelerate expects a string with commas and fails on a number or a list (AttributeError)"
     elif len(ids.split(",")) < num_ranks and case.engine in _ON_SEVERAL_GPUS:
-        why = f"each of a machine's {num_ranks} ranks needs a GPU of its own; accelerate refuses a single id"
+        why = f"each of a machine's {num_ranks} ranks needs its own GPU; accelerate refuses a single id"
     else:
         return
     yield wrong("gpu-ids", f"{key} is {ids!r}", in_yaml(key, text), why=why)
 
 
 def _precision(case: Case) -> Iterator[Finding]:
-    """What the YAML says of the dtype, which is --numerics' to decide: the key is removed."""
+    """Report a dtype in the YAML that --numerics overrides or contradicts; the edit removes the key."""
     key = "mixed_precision" if "mixed_precision" in case.config else "fp16"
     precision: Any = case.config.get(key)
     if precision is None or (key == "fp16" and not precision):
@@ -157,23 +157,23 @@ def _precision(case: Case) -> Iterator[Finding]:
     numerics = case.flags.numerics
     severity, sentence = "wrong", f"mixed_precision is {precision}, --numerics is {numerics}"
     if precision is False:
-        name, sentence = "unquoted-no", "mixed_precision: no without quotes is false"
-        why = "YAML 1.1 reads a bare no as false, and accelerate fails on it (AttributeError)"
+        name, sentence = "unquoted-no", "mixed_precision: no without quotes means false"
+        why = "YAML 1.1 reads an unquoted no as false, and accelerate fails on it (AttributeError)"
     elif str(precision).lower() not in _PRECISIONS:
         name, sentence = "mixed-precision-unknown", f"mixed_precision is {precision!r}"
-        why = f"accelerate knows {', '.join(_PRECISIONS)} and refuses others"
-    elif case.has_json:  # beside a JSON it is refused: see set-twice
+        why = f"accelerate accepts only {', '.join(_PRECISIONS)}"
+    elif case.has_json:  # accelerate refuses it together with a JSON: see set-twice
         return
     elif (problem := precision_problem(str(precision).lower(), case.flags)) is not None:
         name, why = "mixed-precision-differs", f"the trainer refuses to start: {problem}"
     elif precision != ("no" if numerics == "fp32" else "bf16"):
         severity, name = "unwise", "mixed-precision-overridden"
-        why = "under another script than slm_toolkit.train this file trains in other numbers; " + (
-            "stock takes what the file says" if numerics == "stock" else "here the flag wins"
+        why = "scripts other than slm_toolkit.train compute in the file's precision; " + (
+            "so does --numerics stock" if numerics == "stock" else "here the flag wins"
         )
     else:
         return
-    yield fault(severity, name, sentence, in_yaml(key, REMOVE), why=why, then=": --numerics says it")
+    yield fault(severity, name, sentence, in_yaml(key, REMOVE), why=why, then=": --numerics decides")
 
 
 def _compiler(case: Case) -> Iterator[Finding]:
@@ -186,11 +186,11 @@ def _compiler(case: Case) -> Iterator[Finding]:
     flag = "--torch_compile is on as well" if case.flags.torch_compile else "--torch_compile is off"
     yield wrong(
         "compiled-by-yaml",
-        f"{key} asks for {backend}, and {flag}",
+        f"{key} compiles with {backend}, and {flag}",
         in_yaml(key, REMOVE),
-        why="accelerate compiles the whole prepared model for this file alone, whatever the flag says: other "
-        "strategies run without it",
-        then=", and say --torch_compile",
+        why="accelerate compiles the whole prepared model for this strategy only and ignores the flag: other "
+        "strategies run without compilation",
+        then=", and use --torch_compile",
     )
 
 
@@ -204,7 +204,7 @@ def _odds_and_ends(case: Case) -> Iterator[Finding]:
             in_yaml("use_cpu", False),
             why="the GPUs stay idle"
             if is_obeyed
-            else f"accelerate does not hand it to the ranks of {case.engine}, which take GPUs all the same",
+            else f"accelerate does not pass it to the ranks of {case.engine}, which use the GPUs anyway",
         )
     downcast = case.config.get("downcast_bf16")
     if is_true(downcast) or downcast == "yes":
@@ -212,14 +212,14 @@ def _odds_and_ends(case: Case) -> Iterator[Finding]:
             "tpu-key",
             f"downcast_bf16 is {downcast}",
             in_yaml("downcast_bf16", REMOVE),
-            why="only TPUs read it; on a GPU nothing is cast down",
+            why="it only affects TPUs; on a GPU nothing is cast",
         )
     if is_true(case.config.get("debug")):
         yield unwise(
             "debug-mode",
             "debug is true",
             in_yaml("debug", False),
-            why="accelerate then compares shapes on all ranks before each of its gathers and reductions",
+            why="accelerate then compares shapes on all ranks before each gather and reduction",
         )
 
 
@@ -230,7 +230,7 @@ def machine_count_faults(case: Case) -> Iterator[Finding]:
             "num-machines",
             f"num_machines is {machines!r}",
             in_yaml("num_machines", 1),
-            why="it is a whole number of at least 1",
+            why="it must be a whole number of at least 1",
         )
         return
     if rank is not None and (not isinstance(rank, int) or not 0 <= rank < machines):
@@ -238,9 +238,9 @@ def machine_count_faults(case: Case) -> Iterator[Finding]:
             "machine-rank",
             f"machine_rank is {rank!r} of {machines} machines",
             in_yaml("machine_rank", 0),
-            why=f"machines are numbered from 0 to {machines - 1}; the rendezvous waits for a number that "
-            "never comes",
-            then=" on the first, 1 on the next, or --machine_rank at each launch",
+            why=f"machines are numbered from 0 to {machines - 1}; with another number the rendezvous waits "
+            "for a machine that never connects",
+            then=" on the first machine, 1 on the next, or --machine_rank at each launch",
         )
     if machines == 1:
         return
@@ -250,36 +250,43 @@ def machine_count_faults(case: Case) -> Iterator[Finding]:
         has_gpus = not case.gpus_given or started <= case.num_gpus
         yield wrong(
             "processes-per-machine",
-            f"num_processes is {processes} on {machines} machines, which does not divide",
+            f"num_processes is {processes}, not a multiple of {machines} machines",
             *([in_yaml("num_processes", started)] if has_gpus else []),
-            why=f"accelerate starts {processes} // {machines} on each: {processes // machines * machines}",
-            change=None if has_gpus else f"a GPU at least on each of {machines} machines",
+            why=f"accelerate starts {processes} // {machines} on each machine: "
+            f"{processes // machines * machines} in all",
+            change=None if has_gpus else f"use at least one GPU on each of {machines} machines",
             file="yaml",
             key="num_processes",
         )
     yield from _address(case, machines)
     launcher = case.section("deepspeed_config").get("deepspeed_multinode_launcher")
-    if case.engine == "DEEPSPEED" and launcher is None:  # another is not passed on: see `key_faults`
+    if (
+        case.engine == "DEEPSPEED" and launcher is None
+    ):  # no launch passes on any other launcher: see `key_faults`
         yield wrong(
             "deepspeed-launcher",
             f"deepspeed_multinode_launcher is absent with {machines} machines",
             in_yaml("deepspeed_config.deepspeed_multinode_launcher", "standard"),
-            why="accelerate then calls DeepSpeed's own launcher, which wants pdsh, password-free ssh and a "
-            "hostfile; standard starts each machine by its own `accelerate launch`",
+            why="accelerate then calls DeepSpeed's launcher, which needs pdsh, ssh without a password and a "
+            "hostfile; with standard you run `accelerate launch` on each machine",
         )
 
 
 def _address(case: Case, machines: int) -> Iterator[Finding]:
-    """A missing address beside a machine_rank; `slm configs` writes neither, and the command gives both."""
+    """Report a missing or local main_process_ip.
+
+    A missing address counts only if the YAML has machine_rank: `slm configs` writes neither, and the launch
+    command gives both.
+    """
     address = case.config.get("main_process_ip")
     if address is None and "machine_rank" in case.config:
         severity, name = "unwise", "main-process-ip-absent"
         sentence = f"num_machines is {machines}, without main_process_ip"
-        why = "unless the command gives --main_process_ip, every machine looks for rank 0 at None"
+        why = "unless the command gives --main_process_ip, every machine connects to an address called None"
     elif str(address) in ("localhost", "::1", "0.0.0.0") or str(address).startswith("127."):
         severity, name = "wrong", "main-process-ip-local"
         sentence = f"main_process_ip is {address} for {machines} machines"
-        why = "on every machine that address is the machine itself: each waits for the others at home"
+        why = "this address means the machine itself, so each machine waits for the others and none connects"
     else:
         return
     change = "main_process_ip: the first machine's address, or --main_process_ip at each launch"
@@ -287,7 +294,7 @@ def _address(case: Case, machines: int) -> Iterator[Finding]:
 
 
 def group_faults(case: Case) -> Iterator[Finding]:
-    """Sizes that FSDP2 can't form groups of, and sizes whose product is not the number of ranks."""
+    """Report sizes from which FSDP2 can't form groups, and sizes whose product is not the number of ranks."""
     section = case.section("parallelism_config")
     if section and case.is_fsdp2:
         yield from _sizes(section)
@@ -302,8 +309,8 @@ def _sizes(section: dict[str, Any]) -> Iterator[Finding]:
                 "group-size",
                 f"{PREFIX}{name} is {size!r}",
                 in_yaml("parallelism_config", REMOVE),
-                why="it is a whole number of at least 1",
-                then=": all ranks share one copy",
+                why="it must be a whole number of at least 1",
+                then=": all ranks then shard one copy",
                 key=f"parallelism_config.{PREFIX}{name}",
             )
             return
@@ -313,16 +320,16 @@ def _sizes(section: dict[str, Any]) -> Iterator[Finding]:
             "nothing-to-shard",
             f"parallelism_config has dp_replicate_size {sizes['dp_replicate_size']} and dp_shard_size 1",
             in_yaml("parallelism_config", REMOVE),
-            why="accelerate refuses FSDP2 without a group to shard over; copies alone are MULTI_GPU",
-            then=", or give dp_shard_size the ranks of one copy",
+            why="accelerate refuses FSDP2 without a group to shard over; use MULTI_GPU for copies alone",
+            then=", or set dp_shard_size to the number of ranks per copy",
         )
 
 
 def _product(case: Case, section: dict[str, Any]) -> Iterator[Finding]:
-    """Only a user's own sizes: those of our files follow the nodes."""
+    """Check the product of the user's sizes; the groups of our files follow the nodes."""
     sizes = parallel_sizes(section)
     if not all(str(key).startswith(PREFIX) for key in section):
-        return  # until the keys are mended, nobody knows the sizes
+        return  # the sizes are only known once the keys are corrected
     if not all(map(is_count, sizes.values())) or is_shipped(case.files.yaml_path):
         return
     if sizes["dp_shard_size"] == sizes["cp_size"] == 1:
@@ -338,15 +345,15 @@ def _product(case: Case, section: dict[str, Any]) -> Iterator[Finding]:
         problem,
         *([in_yaml(f"parallelism_config.{PREFIX}dp_shard_size", shard)] if fits else []),
         why="accelerate multiplies all five sizes and refuses a product that is not the number of ranks",
-        change=None if fits else f"{product} ranks, or sizes whose product is {ranks}",
+        change=None if fits else f"use {product} ranks, or sizes whose product is {ranks}",
         file="yaml",
         key="parallelism_config",
     )
 
 
-# Keys that no launch passes on, with what was meant by a misspelt one; keys removed, renamed, doubled.
+# Faulty keys: not passed on by a launch (with the key that was probably meant), removed, renamed, duplicated.
 
-REMOVED_FROM_DEEPSPEED = (  # runtime/config.py: it refuses them
+REMOVED_FROM_DEEPSPEED = (  # DeepSpeed refuses these keys: runtime/config.py
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
 )
@@ -355,12 +362,12 @@ _REMOVED = (
     *((key,) for key in REMOVED_FROM_DEEPSPEED),
     *(("zero_optimization", key) for key in REMOVED_FROM_ZERO),
 )
-RENAMED_IN_ZERO = {  # still read, with a warning; of the new key and its value
+RENAMED_IN_ZERO = {  # old key, which DeepSpeed still reads with a warning: new key and value
     "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "cpu_offload_param": ("offload_param", {"device": "cpu"}),
     "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
 }
-_SYNONYMS = {  # what others call it, too far from the key to be found by likeness
+_SYNONYMS = {  # names of other tools that get_close_matches does not find
     "bfloat16": "bf16",
     "max_grad_norm": "gradient_clipping",
     "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
@@ -379,7 +386,7 @@ def key_faults(case: Case) -> Iterator[Finding]:
 
 
 def meant_by(key: str, known: tuple[str, ...]) -> str | None:
-    """The key that a misspelt one is closest to; None where nothing is close."""
+    """Return the known key that is closest to a misspelt key; None if none is close."""
     if key in _SYNONYMS and _SYNONYMS[key] in known:
         return _SYNONYMS[key]
     close = get_close_matches(key.lower(), known, n=1, cutoff=0.8)
@@ -393,42 +400,42 @@ def _duplicates(case: Case) -> Iterator[Finding]:
             value = value.get(key) if isinstance(value, dict) else None
         yield wrong(
             "duplicate-key",
-            f"{'.'.join(keys)} stands more than once: the last one, {value!r}, counts",
+            f"{'.'.join(keys)} appears more than once: the last value, {value!r}, is used",
             Edit(file, keys, KEEP_LAST),
-            why="YAML and JSON readers keep the last value of a key and say nothing, so the first one is "
-            "what a reader sees and not what runs",
+            why="YAML and JSON parsers silently keep the last value, so the first value that you read in the "
+            "file is not the one that runs",
             topic="launch" if file == "yaml" else "deepspeed",
         )
 
 
 def _refused(case: Case) -> Iterator[Finding]:
-    """A finding for each setting that no launch passes on: write what was meant, or remove it."""
+    """Report each setting that no launch passes on; the edits remove it, or write the key that was meant."""
     for file, content, refused in (
         ("yaml", case.config, refused_of_yaml),
         ("json", case.files.deepspeed if case.has_json else {}, refused_of_json),
     ):
-        for one in refused(content):
-            if file == "json" and one.keys in _REMOVED:
+        for setting in refused(content):
+            if file == "json" and setting.keys in _REMOVED:
                 continue
-            *above, key = one.keys
+            *above, key = setting.keys
             section = content
             for name in above:
                 section = section[name]
             prefix = f"{above[-1]}_" if above == ["parallelism_config"] else ""
-            meant = meant_by(f"{prefix}{key}", one.known) or meant_by(key, one.known)
-            edits = [Edit(file, one.keys, one.allowed[0] if len(one.allowed) == 1 else REMOVE)]
+            meant = meant_by(f"{prefix}{key}", setting.known) or meant_by(key, setting.known)
+            edits = [Edit(file, setting.keys, setting.allowed[0] if len(setting.allowed) == 1 else REMOVE)]
             if meant is not None and meant not in section:
-                edits.append(Edit(file, (*above, meant), one.value))
+                edits.append(Edit(file, (*above, meant), setting.value))
             program = "accelerate" if file == "yaml" else "DeepSpeed"
             topic = "deepspeed" if file == "json" or above == ["deepspeed_config"] else "launch"
             yield wrong(
-                "unknown-key" if one.known else "not-passed-on",
-                f"{one.sentence}: did you mean {meant}?" if meant else one.sentence,
+                "unknown-key" if setting.known else "not-passed-on",
+                f"{setting.sentence}: did you mean {meant}?" if meant else setting.sentence,
                 *edits,
-                why=f"{program} refuses it, or passes over it and says nothing"
+                why=f"{program} refuses it or silently ignores it"
                 if meant
-                else f"{one.why}, so no launch passes it on to {program}",
-                change=f"write {meant}" if len(edits) > 1 else one.change,
+                else f"{setting.why}, so no launch passes it on to {program}",
+                change=f"write {meant}" if len(edits) > 1 else setting.change,
                 topic=topic if meant else "security",
             )
 
@@ -438,7 +445,7 @@ def _of_json(case: Case) -> Iterator[Finding]:
         if keys[-1] in (case.zero if len(keys) > 1 else case.files.deepspeed):
             yield wrong(
                 "removed-key",
-                f"{'.'.join(keys)} is of a feature that DeepSpeed has removed",
+                f"{'.'.join(keys)} belongs to a feature that DeepSpeed has removed",
                 Edit("json", keys, REMOVE),
                 why=f"DeepSpeed {OF_DEEPSPEED} refuses to start with it",
                 topic="deepspeed",
@@ -452,10 +459,10 @@ def _of_json(case: Case) -> Iterator[Finding]:
             yield fault(
                 "wrong" if is_double else "unwise",
                 "renamed-key",
-                f"{key} is called {new} now",
+                f"{key} is now called {new}",
                 *edits,
                 why="DeepSpeed refuses both names together"
                 if is_double
-                else "DeepSpeed warns of the old name, and will stop reading it",
+                else "DeepSpeed warns about the old name and will stop reading it",
                 topic="deepspeed",
             )

@@ -1,4 +1,4 @@
-"""What the machine lacks that a strategy is to run on: disks, libraries, RAM, GPUs of the right kind."""
+"""Find faults of the machine and its environment: disks, libraries, RAM, GPUs, environment variables."""
 
 import os
 import re
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slm_toolkit.doctor.case import Case, is_true, shown
+from slm_toolkit.doctor.case import Case, as_written, is_true
 from slm_toolkit.doctor.deepspeed_faults import ZERO
 from slm_toolkit.doctor.finding import Finding, fault, in_yaml, slow, unwise, wrong
 from slm_toolkit.predict.memory.machine import host_bytes
 from slm_toolkit.predict.setup.setup import Setup
 
 _WITHOUT_BF16 = r"V100|\bT4\b|P100|P40\b|RTX 20\d\d|GTX |TITAN|Quadro RTX"
-"the driver's names of GPUs before Ampere"
+"names that the driver reports for GPUs before Ampere"
 _SMALL_SHM_BYTES = 2**28
-"/dev/shm of containers by default is 64 MiB; NCCL takes about 10 MiB per pair of GPUs, workers a batch each"
+"containers have 64 MiB by default; NCCL needs about 10 MiB per pair of GPUs, each data worker one batch"
 _IN_RAM = ("tmpfs", "ramfs")
 _OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "lustre", "beegfs", "ceph", "fuse.sshfs")
 _BYTES_ON_DISK = {"offload_optimizer": 12, "offload_param": 2}
@@ -31,7 +31,7 @@ def machine_faults(case: Case) -> Iterator[Finding]:
 
 
 def _disk(case: Case) -> Iterator[Finding]:
-    """The folders of NVMe offload, which only ZeRO-3 does; DeepSpeed makes them with all their parents."""
+    """Check the folders of NVMe offload (ZeRO-3 only); DeepSpeed creates them with all their parents."""
     if case.zero_stage != 3 or not case.has_json:
         return
     needed = 0
@@ -45,24 +45,26 @@ def _folder(case: Case, part: str, num_bytes: int, needed: int) -> Iterator[Find
     named = case.zero[part].get("nvme_path")
     severity, name, then = "wrong", "nvme-path", ""
     if not isinstance(named, str) or named == "auto":
-        sentence = f"{part} to nvme with nvme_path {shown(named)}"
+        sentence = f"{part} to nvme with nvme_path {as_written(named)}"
         why = "DeepSpeed does not know where to write"
     else:
         sentence = f"nvme_path of {part} is {named}"
         path = Path(named).expanduser()
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            sentence += f": {there} " + ("can't be written" if there.is_dir() else "is no folder")
-            why = "DeepSpeed makes the folder and fails at the first write"
-        elif (kind := _file_system(there)) in (*_IN_RAM, *_OVER_A_NETWORK):
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            sentence += f": {existing} " + ("is not writable" if existing.is_dir() else "is not a folder")
+            why = "DeepSpeed creates the folder and fails at the first write"
+        elif (kind := _file_system(existing)) in (*_IN_RAM, *_OVER_A_NETWORK):
             severity, name = "unwise", "nvme-not-a-disk"
-            sentence += f", on {kind}: " + ("in the host's RAM" if kind in _IN_RAM else "on a network")
-            why = "offload to a disk is for what the RAM does not hold, and waits for each read"
+            sentence += f" on {kind}, " + ("in the host's RAM" if kind in _IN_RAM else "on a network")
+            why = "offload to a disk is meant for a state that exceeds the RAM, and it waits for each read"
             then = ", or device: cpu" if kind in _IN_RAM else ""
-        elif (free := shutil.disk_usage(there).free) < needed:
-            name, then = "nvme-space", " with room"
-            sentence = f"{named} has {free / 2**30:.0f} GiB free, {case.spec.name} needs {needed / 2**30:.0f}"
-            why = f"{num_bytes} bytes per parameter of all ranks of the machine lie there"
+        elif (free := shutil.disk_usage(existing).free) < needed:
+            name, then = "nvme-space", " with enough space"
+            sentence = (
+                f"{named} has {free / 2**30:.0f} GiB free, {case.spec.name} needs {needed / 2**30:.0f} GiB"
+            )
+            why = f"all ranks of the machine together write {num_bytes} bytes per parameter there"
         else:
             return
     change = f"{part}.nvme_path: a folder on a local NVMe disk"
@@ -71,10 +73,10 @@ def _folder(case: Case, part: str, num_bytes: int, needed: int) -> Iterator[Find
 
 
 def _file_system(folder: Path) -> str | None:
-    """The kernel's word for what a folder lies on; None where it does not say."""
+    """Return the type of the file system that contains a folder; None if it is not known."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return None
     path = str(folder.resolve())
     holding = [
@@ -90,16 +92,16 @@ def _libraries(case: Case) -> Iterator[Finding]:
     if case.zero_stage == 3 and "nvme" in devices and case.host.has_libaio is False:
         yield wrong(
             "libaio-absent",
-            "nvme offload, and libaio is not here",
-            why="DeepSpeed compiles its async_io with it at the first use, and stops without",
+            "nvme offload needs libaio, which is not installed",
+            why="DeepSpeed compiles async_io with it at the first use and stops if it is missing",
             change="apt install libaio-dev, or yum install libaio-devel",
             file="json",
         )
     if case.zero_stage and case.offload("offload_optimizer") != "none" and case.host.has_compiler is False:
         yield wrong(
             "compiler-absent",
-            "offload_optimizer, and there is no C++ compiler here",
-            why="DeepSpeed compiles its CPU Adam at the first use, and stops without",
+            "offload_optimizer needs a C++ compiler, which is not installed",
+            why="DeepSpeed compiles its CPU Adam at the first use and stops if there is no compiler",
             change="apt install g++",
             file="json" if case.has_json else "yaml",
         )
@@ -123,8 +125,7 @@ def _shm(case: Case) -> Iterator[Finding]:
         yield unwise(
             "small-shm",
             f"/dev/shm has {size / 2**20:.0f} MiB",
-            why="NCCL passes messages between a machine's GPUs through it, data workers their batches: both "
-            "end with a bus error when it is full",
+            why="NCCL and the data workers send data through it; both crash with a bus error when it is full",
             change="docker run --shm-size=8g, or --ipc=host",
         )
 
@@ -136,7 +137,7 @@ def _quantized(case: Case) -> Iterator[Finding]:
         yield wrong(
             "quantized-needs-gpu",
             f"{' and '.join(keys)} on a machine without GPUs",
-            why='DeepSpeed has no CPU kernel for it: "This op had not been implemented on CPU backend"',
+            why='DeepSpeed has no CPU kernel for this: "This op had not been implemented on CPU backend"',
             change="run it on GPUs",
             file="json",
             key=f"{ZERO}.{keys[0]}",
@@ -144,7 +145,7 @@ def _quantized(case: Case) -> Iterator[Finding]:
 
 
 def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
-    """What the ranks of a node need against the RAM of `case.host`, where that is known."""
+    """Report ranks that need more host RAM than a node has; nothing is checked if the RAM is unknown."""
     total, free = case.host.ram_bytes, case.host.free_ram_bytes
     if total is None:
         return
@@ -158,36 +159,36 @@ def host_ram_faults(case: Case, setup: Setup) -> Iterator[Finding]:
     edits, change, then = [], None, ""
     if strategy.zero_stage == 3 and in_pieces <= left:
         edits = [in_yaml("deepspeed_config.zero3_init_flag", True)]
-        then = ": rank 0 alone holds the whole model, each other rank its piece"
+        then = ": only rank 0 then builds the whole model, and each other rank its shard"
     elif keeps_state:
-        change = "--strategy ds_zero3_nvme, more machines, or no offload: --gradient_checkpointing full first"
+        change = "--strategy ds_zero3_nvme, more machines, or --gradient_checkpointing full without offload"
     elif strategy.is_fsdp2:
-        change = "a pretrained model with fsdp_cpu_ram_efficient_loading: true, which rank 0 alone loads"
+        change = "a pretrained model with fsdp_cpu_ram_efficient_loading: true, which only rank 0 loads"
     else:
-        change = "--strategy ds_zero3 with zero3_init_flag: true, which builds the model in pieces"
+        change = "--strategy ds_zero3 with zero3_init_flag: true, which builds the model in shards"
     yield fault(
         "wrong" if needed > total else "unwise",
         "host-ram",
         f"{needed / 2**30:.0f} GiB of host RAM for {setup.ranks_per_node} ranks, "
         f"there are {total / 2**30:.0f}" + ("" if needed > total else f", {free / 2**30:.0f} of them free"),
         *edits,
-        why="the optimizer's state, and what else is offloaded, lies there"
+        why="the optimizer state, and everything else that is offloaded, stays in host RAM"
         if keeps_state and in_pieces >= needed
-        else "every rank builds the whole model in fp32 before it is sharded; the kernel then kills one",
+        else "every rank builds the whole model in fp32 before sharding; out of RAM, the kernel kills a rank",
         change=change,
         then=then,
         file="yaml",
     )
 
 
-# Faults of the environment that a launch from this shell hands to its ranks.
+# Faults of the environment variables that a launch from this shell passes to its ranks.
 
 _ON = ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True)
 class _Variable:
-    """One that costs time whenever it has one of these values."""
+    """An environment variable that costs time if it has one of these values."""
 
     name: str
     values: tuple[str, ...]
@@ -200,34 +201,34 @@ class _Variable:
 _VARIABLES = (
     _Variable(
         *("NCCL_P2P_DISABLE", _ON, "nccl-p2p-disabled", "wrong"),
-        why="GPUs of a machine then talk through the host's RAM, past NVLink and PCIe peer access",
+        why="GPUs of a machine then communicate through the host's RAM instead of NVLink or PCIe",
         applies=lambda case: case.num_ranks > 1,
     ),
     _Variable(
         *("NCCL_SHM_DISABLE", _ON, "nccl-shm-disabled", "unwise"),
-        why="GPUs of a machine without peer access then talk through network sockets",
+        why="GPUs of a machine without peer access then communicate through network sockets",
         applies=lambda case: case.num_ranks > 1,
     ),
     _Variable(
         *("NCCL_IB_DISABLE", _ON, "nccl-ib-disabled", "wrong"),
-        why="nodes then talk by TCP over Ethernet, past InfiniBand and RoCE",
+        why="nodes then communicate by TCP over Ethernet instead of InfiniBand or RoCE",
         applies=lambda case: case.num_ranks > case.gpus_per_node or case.num_machines > 1,
     ),
     _Variable(
         *("NCCL_DEBUG", ("info", "trace"), "nccl-debug", "unwise"),
-        why="each rank writes pages of log; TRACE slows every collective",
+        why="each rank writes a long log; TRACE slows every collective",
     ),
     _Variable(
         *("CUDA_LAUNCH_BLOCKING", _ON, "cuda-launch-blocking", "wrong"),
-        why="the host waits for each kernel: nothing overlaps, steps take several times as long",
+        why="the host waits for each kernel: nothing overlaps, and steps take several times as long",
     ),
     _Variable(
         *("TORCH_DISTRIBUTED_DEBUG", ("detail",), "distributed-debug", "wrong"),
-        why="PyTorch then compares shapes over all ranks before every collective",
+        why="PyTorch then compares shapes on all ranks before every collective",
     ),
     _Variable(
         *("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, "no-memory-caching", "wrong"),
-        why="every tensor becomes a cudaMalloc and a cudaFree, which stop the GPU",
+        why="every tensor then needs a cudaMalloc and a cudaFree, which stall the GPU",
     ),
     _Variable(
         *("TORCHDYNAMO_DISABLE", _ON, "dynamo-disabled", "wrong"),
@@ -258,23 +259,25 @@ def environment_faults(case: Case) -> Iterator[Finding]:
 
 
 def _interfaces(case: Case) -> Iterator[Finding]:
-    here = case.host.interfaces
-    if here is None or not case.host.is_meant:
+    interfaces = case.host.interfaces
+    if interfaces is None or not case.host.is_meant:
         return
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = case.host.variables.get(name, "")
-        if not value or value.startswith("^"):  # NCCL: all but these
+        if not value or value.startswith("^"):  # NCCL: all interfaces except these
             continue
         is_exact = value.startswith("=") or name.startswith("GLOO")
-        words = [word for word in value.removeprefix("=").split(",") if word]
+        names = [word for word in value.removeprefix("=").split(",") if word]
         if not any(
-            there == word or (not is_exact and there.startswith(word)) for word in words for there in here
+            interface == named or (not is_exact and interface.startswith(named))
+            for named in names
+            for interface in interfaces
         ):
             yield wrong(
                 "interface-absent",
-                f"{name}={value}, and here are {', '.join(here)}",
-                why="the ranks find no interface to talk by, and end or hang at the first collective",
-                change=f"unset {name}, or name one that is here",
+                f"{name}={value}, but this machine has {', '.join(interfaces)}",
+                why="the ranks find no network interface and fail or hang at the first collective",
+                change=f"unset {name}, or name an interface of this machine",
                 key=name,
             )
 
@@ -285,8 +288,8 @@ def _left_over(case: Case) -> Iterator[Finding]:
         yield wrong(
             "launcher-variables",
             f"{', '.join(names)} in the environment",
-            why="accelerate's launcher sets these for its ranks; those that it does not set anew for this "
-            "file reach them and overrule it",
+            why="accelerate's launcher sets these for its ranks; a value that it does not set again for this "
+            "file reaches the ranks and overrides the file",
             change=f"unset {' '.join(names)}",
             key=names[0],
         )
@@ -299,7 +302,7 @@ def _allocator(case: Case) -> Iterator[Finding]:
         yield unwise(
             "allocator-set-twice",
             f"{new}={values[new]} and {old}={values[old]}",
-            why="one setting, two values: parts of PyTorch read the one name first, parts the other",
+            why="the setting has two values: some parts of PyTorch read the first name, some the second",
             change=f"unset {old}, the older name",
             key=old,
         )
@@ -308,14 +311,14 @@ def _allocator(case: Case) -> Iterator[Finding]:
             yield slow(
                 "segments-not-expandable",
                 f"{name}={value}",
-                why="segments that can't grow leave gaps between batches of different sizes",
+                why="memory segments that can't grow leave unused gaps when batches differ in size",
                 change=f"{name}=expandable_segments:True",
                 key=name,
             )
 
 
 def _threads(case: Case) -> Iterator[Finding]:
-    """accelerate's launcher, and torchrun, give each rank OMP_NUM_THREADS=1 where the shell has none."""
+    """Check OMP_NUM_THREADS; accelerate's launcher and torchrun set it to 1 if the shell does not set it."""
     cores, name = case.host.num_cores, "OMP_NUM_THREADS"
     if not case.host.is_meant or cores is None:
         return
@@ -328,16 +331,16 @@ def _threads(case: Case) -> Iterator[Finding]:
         yield unwise(
             "too-many-threads",
             f"{name}={threads} for {ranks} ranks on {cores} cores",
-            why="threads that wait for a core slow those that have one",
+            why="more threads than cores slow each other down",
             change=f"{name}={max(1, cores // ranks)}",
             key=name,
         )
     elif (offloads or not case.host.gpu_names) and cores >= 2 * ranks and threads in ("", "1"):
-        works = "AdamW" if case.host.gpu_names else "every rank"
+        subject = "AdamW" if case.host.gpu_names else "every rank"
         yield slow(
             "one-thread-per-rank",
-            f"{name} is {threads or 'unset, which the launcher makes 1'}: {ranks} ranks on {cores} cores",
-            why=f"{works} runs on one core of those that each rank could have; `slm compare` shares them out",
+            f"{name} is {threads or 'unset (the launcher sets 1)'}: {ranks} ranks on {cores} cores",
+            why=f"{subject} uses one core, and other cores stay idle; `slm compare` distributes them",
             change=f"{name}={cores // ranks}",
             key=name,
         )

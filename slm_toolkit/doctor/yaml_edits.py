@@ -1,4 +1,4 @@
-"""A YAML text after edits, by ruamel.yaml's nodes: comments, order and the spelling of values stay."""
+"""Edit a YAML text with ruamel.yaml's nodes, keeping comments, order and the spelling of values."""
 
 import io
 
@@ -11,12 +11,12 @@ from slm_toolkit.doctor.finding import KEEP_LAST, REMOVE, Edit
 
 
 def edited_yaml(text: str, edits: list[Edit]) -> str:
-    """The text after `edits`. Raises YAMLError for one that ruamel.yaml can't take apart."""
+    """Return the text after `edits`. Raises YAMLError if ruamel.yaml can't parse the text."""
     editor = YAML()
-    editor.width = 2**16  # no line is broken
+    editor.width = 2**16  # never wrap a line
     editor.explicit_start = text.startswith("---")
     root = editor.compose(text)
-    for _, section in root.value:  # ruamel.yaml has one indentation for all mappings, and one for all lists
+    for _, section in root.value:  # ruamel.yaml uses one indentation for all mappings, one for all lists
         if _is_block(section):
             column = section.start_mark.column
             is_mapping = isinstance(section, MappingNode)
@@ -29,7 +29,7 @@ def edited_yaml(text: str, edits: list[Edit]) -> str:
 
 
 def _is_block(node: Node) -> bool:
-    """Whether a mapping or a list has a line for each entry."""
+    """Return True for a mapping or list that is written with one entry per line."""
     return isinstance(node, CollectionNode) and bool(node.value) and not node.flow_style
 
 
@@ -49,13 +49,13 @@ def _apply(editor: YAML, root: MappingNode, edit: Edit) -> None:
         value = edit.value
         for key in reversed(keys[1:]):
             value = {key: value}
-        # PyYAML, which accelerate reads with, quotes what it would take for something else
+        # accelerate reads with PyYAML, so PyYAML decides which strings need quotes
         (entry,) = editor.compose(yaml.safe_dump({keys[0]: value}, sort_keys=False)).value
         _put(mapping, places[-1:], entry)
 
 
 def _put(mapping: MappingNode, place: list[int], entry: tuple[Node, Node]) -> None:
-    """The entry at `place`, or at the end of the mapping where that is empty."""
+    """Put the entry at `place`; if `place` is empty, append it to the mapping."""
     old, new = mapping.value[place[0]][1] if place else mapping, entry[1]
     if place and not _is_block(old) and not _is_block(new):
         new.comment = old.comment
@@ -73,7 +73,7 @@ def _remove(mapping: MappingNode, places: list[int]) -> None:
 
 
 def _last_leaf(node: Node) -> Node:
-    """The node of the last line: `node` itself, or what stands at the end of the block that it is."""
+    """Return the node on the last line: `node` itself, or the last leaf of a block."""
     while _is_block(node):
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
@@ -81,9 +81,9 @@ def _last_leaf(node: Node) -> Node:
 
 
 def _move_lines_below(source: Node, target: Node) -> None:
-    """Comment lines below `source` now follow `target`.
+    """Move the comment lines below `source` to below `target`.
 
-    ruamel.yaml has them in one token with the comment at the end of the source's own line.
+    ruamel.yaml keeps them in the same token as the comment at the end of the source's line.
     """
     token = source.comment[0] if source.comment else None
     at_end, _, below = token.value.partition("\n") if token else ("", "", "")

@@ -1,1 +1,1 @@
-"""How the training state is sharded: accelerate YAMLs and DeepSpeed JSONs, read and checked."""
+"""Read and check accelerate YAMLs and DeepSpeed JSONs, which define how the training state is sharded."""

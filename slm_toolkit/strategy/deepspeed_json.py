@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that an accelerate YAML stands for, read and checked."""
+"""Read and check the DeepSpeed settings of an accelerate YAML."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ from slm_toolkit.base.typed_files import converted
 from slm_toolkit.base.user_files import is_file, json_of, read_text, typed_path
 from slm_toolkit.strategy.settings import DeepSpeedSettings
 
-# The keys that accelerate ignores (with an error) in the YAML when a DeepSpeed JSON is named beside them:
-# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
+# YAML keys that accelerate refuses if the YAML also names a DeepSpeed JSON, and the JSON's keys for the same
+# settings: accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin.
 KEYS_OF_THE_JSON = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
@@ -22,17 +22,17 @@ KEYS_OF_THE_JSON = {
 }
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
-"keys of a DeepSpeed JSON; TrainingArguments have the last two, too, as true or false"
+"keys of a DeepSpeed JSON; TrainingArguments also have the last two, as true or false"
 
 
 def is_deepspeed_config(settings: dict[str, Any]) -> bool:
-    """Whether a file's settings are DeepSpeed's, not accelerate's or transformers'."""
+    """Return True if a file's settings are DeepSpeed's, not accelerate's or transformers'."""
     marks = [key for key in _MARKS if key in settings and not isinstance(settings[key], bool)]
     return bool(marks) and "distributed_type" not in settings
 
 
 def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
-    """Where a `deepspeed_config_file` lies, seen from the working folder as accelerate does, or the YAML."""
+    """Find a `deepspeed_config_file`: in the working folder, as accelerate does, else near the YAML."""
     candidates = (typed_path(named), yaml_path.parent / named, yaml_path.parent.parent / named)
     return next((candidate.resolve() for candidate in candidates if is_file(candidate)), None)
 
@@ -40,12 +40,13 @@ def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
 def read_deepspeed_config(
     section: dict[str, Any], path: Path, *, mixed_precision: object, content: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The DeepSpeed configuration that a YAML's `deepspeed_config` section stands for.
+    """Return the DeepSpeed settings of a YAML's `deepspeed_config` section.
 
-    `content`: of the JSON that it names, where that need not be read.
+    `content` is the content of the JSON that the section names, if already read. Raises ValueError if the
+    JSON is missing or not valid, or if a setting is in both files.
     """
     named = section.get("deepspeed_config_file")
-    if named is None:  # the settings stand in the YAML itself
+    if named is None:  # the YAML itself contains the settings
         stage = section.get("zero_stage", 2)  # accelerate's default
         config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         for key in ("gradient_accumulation_steps", "gradient_clipping"):
@@ -59,7 +60,7 @@ def read_deepspeed_config(
     json_path = deepspeed_config_path(str(named), path)
     if json_path is None:
         raise ValueError(
-            f"{path}: no deepspeed_config_file {named!r} here or beside the YAML\n"
+            f"{path}: deepspeed_config_file {named!r} not found in this folder or near the YAML\n"
             "hint: `slm configs --copy DIR` writes both folders"
         )
     config = _read_json(json_path) if content is None else content
@@ -67,7 +68,8 @@ def read_deepspeed_config(
     check_no_secrets(config, json_path)
     if problems := _set_twice(section, config, path, json_path, mixed_precision):
         raise ValueError(
-            "\n".join(problems) + "\nhint: settings beside a JSON are an error: keep them in the JSON only"
+            "\n".join(problems) + "\nhint: keep these settings in the JSON only: accelerate refuses them "
+            "in a YAML that names a JSON"
         )
     return config
 
@@ -82,7 +84,7 @@ def _set_twice(
 ) -> list[str]:
     problems = []
     if mixed_precision is not None:
-        problems.append(f"{path}: mixed_precision {mixed_precision!r} beside {json_path.name}")
+        problems.append(f"{path}: mixed_precision {mixed_precision!r} together with {json_path.name}")
     for key, json_keys in KEYS_OF_THE_JSON.items():
         if key not in section:
             continue
@@ -91,7 +93,7 @@ def _set_twice(
             value = value.get(json_key) if isinstance(value, dict) else None
         problems.append(
             f"{path}: {key} {section[key]!r} contradicts {json_path.name}, "
-            f"which says {'.'.join(json_keys)} {value!r}"
+            f"where {'.'.join(json_keys)} is {value!r}"
         )
     return problems
 

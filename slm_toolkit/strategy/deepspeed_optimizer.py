@@ -1,11 +1,11 @@
-"""The optimizer and scheduler sections of a DeepSpeed JSON, in whose place the script's flags decide."""
+"""Remove the optimizer and scheduler from a DeepSpeed JSON, because the script's flags decide both."""
 
 from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
 
 _SECTIONS = ("optimizer", "scheduler")
-_FLAGS = {  # a key of `params`: the flags that say the same
+_FLAGS = {  # a key of `params`: the equivalent flags
     "lr": ("learning_rate",),
     "betas": ("adam_beta1", "adam_beta2"),
     "weight_decay": ("weight_decay",),
@@ -13,14 +13,14 @@ _FLAGS = {  # a key of `params`: the flags that say the same
     "warmup_num_steps": ("warmup_steps",),
 }
 _NO_FLAG = {"eps": 1e-8}
-"keys of the optimizer that no flag sets, with the value that the script's AdamW has"
+"optimizer keys that no flag sets, with the value that the script's AdamW uses"
 _REQUIRED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
-"keys of the optimizer whose other values make another optimizer than the script's AdamW"
-_CHANGES_NOTHING = ("torch_adam",)  # which of two implementations
+"optimizer keys, with the only value that matches the script's AdamW"
+_CHANGES_NOTHING = ("torch_adam",)  # selects one of two implementations
 
 
 def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str]:
-    """Why the flags can't stand for the optimizer and scheduler sections; empty where they can."""
+    """Return why the flags can't replace the optimizer and scheduler sections; empty if they can."""
     problems = []
     for name in _SECTIONS:
         content = deepspeed.get(name) or {}
@@ -32,15 +32,17 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
         return problems
     if config.numerics == "stock":
         return [
-            "the DeepSpeed JSON has an optimizer, and accelerate refuses it beside the script's own: remove "
-            "the section, or leave out --numerics stock"
+            "the DeepSpeed JSON has an optimizer, which accelerate refuses because the script has its own: "
+            "remove the section, or --numerics stock"
         ]
     kind, params = str(section.get("type")), section.get("params") or {}
     if kind.lower() not in ("adam", "adamw"):
-        return [f"the DeepSpeed JSON's optimizer is {kind}, the script has AdamW only: remove the section"]
+        return [
+            f"the DeepSpeed JSON's optimizer is {kind}, but the script has only AdamW: remove the section"
+        ]
     known = (*_FLAGS, *_NO_FLAG, *_REQUIRED, *_CHANGES_NOTHING)
     return [
-        f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW has not: remove it"
+        f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW can't do: remove it"
         for key, value in params.items()
         if key not in known or value not in (_REQUIRED.get(key, value), "auto")
     ]
@@ -49,40 +51,42 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
 def without_optimizer(
     deepspeed: dict[str, Any], config: RunConfig, *, name: str
 ) -> tuple[dict[str, Any], str | None]:
-    """The DeepSpeed settings without optimizer and scheduler, and a line on both, None if there is neither.
+    """Return the DeepSpeed settings without optimizer and scheduler, and a line; None if there is neither.
 
-    The line names what was taken out of the JSON called `name`, and the flags that are used instead.
+    The line names what was removed from the JSON called `name`, and the flags that are used instead.
     """
-    found = {section: deepspeed[section] for section in _SECTIONS if section in deepspeed}
-    if not found:
+    removed = {section: deepspeed[section] for section in _SECTIONS if section in deepspeed}
+    if not removed:
         return deepspeed, None
-    wanted: dict[str, str] = {}
+    json_flags: dict[str, str] = {}
     described = []
-    for section, content in found.items():
+    for section, content in removed.items():
         words = [section, str((content or {}).get("type", ""))]
-        values = (content or {}).get("params") or {}
-        said = {key: value for key, value in values.items() if value != "auto"}
-        words.append(", ".join(_described(key, value, config, wanted) for key, value in said.items()))
-        words.append('(all "auto")' * (bool(values) and not said))
+        params = (content or {}).get("params") or {}
+        values = {key: value for key, value in params.items() if value != "auto"}
+        words.append(", ".join(_described(key, value, config, json_flags) for key, value in values.items()))
+        words.append('(all "auto")' * (bool(params) and not values))
         described.append(" ".join(filter(None, words)))
-    line = f"note: taken out of {name}: {'; '.join(described)}. The flags decide, for all strategies alike: "
+    line = f"note: removed from {name}: {'; '.join(described)}. The flags decide for all strategies: "
     used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "warmup_steps")
     line += " ".join(f"--{flag} {getattr(config, flag):g}" for flag in used)
-    line += " and a cosine to a tenth of the rate" * ("scheduler" in found)
-    if wanted:
-        line += f". The JSON's values: {' '.join(f'--{flag} {value}' for flag, value in wanted.items())}"
-    return {key: value for key, value in deepspeed.items() if key not in found}, line
+    line += " and a cosine decay to a tenth of the rate" * ("scheduler" in removed)
+    if json_flags:
+        line += f". The JSON's values: {' '.join(f'--{flag} {value}' for flag, value in json_flags.items())}"
+    return {key: value for key, value in deepspeed.items() if key not in removed}, line
 
 
-def _described(key: str, value: Any, config: RunConfig, wanted: dict[str, str]) -> str:
-    """`lr 5e-05 (--learning_rate 0.0003 is used)`; adds the flag that would give the JSON's value."""
+def _described(key: str, value: Any, config: RunConfig, json_flags: dict[str, str]) -> str:
+    """Return `lr 5e-05 (--learning_rate 0.0003 is used)`; add the JSON's value to `json_flags`."""
     flags = _FLAGS.get(key, ())
     values = value if isinstance(value, list) else [value]
     if len(values) != len(flags):
         if value == (used := _NO_FLAG.get(key, value)):
             return f"{key} {value}"
         return f"{key} {value} ({used:g} is used, no flag sets it)"
-    other = {flag: one for flag, one in zip(flags, values, strict=True) if getattr(config, flag) != one}
-    wanted.update({flag: str(one) for flag, one in other.items()})
-    used = " ".join(f"--{flag} {getattr(config, flag):g}" for flag in other)
-    return f"{key} {value}" + f" ({used} is used)" * bool(other)
+    differing = {
+        flag: number for flag, number in zip(flags, values, strict=True) if getattr(config, flag) != number
+    }
+    json_flags.update({flag: str(number) for flag, number in differing.items()})
+    used = " ".join(f"--{flag} {getattr(config, flag):g}" for flag in differing)
+    return f"{key} {value}" + f" ({used} is used)" * bool(differing)

@@ -1,4 +1,4 @@
-"""Groups of ranks: which of them run, and the shipped YAMLs fitted to a launch or to several machines."""
+"""Groups of ranks: check the supported kinds, and fit the shipped YAMLs to a launch or several machines."""
 
 import dataclasses
 import re
@@ -33,31 +33,32 @@ _NOT_YET = {
 
 
 def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> list[str]:
-    """Why slm_toolkit can't run a strategy's `parallelism_config`; `num_ranks` checks the product."""
+    """Return why a strategy's `parallelism_config` can't run; with `num_ranks`, check the product too."""
     section = (strategy.accelerate_config or {}).get("parallelism_config") or {}
     where = f"{strategy.path or strategy.name}: parallelism_config"
     problems = [
-        f"{where}.{name}: accelerate does not read it: write {PREFIX}{name}"
+        f"{where}.{name}: accelerate does not read this key: write {PREFIX}{name}"
         for name in section
         if not name.startswith(PREFIX)
     ]
     sizes = strategy.parallel_sizes
     problems += [f"{where}: {sentence}" for sentence in not_run_yet(sizes)]
-    own = strategy.path is not None and not is_shipped(Path(strategy.path))  # ours are fitted to the ranks
-    if num_ranks is not None and own and strategy.is_fsdp2:
+    # the groups of a shipped file are fitted to the ranks
+    is_own = strategy.path is not None and not is_shipped(Path(strategy.path))
+    if num_ranks is not None and is_own and strategy.is_fsdp2:
         problem = product_problem(sizes, num_ranks)
         problems += [f"{where}: {problem}: the product must be the number of ranks"] if problem else []
     return problems
 
 
 def check_groups(strategy: Strategy, *, num_ranks: int | None = None) -> None:
-    """Raises ValueError with all `parallel_problems`."""
+    """Raise one ValueError with all `parallel_problems`."""
     if problems := parallel_problems(strategy, num_ranks=num_ranks):
-        raise ValueError("\n".join(problems) + "\nhint: dp_replicate_size and dp_shard_size only")
+        raise ValueError("\n".join(problems) + "\nhint: set dp_replicate_size and dp_shard_size only")
 
 
 def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
-    """Sizes of ways to parallelize that slm_toolkit neither trains nor estimates."""
+    """Return a sentence for each kind of parallelism that slm_toolkit neither trains nor estimates."""
     return [
         f"{name} {sizes[name]}: slm_toolkit does not run {kind} yet"
         for name, kind in _NOT_YET.items()
@@ -66,10 +67,10 @@ def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
 
 
 def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> Strategy:
-    """The strategy with groups of ranks that follow the nodes: a copy, or a second one, on each.
+    """Return the strategy with its groups of ranks fitted to the nodes: one copy per node.
 
-    Done for the shipped hybrid shard, which on one node keeps two copies, and for hpZ of size "auto"; a size
-    in a user's own file is taken as it is. Raises ValueError for ranks that can't be divided so.
+    This changes the shipped hybrid shard (two copies on a single node) and hpZ with size "auto" (the second
+    copy of the parameters). Sizes in a user's own file stay. Raises ValueError if the ranks can't be divided.
     """
     num_nodes = -(-num_ranks // ranks_per_node)
     if strategy.sharding.is_hybrid and is_shipped(Path(strategy.path or "")):
@@ -77,8 +78,8 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
         shard, left = divmod(num_ranks, copies)
         if left or shard < 2:
             raise ValueError(
-                f"{strategy.name} on {num_ranks} ranks: two copies or more, of at least two ranks each\n"
-                "hint: an even number of ranks, at least 4"
+                f"{strategy.name} on {num_ranks} ranks: two or more copies need at least two ranks each\n"
+                "hint: use an even number of ranks, at least 4"
             )
         return _with_sizes(strategy, {_COPIES: copies, _SHARD: shard})
     if strategy.deepspeed is None or strategy.deepspeed.zero_optimization.zero_hpz_partition_size != "auto":
@@ -89,45 +90,45 @@ def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> St
 
 
 def group_options(strategy: Strategy) -> list[str]:
-    """Words of `accelerate launch` that go before the groups of a hybrid shard's YAML; none for others."""
+    """Return the options of `accelerate launch` that override the groups of a hybrid shard's YAML."""
     return [word for name, size in group_sizes(strategy).items() for word in (f"--{name}", str(size))]
 
 
 def group_sizes(strategy: Strategy) -> dict[str, int]:
-    """Copies and ranks of a copy of a hybrid shard, by their names in the YAML; none of others."""
+    """Return a hybrid shard's number of copies and ranks per copy, by YAML key; else an empty dict."""
     if not strategy.sharding.is_hybrid:
         return {}
     return {_COPIES: strategy.sharding.num_copies, _SHARD: strategy.sharding.copy_ranks}
 
 
 def with_group_options(strategy: Strategy, option: Callable[[str], str | bool | None]) -> Strategy:
-    """The strategy with the groups that `option(name)` of its launch says, where it says any."""
+    """Return the strategy with the group sizes that `option(name)` returns from its launch command."""
     sizes = {PREFIX + name: int(size) for name in PARALLEL_SIZES if (size := option(PREFIX + name))}
     return _with_sizes(strategy, sizes) if sizes else strategy
 
 
 def _with_sizes(strategy: Strategy, sizes: Mapping[str, int]) -> Strategy:
-    """The strategy with some of the sizes in its YAML's parallelism_config replaced."""
+    """Return the strategy with these sizes in its YAML's parallelism_config."""
     section = {**((strategy.accelerate_config or {}).get("parallelism_config") or {}), **sizes}
     config = {**(strategy.accelerate_config or {}), "parallelism_config": section}
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-# The shipped YAMLs: those of a command that names none, and all of them rewritten for several machines.
+# The shipped YAMLs: their text for several machines, and the default strategies of a command.
 
 _SETTING = re.compile(r"( *)(\w+): [^#]*?( #.*)?")
 _LAUNCH = re.compile(r"#   accelerate launch --config_file (\S+) -m slm_toolkit.train")
 _SHORT_FORM = "#   slm train --strategy "
 _LAUNCH_ON_MACHINES = """\
-# The same on each of {num} machines, but with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
+# Run this on each of {num} machines, with its own --machine_rank (0 to {last}); ADDRESS is machine 0's:
 #   slm launch --config_file {file} --machine_rank 0 --main_process_ip ADDRESS -m slm_toolkit.train"""
-_STANDARD = "  deepspeed_multinode_launcher: standard # each machine starts its own ranks; pdsh would, by ssh"
+_STANDARD = "  deepspeed_multinode_launcher: standard # each machine starts its own ranks (default: pdsh)"
 
 
 def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) -> str:
-    """A shipped file's text for so many machines; a JSON and `single.yaml` stay as they are.
+    """Return a shipped file's text for this number of machines; JSONs and `single.yaml` do not change.
 
-    Raises ValueError for a hybrid shard on machines of one GPU each, which have nothing to shard over.
+    Raises ValueError for a hybrid shard on machines with one GPU each: there is no group to shard over.
     """
     text = source.read_text()
     if source.suffix == ".json" or (shipped := read_strategy(source)).is_single:
@@ -145,24 +146,25 @@ def text_for_machines(source: Path, *, num_machines: int, gpus_per_node: int) ->
             lines.append(f"{setting[1]}{name}: {values[name]}{setting[3] or ''}")
         elif name == "deepspeed_config_file":
             lines += [line, _STANDARD]
-        elif name != "machine_rank" and not line.startswith(_SHORT_FORM):  # each command has its own rank
+        elif name != "machine_rank" and not line.startswith(_SHORT_FORM):  # the command gives the rank
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def help_of_strategies() -> str:
-    """The help of a `--strategy` whose names `strategies_asked` finds."""
+    """Return the help text of a `--strategy` flag that `strategies_asked` reads."""
     shipped, default = ", ".join(shipped_strategies()), ", ".join(STUDIED_STRATEGIES)
-    return f"of {shipped}, or an accelerate YAML or a DeepSpeed JSON (default: {default})"
+    return f"{shipped}, an accelerate YAML or a DeepSpeed JSON (default: {default})"
 
 
 def strategies_asked(
     names: list[str] | None, given: dict[str, Any], *, has_gpu: bool
 ) -> tuple[list[Strategy], list[str]]:
-    """What `--strategy` names; without it the six. Also lines on what is left out, and on DeepSpeed JSONs.
+    """Return the strategies that `--strategy` names (default: the six), and notes for the user.
 
-    given: field name of RunConfig to a value or a list of values. Where none of the six can take them all are
-    returned, for the command to say what is wrong.
+    The notes name default strategies that the flags exclude, and DeepSpeed JSONs that get a generated YAML.
+    `given` maps a field name of RunConfig to a value or a list of values. If the flags exclude all six, all
+    are returned, and the command reports the problem.
     """
     if names is not None:
         named = [find_strategy(name) for name in dict.fromkeys(names)]
@@ -170,9 +172,9 @@ def strategies_asked(
     configs = [config.with_defaults(has_gpu=has_gpu) for config in every_config(given)]
     kept, left_out = [], []
     for strategy in map(find_strategy, STUDIED_STRATEGIES):
-        named = dataclasses.replace(strategy, path=None)  # nobody has named its file
-        if found := [problem for config in configs for problem in contradictions(named, config)]:
-            left_out.append(f"left out: {found[0]}")
+        named = dataclasses.replace(strategy, path=None)  # the user named no file
+        if problems := [problem for config in configs for problem in contradictions(named, config)]:
+            left_out.append(f"left out: {problems[0]}")
         else:
             kept.append(strategy)
     return (kept, left_out) if kept else ([find_strategy(name) for name in STUDIED_STRATEGIES], [])

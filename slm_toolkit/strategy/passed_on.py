@@ -1,8 +1,8 @@
-"""The settings of an accelerate YAML and a DeepSpeed JSON that are passed on; all others are refused.
+"""Allowed settings of an accelerate YAML and a DeepSpeed JSON; all other settings are refused.
 
-accelerate copies every key of every section to the option of that name: `log_dir` in any section is the
---log_dir of torchrun. DeepSpeed writes to paths, imports modules and connects to hosts that its JSON names.
-So a setting is passed on only if the lists below have it.
+accelerate copies every key of every section to the option with the same name: `log_dir` in any section sets
+torchrun's --log_dir. DeepSpeed writes to paths, imports modules and connects to hosts that its JSON names.
+So a setting is passed on only if it is in the lists below.
 """
 
 import json
@@ -12,15 +12,16 @@ from typing import Any
 
 _MOST_CHARACTERS = 80  # of a value in a message
 
-# A setting's rule is None: any value but a mapping; a tuple: these values, or none; a mapping: a section's
-# rules, where "*" stands for all keys without one.
+# Rules of a setting: None allows every value except a mapping; a tuple allows these values, or an empty one;
+# a mapping contains the rules of a section, with "*" for all keys that it does not name.
 _ONLY_OFF = {"enabled": (), "*": None}
-"of a section that may stand there with `enabled: false`, which is DeepSpeed's default for all of these"
+"rules of a section that is allowed with `enabled: false` only, DeepSpeed's default for these sections"
 _BACKENDS = ("no", "eager", "aot_eager", "inductor", "cudagraphs")
-"of torch.compile, which torch itself has: others import a package"
+"backends of torch.compile that are part of torch; others import a package"
 
-# accelerate 1.15, commands/config/config_args.py: the fields of ClusterConfig, and what process_config turns
-# into others; commands/launch.py: the options that a section's keys are copied to. A test compares.
+# accelerate 1.15: the fields of ClusterConfig and the keys that process_config converts to them
+# (commands/config/config_args.py), and the options to which a section's keys are copied (commands/launch.py).
+# A test compares the lists.
 YAML_SETTINGS: dict[str, Any] = {
     "compute_environment": ("LOCAL_MACHINE",),
     "rdzv_backend": ("static", "c10d"),
@@ -86,13 +87,13 @@ YAML_SETTINGS: dict[str, Any] = {
     },
 }
 _PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
-"that accelerate puts before a section's keys that lack it"
+"prefix that accelerate adds to a section's keys if it is missing"
 
 OF_DEEPSPEED = "0.19.8"
-"whose keys these are: others add some and still take some that it refuses"
+"the version with the keys below; other versions add keys, or still accept keys that this one refuses"
 _OF_OFFLOAD = ("device", "nvme_path", "buffer_count", "pin_memory")
-# runtime/zero/config.py, offload_config.py and leaf_module_config.py, runtime/zenflow/zenflow_config.py:
-# DeepSpeed refuses others
+# DeepSpeed refuses other keys: runtime/zero/config.py, offload_config.py and leaf_module_config.py,
+# runtime/zenflow/zenflow_config.py
 _ZERO: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -140,7 +141,7 @@ JSON_SETTINGS: dict[str, Any] = {
             *("log_level", "use_data_before_expert_parallelism", "sequence_parallel_size"),
         )
     ),
-    "optimizer": {"*": None, "params": {"*": None}},  # DeepSpeed and torch.optim look the type up, no import
+    "optimizer": {"*": None, "params": {"*": None}},  # the type is looked up, not imported
     "scheduler": {"*": None, "params": {"*": None}},
     "zero_optimization": _ZERO,
     "bf16": dict.fromkeys(
@@ -172,7 +173,7 @@ JSON_SETTINGS: dict[str, Any] = {
     "aio": dict.fromkeys(
         (
             *("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"),
-            *("use_gds", "thread_count"),  # the last of earlier versions, and of most examples
+            *("use_gds", "thread_count"),  # thread_count: older versions, most examples
         )
     ),
     "comms_logger": dict.fromkeys(("enabled", "prof_all", "prof_ops", "verbose", "debug")),
@@ -216,32 +217,32 @@ JSON_SETTINGS: dict[str, Any] = {
     },
     "weight_quantization": dict.fromkeys(("enabled", "num_bits", "q_type", "q_groups")),
     "model_info": dict.fromkeys(("profile", "num_params", "hidden_size", "num_layers")),
-    "msamp": dict.fromkeys(("enabled", "opt_level")),  # accelerate's
-    # these write files, connect to hosts, import packages, or are of no use here
+    "msamp": dict.fromkeys(("enabled", "opt_level")),  # accelerate's section
+    # these write files, connect to hosts, import packages, or have no use here
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet", "autotuning"), _ONLY_OFF),
     **dict.fromkeys(("hybrid_engine", "expert_parallel"), _ONLY_OFF),
-    "data_efficiency": {"enabled": ()},  # off does not turn its sections off
+    "data_efficiency": {"enabled": ()},  # `enabled: false` does not turn its subsections off
     "datastates_ckpt": (),
 }
 
 
 _MACHINES = "on each machine `slm launch --num_machines N --main_process_ip IP --machine_rank R`"
 _REPORT = "--report_to logs every step"
-_REASONS = {  # a key, or its section: what would happen, and what to use instead
+_REASONS = {  # for a key or its section: what would happen, and what to use instead
     "deepspeed_hostfile": ("DeepSpeed's launcher would connect to the hosts in that file by ssh", _MACHINES),
     "deepspeed_multinode_launcher": ("that launcher would run commands on other hosts", _MACHINES),
     "mpirun_hostfile": ("accelerate would start mpirun on the hosts in that file", _MACHINES),
-    "output_file": ("DeepSpeed would overwrite that file", "without it the profile is printed"),
+    "output_file": ("DeepSpeed would overwrite that file", "without this key DeepSpeed prints the profile"),
     "lower_precision_safe_modules": (
-        "DeepSpeed would import what these name",
-        "without it they are torch.nn.Linear and Conv1d to Conv3d",
+        "DeepSpeed would import the modules in this list",
+        "the default is torch.nn.Linear and Conv1d to Conv3d",
     ),
-    "tensorboard": ("DeepSpeed would write files where the section says", _REPORT),
-    "csv_monitor": ("DeepSpeed would write files where the section says", _REPORT),
+    "tensorboard": ("DeepSpeed would write files to the path in the section", _REPORT),
+    "csv_monitor": ("DeepSpeed would write files to the path in the section", _REPORT),
     "wandb": ("DeepSpeed would send logs to the account that the section names", _REPORT),
     "comet": ("DeepSpeed would send logs to the account that the section names", _REPORT),
-    "autotuning": ("DeepSpeed would write files where the section says", None),
-    "compute_environment": ("accelerate would take the file for one of another service", None),
+    "autotuning": ("DeepSpeed would write files to the path in the section", None),
+    "compute_environment": ("accelerate would launch on another service", None),
 }
 
 
@@ -250,18 +251,18 @@ class Refused:
     """A setting that is not passed on."""
 
     keys: tuple[str, ...]
-    "from the top of the file down, as written there"
+    "path of keys from the top of the file, as written there"
     value: Any
     known: tuple[str, ...]
-    "keys of the section, where this is none of them; else empty"
+    "allowed keys of the section, if this key is not among them; else empty"
     allowed: tuple[str, ...]
-    "values of the key, where it is a known one; empty where it takes none"
+    "allowed values, if the key itself is allowed; empty: no value is allowed"
 
     @property
     def sentence(self) -> str:
         section = ".".join(self.keys[:-1]) or "this file"
         if self.known:
-            return f"{self.keys[-1]} is no known key of {section}"
+            return f"{self.keys[-1]} is not a known key of {section}"
         return f"{'.'.join(self.keys)} is {shortened(self.value)}"
 
     @property
@@ -272,28 +273,32 @@ class Refused:
 
     @property
     def change(self) -> str:
-        """What to write, or to remove, and what to use instead."""
+        """The text to write or the key to remove, and what to use instead."""
         instead = f": {self._reason[1]}" if self._reason[1] else ""
         if len(self.allowed) == 1:
             return f"{self.keys[-1]}: {self.allowed[0]}{instead}"
-        of = f", or one of {', '.join(self.allowed)}" if self.allowed and not instead else ""
-        return f"remove {self.keys[-1]}{of}{instead}"
+        choices = f", or use one of {', '.join(self.allowed)}" if self.allowed and not instead else ""
+        return f"remove {self.keys[-1]}{choices}{instead}"
 
     @property
     def _reason(self) -> tuple[str, str | None]:
-        found = (_REASONS[key] for key in reversed(self.keys) if key in _REASONS)
-        return next(found, ("it may name a file, a host, a launcher or a module", None))
+        reasons = (_REASONS[key] for key in reversed(self.keys) if key in _REASONS)
+        return next(reasons, ("it may name a file, a host, a launcher or a module", None))
 
 
 def refused_of_yaml(config: dict[str, Any]) -> list[Refused]:
-    """The settings of an accelerate YAML that are not passed on to accelerate."""
+    """Return the settings of an accelerate YAML that are not passed on to accelerate."""
     return list(_refused(config, YAML_SETTINGS, ()))
 
 
 def refused_of_json(config: dict[str, Any]) -> list[Refused]:
-    """The settings of a DeepSpeed JSON that are not passed on to DeepSpeed; keys like _comment are none."""
-    found = _refused(config, JSON_SETTINGS, ())
-    return [each for each in found if not (each.known and each.keys[-1].startswith(("_", "//", "#")))]
+    """Return the settings of a DeepSpeed JSON that are not passed on; keys like _comment are allowed."""
+    refused = _refused(config, JSON_SETTINGS, ())
+    return [
+        setting
+        for setting in refused
+        if not (setting.known and setting.keys[-1].startswith(("_", "//", "#")))
+    ]
 
 
 def _refused(content: dict[str, Any], rules: dict[str, Any], above: tuple[str, ...]) -> Iterator[Refused]:
@@ -312,7 +317,7 @@ def _refused(content: dict[str, Any], rules: dict[str, Any], above: tuple[str, .
             if value and isinstance(value, dict) and "*" not in rules:
                 yield Refused(keys, value, (), ())
         elif value and not all(
-            _is_one_of(each, rule) for each in (value if type(value) is list else [value])
+            _is_one_of(item, rule) for item in (value if type(value) is list else [value])
         ):
             yield Refused(keys, value, (), rule)
 
@@ -322,6 +327,6 @@ def _is_one_of(value: object, allowed: tuple[str, ...]) -> bool:
 
 
 def shortened(value: object) -> str:
-    """A value as JSON writes it, as far as a line has room for it."""
+    """Return a value as JSON, cut off after _MOST_CHARACTERS characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."

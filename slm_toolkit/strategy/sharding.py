@@ -1,4 +1,4 @@
-"""Sharding: the ranks and the devices that hold the training state, in the same words for all engines."""
+"""Sharding: the ranks and devices that store the training state, with the same fields for all engines."""
 
 import math
 from collections.abc import Mapping
@@ -7,28 +7,28 @@ from typing import Any
 
 PREFIX = "parallelism_config_"
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-"of accelerate 1.15's ParallelismConfig, which multiplies them: the product is the number of ranks"
+"sizes in accelerate 1.15's ParallelismConfig; their product is the number of ranks"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The placement of the training state."""
+    """Placement of the training state: devices, and groups of ranks."""
 
     reshard_after_forward: bool = True
     "False: gathered parameters stay on the GPU until their backward"
     optimizer_device: str = "none"
-    "none: on the GPU; cpu or nvme: master weights, moments and gradients are not; DeepSpeed's words"
+    "none: GPU; cpu or nvme: master weights, moments and gradients are offloaded (DeepSpeed's names)"
     parameter_device: str = "none"
     copy_ranks: int | None = None
-    "hybrid shard: ranks that share one copy of the state; None: all do"
+    "hybrid shard: ranks that share one copy of the state; None: all ranks share it"
     num_copies: int | None = None
-    "hybrid shard: as the YAML has it"
+    "hybrid shard: number of copies in the YAML"
     node_holds_copy: bool = False
-    "FSDP1's hybrid shard: a copy per node"
+    "FSDP1's hybrid shard: one copy per node"
     secondary_ranks: int = 1
     "hpZ: ranks that share a second copy of the parameters"
     zero_init: bool = False
-    "ZeRO-3: no rank but the first builds the whole model on its host"
+    "ZeRO-3: only rank 0 builds the whole model in host RAM"
 
     @property
     def is_hybrid(self) -> bool:
@@ -36,11 +36,11 @@ class Sharding:
         return (self.num_copies or 1) > 1
 
     def ranks_of_a_copy(self, *, num_gpus: int, gpus_per_node: int) -> int:
-        """Ranks that the state is sharded over."""
+        """Return the number of ranks over which one copy of the state is sharded."""
         return gpus_per_node if self.node_holds_copy else self.copy_ranks or num_gpus
 
     def problems(self, *, num_gpus: int, gpus_per_node: int) -> list[str]:
-        """Groups that don't divide the GPUs, as sentences."""
+        """Return a sentence for each group size that does not divide the number of GPUs."""
         problems = []
         ranks = self.ranks_of_a_copy(num_gpus=num_gpus, gpus_per_node=gpus_per_node)
         if self.num_copies is not None:
@@ -53,14 +53,14 @@ class Sharding:
 
 
 def parallel_sizes(section: Mapping[str, Any]) -> dict[str, int]:
-    """The five sizes of a `parallelism_config`; 1, accelerate's default, where it names none."""
+    """Return the five sizes of a `parallelism_config`; an absent size is 1, accelerate's default."""
     return {name: section.get(PREFIX + name) or 1 for name in PARALLEL_SIZES}
 
 
 def product_problem(sizes: Mapping[str, int], num_ranks: int) -> str | None:
-    """Where sizes don't multiply to the number of ranks: `dp_shard_size 4 x tp_size 2 with 6 ranks`.
+    """Return `dp_shard_size 4 x tp_size 2 with 6 ranks` if the product is not the number of ranks, else None.
 
-    accelerate 1.15 takes sizes of 1 for no groups, and leaves the count to DeepSpeed for sp_size above 1.
+    accelerate 1.15 makes no groups if all sizes are 1. DeepSpeed checks the sizes if sp_size is above 1.
     """
     if math.prod(sizes.values()) in (1, num_ranks) or sizes.get("sp_size", 1) > 1:
         return None

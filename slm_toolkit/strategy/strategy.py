@@ -1,4 +1,4 @@
-"""Strategy: how the training state is sharded, as an accelerate YAML and its DeepSpeed JSON say."""
+"""Strategy: engine and sharding of a training, read from an accelerate YAML and its DeepSpeed JSON."""
 
 import dataclasses
 import json
@@ -29,15 +29,15 @@ from slm_toolkit.strategy.settings import (
 from slm_toolkit.strategy.sharding import Sharding, parallel_sizes
 
 STUDIED_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3")
-"what `slm compare` runs when it is not told otherwise"
+"the default strategies of `slm compare`"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What one accelerate configuration asks for: engine, sharding, processes.
+    """Engine, sharding and number of processes of one accelerate configuration.
 
-    All that depends on the YAML's or the JSON's content is parsed from these two, once for each Strategy:
-    `dataclasses.replace` with another content parses anew. So content and values agree.
+    Every setting is parsed from the content of the YAML and the JSON, once per Strategy.
+    `dataclasses.replace` with other content parses again, so content and parsed values always agree.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Strategy:
     reshard_after_forward: bool | None = None
     "FSDP2 only: True is full shard, False is shard grad-op"
     path: str | None = None
-    "the YAML file, or the DeepSpeed JSON that was given without one"
+    "the YAML file, or a DeepSpeed JSON that was given without a YAML"
     accelerate_config: dict[str, Any] | None = field(default=None, hash=False)
-    "the YAML's content, for the files that are written; None where the environment alone has the strategy"
+    "content of the YAML; None if only environment variables define the strategy"
     deepspeed_config: dict[str, Any] | None = field(default=None, hash=False)
-    "the JSON's content, for the files that are written"
+    "content of the JSON"
 
     @property
     def is_single(self) -> bool:
@@ -62,7 +62,7 @@ class Strategy:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank holds the whole training state: DDP, or a single process."""
+        """Whether each rank keeps the whole training state: DDP, or a single process."""
         return self.engine in ("single", "ddp")
 
     @property
@@ -91,12 +91,12 @@ class Strategy:
 
     @property
     def offloads_part_of_optimizer(self) -> bool:
-        """Whether a DeepSpeed JSON offloads a share of the optimizer's states."""
+        """Whether a DeepSpeed JSON offloads only part of the optimizer state (`ratio` is not 1)."""
         return self.is_deepspeed and self.deepspeed.zero_optimization.offload_optimizer.ratio != 1.0
 
     @property
     def swap_folders(self) -> set[str]:
-        """The folders to which DeepSpeed swaps tensors, under names that are the same in every training."""
+        """The folders to which DeepSpeed swaps tensors; every training uses the same file names in them."""
         if self.deepspeed is None:
             return set()
         zero = self.deepspeed.zero_optimization
@@ -105,7 +105,7 @@ class Strategy:
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether the YAML has accelerate checkpoint every layer, without --gradient_checkpointing."""
+        """Whether the YAML turns on accelerate's activation checkpointing of every layer."""
         return self.fsdp is not None and self.fsdp.activation_checkpointing
 
     @cached_property
@@ -122,12 +122,12 @@ class Strategy:
 
     @cached_property
     def parallel_sizes(self) -> Mapping[str, int]:
-        """The five sizes of the YAML's parallelism_config, 1 where it names none."""
+        """The five sizes of the YAML's parallelism_config; a size that is absent is 1."""
         return parallel_sizes(self._section("parallelism_config"))
 
     @cached_property
     def sharding(self) -> Sharding:
-        """The training state's placement."""
+        """The placement of the training state."""
         if self.deepspeed:
             zero = self.deepspeed.zero_optimization
             if zero.stage != 3:
@@ -160,12 +160,12 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank holds only its share of the parameters between two steps."""
+        """Whether a rank keeps only its shard of the parameters between two steps."""
         return "parameters" in self.sharded_parts
 
     @property
     def sharded_parts(self) -> tuple[str, ...]:
-        """The parts of the training state that every rank holds only its share of, between two steps."""
+        """The parts of the training state of which a rank keeps only its shard between two steps."""
         if self.is_fsdp or self.zero_stage == 3:
             return ("parameters", "gradients", "master_weights", "optimizer")
         if self.zero_stage == 2:
@@ -174,7 +174,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether part of the training state is to lie in the host's RAM or on its disk."""
+        """Whether part of the training state is offloaded to the host's RAM or disk."""
         if self.deepspeed:
             zero = self.deepspeed.zero_optimization
             return (zero.offload_optimizer.device, zero.offload_param.device) != ("none", "none")
@@ -182,21 +182,21 @@ class Strategy:
 
     @property
     def num_machines(self) -> int:
-        """Nodes that the YAML asks for."""
+        """Number of nodes in the YAML; 1 if it names none."""
         return (self.accelerate_config or {}).get("num_machines") or 1
 
     @property
     def mixed_precision(self) -> str | None:
-        """The mixed_precision of the files: no, bf16, fp16 or fp8; None where no file has one."""
+        """The mixed_precision of the files: no, bf16, fp16 or fp8; None if no file sets it."""
         config = self.accelerate_config or {}
         if (precision := config.get("mixed_precision")) is not None:
-            return "no" if precision is False else str(precision).lower()  # YAML reads a bare no as false
+            return "no" if precision is False else str(precision).lower()  # YAML: unquoted no is false
         in_json = ((self.deepspeed_config or {}).get("fp16") or {}).get("enabled") is True
-        return "fp16" if config.get("fp16") or in_json else None  # accelerate's key before mixed_precision
+        return "fp16" if config.get("fp16") or in_json else None  # `fp16` is accelerate's older key
 
     @property
     def deepspeed_config_file(self) -> str | None:
-        """The DeepSpeed JSON that the YAML names."""
+        """The DeepSpeed JSON that the YAML names, or None."""
         named = self._section("deepspeed_config").get("deepspeed_config_file")
         return None if named is None else str(named)
 
@@ -211,7 +211,7 @@ class Strategy:
 
 
 def config_dir(kind: str) -> Path:
-    """The folder of shipped configurations, `accel_configs` or `ds_configs`, in wheel or checkout."""
+    """Return the folder of shipped files, `accel_configs` or `ds_configs`, in a wheel or a checkout."""
     package = Path(__file__).parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
@@ -221,12 +221,12 @@ def shipped_strategies() -> list[str]:
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a YAML is one of ours, where it lies."""
+    """Return True if a YAML is in the folder of shipped YAMLs."""
     return path.resolve().parent == config_dir("accel_configs").resolve()
 
 
 def shipped_files() -> list[Path]:
-    """The YAMLs, then the JSONs that they name."""
+    """Return the paths of all shipped YAMLs, then of all shipped JSONs."""
     return [
         *sorted(config_dir("accel_configs").glob("*.yaml")),
         *sorted(config_dir("ds_configs").glob("*.json")),
@@ -234,12 +234,15 @@ def shipped_files() -> list[Path]:
 
 
 def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Path]:
-    """Write shipped files, or other texts for them, under `target`; refuses to overwrite what is there."""
+    """Write shipped files, or `texts` in their place, under `target`; return the paths written.
+
+    Raises ValueError if a file exists already.
+    """
     texts = texts or {source: source.read_text() for source in shipped_files()}
     copies = {source: target / source.parent.name / source.name for source in texts}
     if present := [str(copy) for copy in copies.values() if copy.exists()]:
         raise ValueError(
-            f"{present[0]} exists ({len(present)} such files)\nhint: give an empty folder to --copy"
+            f"{present[0]} exists ({len(present)} of the files exist)\nhint: give an empty folder to --copy"
         )
     for source, copy in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +251,7 @@ def copy_configs(target: Path, texts: dict[Path, str] | None = None) -> list[Pat
 
 
 def find_strategy(name_or_path: str) -> Strategy:
-    """The Strategy of a shipped name (`ddp`), of a user's accelerate YAML or of a DeepSpeed JSON."""
+    """Return the Strategy for a shipped name (`ddp`), an accelerate YAML or a DeepSpeed JSON."""
     path = strategy_path(name_or_path)
     settings = _read_settings(path)
     if path.suffix == ".json" and is_deepspeed_config(settings):
@@ -259,18 +262,18 @@ def find_strategy(name_or_path: str) -> Strategy:
 
 
 def yaml_around(json_path: Path) -> dict[str, Any]:
-    """The content of an accelerate YAML that names a DeepSpeed JSON, as our own YAMLs do."""
+    """Return the content of an accelerate YAML that names this DeepSpeed JSON, modelled on ours."""
     shipped = config_dir("accel_configs") / "ds_zero3.yaml"
     config = settings_of(shipped.read_text(), shipped)
-    # zero3_init_flag stays false: true, accelerate's default, would draw other random weights
+    # our YAML sets zero3_init_flag to false; accelerate's default, true, would draw other random weights
     config["deepspeed_config"]["deepspeed_config_file"] = str(json_path.resolve())
     return config
 
 
 def notes_on(strategies: Iterable[Strategy]) -> list[str]:
-    """A line for each DeepSpeed JSON that is launched in an accelerate YAML written for it."""
+    """Return a line for each DeepSpeed JSON that is launched through a generated accelerate YAML."""
     return [
-        f"note: {strategy.path} is a DeepSpeed JSON: it is launched by an accelerate YAML written for it, "
+        f"note: {strategy.path} is a DeepSpeed JSON: it is launched through a generated accelerate YAML "
         "with zero3_init_flag: false"
         for strategy in strategies
         if strategy.is_bare_json
@@ -278,7 +281,7 @@ def notes_on(strategies: Iterable[Strategy]) -> list[str]:
 
 
 def strategy_path(name_or_path: str) -> Path:
-    """The file of a shipped name or a path. Raises ValueError where there is none."""
+    """Return the file for a shipped name or a path. Raises ValueError if it does not exist."""
     shipped = config_dir("accel_configs") / f"{name_or_path}.yaml"
     path = shipped if is_file(shipped) else typed_path(name_or_path)
     if is_file(path):
@@ -290,24 +293,24 @@ def strategy_path(name_or_path: str) -> Path:
     meant = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
         f"unknown strategy {name_or_path!r}\n"
-        f"hint: {meant}There are {', '.join(shipped_strategies())}, or give a YAML or DeepSpeed JSON file"
+        f"hint: {meant}Choose from {', '.join(shipped_strategies())}, or give a YAML or DeepSpeed JSON file"
     )
 
 
 def strategy_name(path: Path) -> str:
-    """The file's stem, marked as the user's own where one of ours is called so: rows would look alike."""
+    """Return the file's stem, with `own-` before it if a shipped strategy has the same name."""
     return f"own-{path.stem}" if path.stem in shipped_strategies() and not is_shipped(path) else path.stem
 
 
 def read_strategy(path: Path) -> Strategy:
-    """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError with every problem found."""
+    """Read an accelerate YAML and the DeepSpeed JSON it names. Raises ValueError if they are not valid."""
     return strategy_of(_read_settings(path), path)
 
 
 def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | None = None) -> Strategy:
-    """The Strategy that a YAML's content stands for; `deepspeed`: its JSON's, where that need not be read.
+    """Return the Strategy for a YAML's content; `deepspeed` is its JSON's content, if already read.
 
-    Raises ValueError with every problem found.
+    Raises ValueError if the content is not valid.
     """
     if "distributed_type" not in config:
         raise ValueError(_no_accelerate_config(config, path))
@@ -329,12 +332,12 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         return Strategy(engine="single" if distributed_type == "NO" else "ddp", **common)
     if distributed_type == "FSDP":
         fsdp = _mapping(config, "fsdp_config", path)
-        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default, and so no such key, is FSDP1
+        if str(fsdp.get("fsdp_version", 1)) != "2":  # accelerate's default is FSDP1
             return Strategy(engine="fsdp1", **common)
         reshard = fsdp.get("fsdp_reshard_after_forward", True)
         if str(reshard).lower() not in ("true", "false"):
             raise ValueError(
-                f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 takes true or false"
+                f"{path}: fsdp_reshard_after_forward is {reshard!r}\nhint: FSDP2 accepts true or false"
             )
         return Strategy(engine="fsdp2", reshard_after_forward=str(reshard).lower() == "true", **common)
     if distributed_type == "DEEPSPEED":
@@ -346,22 +349,27 @@ def strategy_of(config: dict[str, Any], path: Path, deepspeed: dict[str, Any] | 
         )
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
-            raise ValueError(f"{path}: ZeRO stage {stage!r}\nhint: zero_optimization.stage is 0, 1, 2 or 3")
+            raise ValueError(
+                f"{path}: ZeRO stage is {stage!r}\nhint: set zero_optimization.stage to 0, 1, 2 or 3"
+            )
         return Strategy(engine="deepspeed", zero_stage=stage, deepspeed_config=deepspeed, **common)
     raise ValueError(
         f"{path}: distributed_type {distributed_type!r} is not supported\n"
-        "hint: NO, MULTI_GPU, FSDP or DEEPSPEED"
+        "hint: use NO, MULTI_GPU, FSDP or DEEPSPEED"
     )
 
 
 def check_passed_on(strategy: Strategy) -> None:
-    """Raises one ValueError with all that a strategy's files may not pass on to accelerate and DeepSpeed."""
-    named = strategy.deepspeed_config_file
-    refused = [(strategy.path, one) for one in refused_of_yaml(strategy.accelerate_config or {})]
-    refused += [(named or strategy.path, one) for one in refused_of_json(strategy.deepspeed_config or {})]
+    """Raise one ValueError with all settings that are not passed on to accelerate or DeepSpeed."""
+    in_yaml, in_json = strategy.accelerate_config or {}, strategy.deepspeed_config or {}
+    json_file = strategy.deepspeed_config_file or strategy.path
+    refused = [(strategy.path, setting) for setting in refused_of_yaml(in_yaml)]
+    refused += [(json_file, setting) for setting in refused_of_json(in_json)]
     if not refused:
         return
-    lines = [f"{file}: {one.sentence}: {one.why}. Change: {one.change}" for file, one in refused]
+    lines = [
+        f"{file}: {setting.sentence}: {setting.why}. Change: {setting.change}" for file, setting in refused
+    ]
     raise ValueError(
         "\n".join(lines) + "\nhint: nothing is launched with such settings; "
         f"`slm doctor --strategy {strategy.path} --fix DIR` writes corrected copies"
@@ -369,18 +377,18 @@ def check_passed_on(strategy: Strategy) -> None:
 
 
 def check_one_machine(strategies: Iterable[Strategy]) -> None:
-    """Raises ValueError for a YAML that asks for several machines, of which `slm compare` here has one."""
+    """Raise ValueError for a YAML with several machines: without Slurm `slm compare` uses one machine."""
     for strategy in strategies:
         if (num := strategy.num_machines) > 1:
             raise ValueError(
-                f"{strategy.path}: num_machines is {num}, and a comparison without Slurm is on one machine: "
-                "accelerate would connect to the main_process_ip of the file\n"
-                "hint: num_machines: 1, or --launcher slurm"
+                f"{strategy.path}: num_machines is {num}, but a comparison without Slurm uses one machine: "
+                "accelerate would connect to the file's main_process_ip\n"
+                "hint: set num_machines: 1, or use --launcher slurm"
             )
 
 
 def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path:
-    """Write the YAML (and JSON) that will be launched into `folder`, paths absolute; returns the YAML."""
+    """Write the YAML (and JSON) to launch into `folder`, with absolute paths; return the YAML's path."""
     make_folder(folder)
     config = {**strategy.accelerate_config, "num_processes": num_processes}
     if strategy.is_deepspeed and strategy.deepspeed_config_file is not None:
@@ -393,9 +401,10 @@ def write_resolved(strategy: Strategy, folder: Path, num_processes: int) -> Path
 
 
 def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str | None]:
-    """The strategy without its DeepSpeed JSON's optimizer and scheduler, and a line on them if there are any.
+    """Return the strategy without its JSON's optimizer and scheduler, and a line that names what was removed.
 
-    The script makes the optimizer and sets the learning rate, by its flags.
+    The script creates the optimizer and sets the learning rate from its flags. The line is None if the JSON
+    has neither section.
     """
     name = strategy.deepspeed_config_file or strategy.path or strategy.name
     deepspeed, line = without_optimizer(strategy.deepspeed_config or {}, config, name=Path(name).name)
@@ -403,21 +412,21 @@ def as_flags_say(strategy: Strategy, config: RunConfig) -> tuple[Strategy, str |
 
 
 def config_options(path: str) -> list[str]:
-    """Words of `accelerate launch` that name an accelerate YAML, or a DeepSpeed JSON that no YAML names."""
+    """Return the options of `accelerate launch` for an accelerate YAML, or for a DeepSpeed JSON alone."""
     if path.endswith(".json") and is_deepspeed_config(_read_settings(Path(path))):
         return ["--use_deepspeed", "--deepspeed_config_file", path, "--zero3_init_flag", "false"]
     return ["--config_file", path]
 
 
 def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
-    """The same strategy on so many nodes, on each of which somebody starts `accelerate launch`.
+    """Return the strategy for `num_nodes` nodes, on each of which the user runs `accelerate launch`.
 
-    Which node is which, and the first one's address, are for that command to say.
+    That command gives the rank of its node and the address of the first node.
     """
     of_command = ("machine_rank", "main_process_ip", "main_process_port")
     config = {key: value for key, value in strategy.accelerate_config.items() if key not in of_command}
     config["num_machines"] = num_nodes
-    if num_nodes > 1 and strategy.is_deepspeed:  # its own launcher would start the others by pdsh
+    if num_nodes > 1 and strategy.is_deepspeed:  # DeepSpeed's launcher would use pdsh
         config["deepspeed_config"] = {
             **(config.get("deepspeed_config") or {}),
             "deepspeed_multinode_launcher": "standard",
@@ -425,25 +434,26 @@ def on_nodes(strategy: Strategy, num_nodes: int) -> Strategy:
     return dataclasses.replace(strategy, accelerate_config=config)
 
 
-def precision_note(asked: str | None, config: RunConfig) -> str | None:
-    """What becomes of a mixed_precision that is neither obeyed nor refused; None where it is obeyed."""
-    if asked is None or config.numerics == "stock" or (asked == "no" and config.numerics == "fp32"):
+def precision_note(mixed_precision: str | None, config: RunConfig) -> str | None:
+    """Return a note on a mixed_precision that is ignored; None if it is obeyed."""
+    is_fp32 = mixed_precision == "no" and config.numerics == "fp32"
+    if mixed_precision is None or config.numerics == "stock" or is_fp32:
         return None
-    return f"mixed_precision {asked} has no effect: --numerics {config.numerics} computes in bf16"
+    return f"mixed_precision {mixed_precision} has no effect: --numerics {config.numerics} computes in bf16"
 
 
-def precision_problem(asked: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
-    """Why a run can't compute in the mixed precision asked for, and what to do; None where it can."""
-    if asked == "fp8":
-        return "mixed precision fp8 does not run here: leave it out; --fp8 tensorwise trains in float8"
+def precision_problem(mixed_precision: str | None, config: RunConfig, *, has_gpu: bool = True) -> str | None:
+    """Return why a run can't compute in this mixed precision, and what to do; None if it can."""
+    if mixed_precision == "fp8":
+        return "mixed precision fp8 is not supported: remove it; --fp8 tensorwise trains in float8"
     if config.numerics == "stock":
-        if asked == "fp16" and not has_gpu:
-            return "mixed precision fp16 needs a GPU: without one accelerate computes in fp32"
-    elif asked == "fp16" or (asked == "bf16" and config.numerics == "fp32"):
+        if mixed_precision == "fp16" and not has_gpu:
+            return "mixed precision fp16 needs a GPU: on a CPU accelerate computes in fp32"
+    elif mixed_precision == "fp16" or (mixed_precision == "bf16" and config.numerics == "fp32"):
         computes_in = "fp32" if config.numerics == "fp32" else "bf16"
         return (
-            f"mixed precision {asked} is asked for, --numerics {config.numerics} computes in {computes_in}: "
-            f"--numerics stock runs {asked}; or leave it out"
+            f"mixed precision is {mixed_precision}, but --numerics {config.numerics} computes in "
+            f"{computes_in}: use --numerics stock for {mixed_precision}, or remove it"
         )
     return None
 
@@ -456,11 +466,11 @@ def contradictions(
     mixed_precision: str | None = None,
     has_gpu: bool = True,
 ) -> list[str]:
-    """Where a strategy can't do what the flags ask; a DeepSpeed JSON that says "auto" always can.
+    """Return a sentence for each setting of a strategy that contradicts the flags; "auto" never does.
 
-    In `stock` the JSON's own clipping and accumulation hold, as they do under a user's own script.
-    `num_processes`: the ranks, if known; a `train_batch_size` of the JSON is checked only then.
-    `mixed_precision`: of the launcher's option or variable, where it has one; else the files' counts.
+    Under `--numerics stock` the JSON's clipping and accumulation apply, as in a user's own script, and are
+    not checked. `num_processes`: number of ranks; None: the JSON's `train_batch_size` is not checked.
+    `mixed_precision`: the value of the launcher's option or variable; None: the files' value applies.
     """
     deepspeed = strategy.deepspeed_config or {}
     flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
@@ -480,7 +490,7 @@ def contradictions(
     batch, total = config.per_device_train_batch_size, deepspeed.get("train_batch_size", "auto")
     if num_processes is not None and total not in ("auto", None, batch * steps * num_processes):
         problems.append(
-            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags make {batch} x "
+            f"{strategy.path}: the DeepSpeed JSON says train_batch_size {total}, the flags give {batch} x "
             f"{steps} micro-steps x {num_processes} processes"
         )
     precision = mixed_precision or strategy.mixed_precision
@@ -488,44 +498,44 @@ def contradictions(
         of_files = precision == strategy.mixed_precision
         source = strategy.path or strategy.name if of_files else "accelerate's --mixed_precision"
         problems.append(f"{source}: {problem}")
-    wanted = config.numerics != "fp32" and precision != "fp16"
+    needs_bf16 = config.numerics != "fp32" and precision != "fp16"
     enabled = (deepspeed.get("bf16") or {}).get("enabled", "auto")
-    if enabled not in ("auto", wanted) and not (enabled is False and precision == "fp16"):
+    if enabled not in ("auto", needs_bf16) and not (enabled is False and precision == "fp16"):
         problems.append(
             f"{strategy.path}: the DeepSpeed JSON says bf16.enabled {str(enabled).lower()}, "
-            f"--numerics {config.numerics} needs {str(wanted).lower()}"
+            f"--numerics {config.numerics} needs {str(needs_bf16).lower()}"
         )
     where = strategy.path or strategy.name
     problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
-    # deepspeed 0.19: bf16 parameters with fp32 gradients make ZeRO-1 the class BF16_Optimizer, with
-    # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option at all
+    # deepspeed 0.19: with bf16 parameters and fp32 gradients, ZeRO-1 becomes the class BF16_Optimizer, with
+    # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option
     reduces_in_fp32 = config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16")
     if reduces_in_fp32 and strategy.zero_stage in (0, 1):
         problems.append(
-            f"{where}: --reduce_dtype fp32 would make ZeRO-{strategy.zero_stage} another optimizer: leave "
-            f"{strategy.name} out of --strategy"
+            f"{where}: --reduce_dtype fp32 would give ZeRO-{strategy.zero_stage} another optimizer: remove "
+            f"{strategy.name} from --strategy"
         )
     return problems
 
 
 def _no_accelerate_config(settings: dict[str, Any], path: Path) -> str:
-    """The error for a file without distributed_type, by what its keys show it to be."""
+    """Return the error for a file without distributed_type; its keys show what kind of file it is."""
     if is_deepspeed_config(settings):
         return (
-            f"{path} holds DeepSpeed settings, and an accelerate YAML is wanted here\n"
+            f"{path} contains DeepSpeed settings, but an accelerate YAML is needed here\n"
             f"hint: `slm convert {path} --to accelerate_deepspeed` writes one; --strategy of slm compare, "
-            "train, estimate and doctor takes a DeepSpeed .json as it is"
+            "train, estimate and doctor also accepts a DeepSpeed .json"
         )
     if "model_type" in settings or "architectures" in settings:
         return f"{path} describes a model, not a strategy\nhint: --model {path}"
     if "fsdp" in settings or "deepspeed" in settings:
         return (
-            f"{path} holds TrainingArguments: it has no distributed_type, and is no accelerate YAML\n"
+            f"{path} contains TrainingArguments, not an accelerate YAML: it has no distributed_type\n"
             f"hint: `slm convert {path} --to accelerate_fsdp` (or accelerate_deepspeed) writes one"
         )
     keys = ", ".join(map(str, list(settings)[:5]))
     return (
-        f"{path} has no distributed_type ({keys}): it is no accelerate YAML, and no DeepSpeed JSON\n"
+        f"{path} has no distributed_type ({keys}): it is neither an accelerate YAML nor a DeepSpeed JSON\n"
         "hint: `slm configs --copy DIR` writes examples of both"
     )
 
@@ -535,24 +545,24 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def settings_of(text: str, path: Path) -> dict[str, Any]:
-    """The settings in the text of a YAML, or of a `.json`. Raises ValueError where there are none."""
+    """Parse the text of a YAML or `.json` file. Raises ValueError if it contains no settings."""
     parse = json_of if path.suffix == ".json" else yaml_of
-    config = parse(text, path, hint="`slm configs --copy DIR` writes good ones")
+    config = parse(text, path, hint="`slm configs --copy DIR` writes working examples")
     if not isinstance(config, dict):
         raise ValueError(
-            f"{path} holds no settings\nhint: `slm configs --copy DIR` writes files to start from"
+            f"{path} contains no settings\nhint: `slm configs --copy DIR` writes files to start from"
         )
     return config
 
 
 def check_sections(config: dict[str, Any], path: Path) -> None:
-    """Raises ValueError where a section is none, or a number of machines or ranks is no number."""
+    """Raise ValueError if a section is not a mapping, or a number of machines or ranks is not valid."""
     for key in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"):
         _mapping(config, key, path)
     sizes = {
         f"parallelism_config.{key}": value
         for key, value in (config.get("parallelism_config") or {}).items()
-        if key.endswith("size")  # also without accelerate's prefix
+        if key.endswith("size")  # with or without accelerate's prefix
     }
     for key, value in {"num_machines": config.get("num_machines"), **sizes}.items():
         if value is not None and (type(value) is not int or value < 1):
@@ -562,5 +572,5 @@ def check_sections(config: dict[str, Any], path: Path) -> None:
 def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {key} is {value!r}\nhint: it holds settings, one per indented line")
+        raise ValueError(f"{path}: {key} is {value!r}\nhint: write one setting per indented line below it")
     return value

@@ -122,7 +122,7 @@ def test_accelerates_own_json_is_read_as_its_yaml(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_size": 64}, "describes a model", "--model"),
         ({"output_dir": "x", "deepspeed": "ds.json", "bf16": True}, "TrainingArguments", "slm convert"),
         ({"a": 1, "b": 2}, r"no distributed_type \(a, b\)", "slm configs"),
-        ([1, 2], "holds no settings", "slm configs"),
+        ([1, 2], "contains no settings", "slm configs"),
     ],
 )
 def test_a_json_of_another_kind_is_named_for_what_it_is(
@@ -156,7 +156,7 @@ def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path:
     assert contradictions(strategy, config) == []
     launched, line = as_flags_say(strategy, config)
     assert {"optimizer", "scheduler"} & launched.deepspeed_config.keys() == set()
-    assert "taken out of my_zero3.json: optimizer AdamW lr 5e-05 (--learning_rate 0.0003 is used)" in line
+    assert "removed from my_zero3.json: optimizer AdamW lr 5e-05 (--learning_rate 0.0003 is used)" in line
     assert "eps 1e-06 (1e-08 is used, no flag sets it)" in line
     assert "weight_decay 0.1," not in line.partition("The JSON's values")[2]  # as the flag has it
     assert line.endswith(
@@ -229,7 +229,7 @@ def test_the_command_of_a_dry_run_launches_a_json_without_a_yaml(tmp_path: Path)
     (command,) = json.loads(done.out)
     ran = run(*shlex.split(command))
     assert ran.code == 0, ran.err
-    assert "taken out of my_zero3.json: optimizer AdamW lr 5e-05" in ran.err
+    assert "removed from my_zero3.json: optimizer AdamW lr 5e-05" in ran.err
     assert record_under(tmp_path / "runs")["zero_stage"] == 3
 
 
@@ -239,7 +239,7 @@ def test_an_accelerate_yaml_is_compared_with_a_json_of_hugging_faces(tmp_path: P
     assert done.finished.code == 0, done.finished.err
     assert {name: row["status"] for name, row in done.rows.items()} == {"my_fsdp": "ok", "my_zero3": "ok"}
     assert "is a DeepSpeed JSON" in done.finished.err
-    assert 'taken out of my_zero3.json: optimizer AdamW (all "auto")' in done.finished.err
+    assert 'removed from my_zero3.json: optimizer AdamW (all "auto")' in done.finished.err
     row = done.rows["my_zero3"]
     assert (row["parity_reference"], row["parity_holds"]) == ("my_fsdp", True)
 
@@ -261,5 +261,5 @@ def test_a_launch_with_an_optimizer_that_no_flag_stands_for_ends_in_one_line(
         *flags, config=own_strategy(tmp_path, "num_processes: 2\n", lamb), timeout=COMPILING_SECONDS
     )
     assert done.code != 0
-    assert "the DeepSpeed JSON's optimizer is Lamb, the script has AdamW only" in done.err
+    assert "the DeepSpeed JSON's optimizer is Lamb, but the script has only AdamW" in done.err
     assert "_prepare_deepspeed" not in done.err

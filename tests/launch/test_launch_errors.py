@@ -148,29 +148,29 @@ def test_plain_python_trains_in_one_process(tmp_path: Path) -> None:
         (
             "mixed_precision: fp16",
             "aligned",
-            "mixed precision fp16 is asked for, --numerics aligned computes in bf16",
+            "mixed precision is fp16, but --numerics aligned computes in bf16",
         ),
         (
             "mixed_precision: fp16",
             "fp32",
-            "--numerics fp32 computes in fp32: --numerics stock runs fp16; or leave",
+            "--numerics fp32 computes in fp32: use --numerics stock for fp16, or remove",
         ),
         ("mixed_precision: fp16", "pure_bf16", "--numerics pure_bf16 computes in bf16"),
-        ("fp16: true", "aligned", "mixed precision fp16 is asked for"),
+        ("fp16: true", "aligned", "mixed precision is fp16"),
         (
             "mixed_precision: bf16",
             "fp32",
-            "mixed precision bf16 is asked for, --numerics fp32 computes in fp32",
+            "mixed precision is bf16, but --numerics fp32 computes in fp32",
         ),
         (
             "mixed_precision: fp8",
             "stock",
-            "mixed precision fp8 does not run here: leave it out; --fp8 tensorwise",
+            "mixed precision fp8 is not supported: remove it; --fp8 tensorwise",
         ),
         (
             "mixed_precision: fp16",
             "stock",
-            "mixed precision fp16 needs a GPU: without one accelerate computes",
+            "mixed precision fp16 needs a GPU: on a CPU accelerate computes",
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_precisions_that_can_run_are_not_refused(tmp_path: Path) -> None:
     in_json = read_strategy(Path(own_strategy(tmp_path, "", zero, name="zero")))
     assert contradictions(in_json, RunConfig(numerics="stock")) == []
     (problem,) = contradictions(in_json, RunConfig(numerics="aligned"))
-    assert "mixed precision fp16 is asked for, --numerics aligned computes in bf16" in problem
+    assert "mixed precision is fp16, but --numerics aligned computes in bf16" in problem
 
 
 def test_the_launchers_own_precision_counts_as_the_yamls_does(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_launchers_own_precision_counts_as_the_yamls_does(tmp_path: Path) ->
     ddp = "accel_configs/ddp.yaml"
     done = launch(*words, config=ddp, launcher=("--mixed_precision", "fp16"))
     assert done.code != 0
-    assert "accelerate's --mixed_precision: mixed precision fp16 is asked for" in done.err
+    assert "accelerate's --mixed_precision: mixed precision is fp16" in done.err
     in_variable = {
         "ACCELERATE_MIXED_PRECISION": "fp16"
     }  # of torchrun and plain python: the launcher sets its own

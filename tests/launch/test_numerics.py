@@ -138,7 +138,7 @@ def test_gradients_reduced_in_fp32_are_seen_in_the_collectives(tmp_path: Path) -
 def test_zero_1_refuses_to_reduce_in_fp32(tmp_path: Path) -> None:
     done = slm("compare", "--strategy", "ds_zero1", "--reduce_dtype", "fp32", "--output_dir", str(tmp_path))
     assert done.code == 2
-    assert "--reduce_dtype fp32 would make ZeRO-1 another optimizer" in done.err
+    assert "--reduce_dtype fp32 would give ZeRO-1 another optimizer" in done.err
     assert "hint:" in done.err
 
 

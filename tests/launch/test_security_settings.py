@@ -149,7 +149,7 @@ def test_compare_on_one_machine_starts_no_other(tmp_path: Path) -> None:
     own_strategy(tmp_path, text)
     done = slm("compare", "--strategy", "mine.yaml", "--dry_run", *FLAGS, cwd=tmp_path)
     assert done.code == 2
-    assert "mine.yaml: num_machines is 2, and a comparison without Slurm is on one machine" in done.err
+    assert "mine.yaml: num_machines is 2, but a comparison without Slurm uses one machine" in done.err
 
 
 def test_doctor_names_such_settings_first_and_writes_files_without_them(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_an_unknown_strategy_is_told_before_torch_is_imported(
     assert done.code == 2, done.err
     assert done.err.startswith("error: unknown strategy 'ddpp'\nhint: did you mean ddp?")
     done = slm(verb, "--strategy", "ds_zero1", "--reduce_dtype", "fp32", env=without_torch)
-    assert "--reduce_dtype fp32 would make ZeRO-1 another optimizer" in done.err
+    assert "--reduce_dtype fp32 would give ZeRO-1 another optimizer" in done.err
 
 
 @pytest.mark.quick

@@ -36,6 +36,7 @@ def _hub_id(place: str | None) -> str | None:
 def _text(record: RunRecord, config: RunConfig) -> str:
     num_tokens = (record.tokens_counted or {}).get("drawn")
     losses = [loss for loss in record.losses if loss is not None]
+    held_out = [point for point in record.eval_losses[-1:] if point["loss"] is not None]
     rows = {
         "parameters": f"{record.model['num_params']:,}",
         "first weights": record.weights,
@@ -46,10 +47,8 @@ def _text(record: RunRecord, config: RunConfig) -> str:
         "strategy": f"{record.strategy}, {record.world_size} processes",
         "numerics": config.numerics,
         "adapter": config.peft if config.peft != "none" else None,
-        "training loss": f"{losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last" if losses else None,
-        "evaluation loss": ", ".join(
-            f"{point['loss']:.4f} at step {point['step']}" for point in record.eval_losses[-1:] if point["loss"]
-        ),
+        "training loss": losses and f"{losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last",
+        "evaluation loss": held_out and f"{held_out[0]['loss']:.4f} at step {held_out[0]['step']}",
         "hardware": record.gpu or record.cpu,
         "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
     }

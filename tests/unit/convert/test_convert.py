@@ -85,7 +85,7 @@ def test_every_key_of_a_shipped_strategy_is_accounted_for(name: str) -> None:
         assert keys <= said.keys(), form
         if not in_json <= said.keys():
             whole = said["deepspeed_config.deepspeed_config_file"]
-            assert (whole.fate, whole.why) == ("carried", "the file serves as it is, with all its keys")
+            assert (whole.fate, whole.why) == ("carried", "the file is used unchanged, with all its keys")
         assert {row.fate for row in written.rows} <= FATES.keys()
         assert all(row.to for row in written.rows if row.fate in ("carried", "nearest", "added"))
         assert all(row.why for row in written.rows if row.fate in ("no counterpart", "nearest"))

@@ -12,16 +12,16 @@ from conversions import converted, write
 from slm_toolkit.convert.tables import tables
 
 BAD = [
-    (("ddp", "accelerate_fsdp"), "ddp shards nothing, and FSDP2 always shards"),
-    (("ds_zero2", "accelerate_ddp"), "ds_zero2 shards, and DDP never does"),
+    (("ddp", "accelerate_fsdp"), "ddp shards nothing, but FSDP2 always shards"),
+    (("ds_zero2", "accelerate_ddp"), "ds_zero2 shards, but DDP never does"),
     (("nowhere.json", "accelerate_fsdp"), "no such file or strategy: nowhere.json"),
-    (("fsdp_hybrid_shard", "accelerate_fsdp", "--num_processes", "6"), "make 4 ranks, num_processes is 6"),
-    (("ds_zeropp", "accelerate_fsdp", "--gpus_per_node", "3"), "4 ranks are no whole number of groups of 3"),
+    (("fsdp_hybrid_shard", "accelerate_fsdp", "--num_processes", "6"), "need 4 ranks, num_processes is 6"),
+    (("ds_zeropp", "accelerate_fsdp", "--gpus_per_node", "3"), "4 ranks can't be divided into groups of 3"),
     (("--fsdp hybrid_shard", "accelerate_fsdp"), "refuses --fsdp hybrid_shard without fsdp_config.version 1"),
     (("--fsdp true", "accelerate_fsdp"), "transformers refuses --fsdp true"),
-    (("--fsdp --deepspeed x.json", "accelerate_fsdp"), "fsdp and deepspeed are both asked for"),
+    (("--fsdp --deepspeed x.json", "accelerate_fsdp"), "fsdp and deepspeed are both set"),
     (("torchrun --nnodes 1:4 t.py --fsdp", "accelerate_fsdp"), "takes one number of machines"),
-    (("accelerate launch t.py", "accelerate_fsdp"), "accelerate launch has its settings in a YAML"),
+    (("accelerate launch t.py", "accelerate_fsdp"), "accelerate launch reads its settings from a YAML"),
 ]
 
 
@@ -40,8 +40,8 @@ def test_what_cannot_be_converted_is_an_error_with_a_hint(words: tuple[str, ...]
     ("name", "text", "says"),
     [
         ("a.json", "{", "is not JSON"),
-        ("a.json", "[1]", "holds no settings"),
-        ("a.json", '{"model": 1}', "in no form that is known: it has model"),
+        ("a.json", "[1]", "contains no settings"),
+        ("a.json", '{"model": 1}', "has an unknown form: its keys are model"),
         ("a.json", '{"zero_optimization": {"stage": 7}}', "stage is 7"),
         ("a.yaml", "distributed_type: FSDP\nfsdp_confg:\n  fsdp_version: 2\n", "refuses the key fsdp_confg"),
         ("a.yaml", f"{FSDP2}  fsdp_offload_params: maybe\n", "fsdp_offload_params is 'maybe'"),

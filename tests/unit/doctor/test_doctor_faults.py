@@ -145,4 +145,4 @@ def test_a_mesh_whose_product_is_not_the_ranks_is_mended_to_their_product(tmp_pa
     assert one.corrected.section("parallelism_config")["parallelism_config_dp_shard_size"] == 4  # x 2 = 8
     _, found = mesh({"dp_shard": 4, "tp": 3}, tmp_path)
     (wrong,) = [finding for finding in found if finding.severity == "wrong"]
-    assert wrong.change == "12 ranks, or sizes whose product is 8"
+    assert wrong.change == "use 12 ranks, or sizes whose product is 8"

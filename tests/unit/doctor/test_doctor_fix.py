@@ -173,7 +173,11 @@ def test_what_estimates_do_not_know_is_no_reason_to_stop() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("distributed_type: [", "is not YAML"), ("just words\n", "holds no settings"), (None, "no such file")],
+    [
+        ("distributed_type: [", "is not YAML"),
+        ("just words\n", "contains no settings"),
+        (None, "no such file"),
+    ],
 )
 def test_what_is_no_configuration_is_bad_input(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

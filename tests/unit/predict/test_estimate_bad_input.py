@@ -75,7 +75,7 @@ MODELS = {
             "--largest_batch searches for it",
         ),
         (["--strategy", "groups.yaml"], "dp_shard_size 5 with --num_gpus 8"),
-        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read it"),
+        (["--strategy", "unread.yaml"], "dp_shard_size: accelerate does not read this key"),
         (["--strategy", "tensor.yaml"], "tp_size 4"),
         (["--strategy", "whole.yaml"], "fsdp_sharding_strategy is 'NO_SHARD'"),
         (["--model", "heads"], "7 heads don't divide hidden_size 576"),

@@ -47,7 +47,7 @@ def test_a_hybrid_shard_keeps_a_copy_on_each_node(
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_ranks_that_cannot_be_divided_are_an_error(num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"fsdp_hybrid_shard on {num_ranks} ranks: two copies or more"):
+    with pytest.raises(ValueError, match=f"fsdp_hybrid_shard on {num_ranks} ranks: two or more copies"):
         fit_groups(find_strategy("fsdp_hybrid_shard"), num_ranks=num_ranks, ranks_per_node=8)
 
 
@@ -107,7 +107,7 @@ _TP = (f"{PREFIX}dp_shard_size: 4", f"{PREFIX}tp_size: 2")
     [
         (_TP, "tp_size 2: slm_toolkit does not run tensor parallelism yet"),
         ([f"{PREFIX}dp_shard_size: 4", f"{PREFIX}cp_size: 2"], "cp_size 2: slm_toolkit does not run context"),
-        (["dp_shard_size: 4"], "accelerate does not read it: write parallelism_config_dp_shard_size"),
+        (["dp_shard_size: 4"], "accelerate does not read this key: write parallelism_config_dp_shard_size"),
         ([f"{PREFIX}dp_replicate_size: 3", f"{PREFIX}dp_shard_size: 4"], "dp_shard_size 4 with 8 ranks: the"),
     ],
     ids=["tp", "cp", "bare", "product"],

@@ -91,7 +91,7 @@ def test_a_resolved_copy_holds_absolute_paths_and_the_number_asked_for(tmp_path:
     ("text", "says"),
     [
         ("a: [1, 2", "is not YAML at line"),
-        ("- a\n- b\n", "holds no settings"),
+        ("- a\n- b\n", "contains no settings"),
         ("distributed_type: TPU\n", "not supported"),
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", "num_processes is 0"),
         ("distributed_type: FSDP\nfsdp_config: yes please\n", "fsdp_config is"),
@@ -99,7 +99,7 @@ def test_a_resolved_copy_holds_absolute_paths_and_the_number_asked_for(tmp_path:
             "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: nowhere.json\n",
             "nowhere.json",
         ),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 7\n", "ZeRO stage 7"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 7\n", "ZeRO stage is 7"),
     ],
 )
 def test_a_yaml_that_makes_no_sense_is_an_error_with_a_hint(tmp_path: Path, text: str, says: str) -> None:
@@ -114,7 +114,7 @@ def test_a_setting_beside_a_json_is_refused_with_all_its_company(tmp_path: Path)
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
         "  deepspeed_config_file: mine.json\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
     )
-    with pytest.raises(ValueError, match="zero_stage 2 contradicts mine.json, which says .*stage 3") as error:
+    with pytest.raises(ValueError, match="zero_stage 2 contradicts mine.json, where .*stage is 3") as error:
         read_strategy(write(tmp_path, text))
     assert "gradient_clipping" in str(error.value)
     assert "mixed_precision 'bf16'" in str(error.value)
