@@ -221,7 +221,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused_by_row(
 @pytest.mark.parametrize(
     ("vocab", "parts", "said"),
     [
-        ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', model slm-1m only ids below 384"),
+        ({**WORDS, "the": 700_000}, {}, "has the id 700000 for 'the', but model slm-1m only ids below 384"),
         ({}, {}, "has no tokens for text"),
         ({"</s>": 0, "zzz": 1}, {}, "the tokenizer fails: WordLevel error: Missing"),
         (
