@@ -7,10 +7,10 @@ from conftest import bench
 
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.memory.zero_gradients import (
+    Allocated,
     Backward,
-    Held,
+    Instant,
     Reduction,
-    Where,
     backward_of,
     in_backward,
     tensors_of,
@@ -53,10 +53,10 @@ def test_gradients_are_made_from_the_head_to_the_embedding() -> None:
 def test_one_bucket_for_all_gradients_is_copied_flat_when_backward_has_ended() -> None:
     found = backward(BF16)
     # the head's gradient (640 bytes) is there when both buckets are allocated, and then copied into one
-    assert found.reductions[0] == (Where("lm_head"), Held(640, TWO_BUCKETS))
-    assert found.at_norm == found.at_embedding == Held(0, TWO_BUCKETS)
+    assert found.reductions[0] == (Instant("lm_head"), Allocated(640, TWO_BUCKETS))
+    assert found.at_norm == found.at_embedding == Allocated(0, TWO_BUCKETS)
     # all 1960 elements, flat, 2 bytes each; only then room is made for those of rank 0
-    assert found.reductions[-1] == (Where("end"), Held(0, TWO_BUCKETS + 3920))
+    assert found.reductions[-1] == (Instant("end"), Allocated(0, TWO_BUCKETS + 3920))
     # rank 0's partition is 960 elements, the embedding and layer 0, and 20 of norms: three whole norms
     assert found.kept == 2 * (960 + 24)
     assert (found.largest_piece, found.num_matrices) == (320, 8)
@@ -69,19 +69,19 @@ def test_room_for_rank_0s_gradients_is_made_when_its_first_one_is_reduced() -> N
     # that both ranks have a half of, and layer 0's down (392) are reduced when layer 0's up comes: 1968 bytes
     # for rank 0 are allocated beside the 256 of up's gradient.
     (where, held) = found.reductions[1]
-    assert where == Where("up_proj", layer=0, num_elements=256)
-    assert held == Held(256 + 1968, 2 * 400 * 2)
+    assert where == Instant("up_proj", layer=0, num_elements=256)
+    assert held == Allocated(256 + 1968, 2 * 400 * 2)
     assert found.crowded_layer == 0
-    assert found.layers[0].held_at(128) == Held(0, 1600)
-    assert found.layers[0].held_at(256) == Held(1968, 1600)
+    assert found.layers[0].held_at(128) == Allocated(0, 1600)
+    assert found.layers[0].held_at(256) == Allocated(1968, 1600)
 
 
 def test_a_tied_gradient_is_counted_once_and_is_three_times_there_when_it_is_added_up() -> None:
     found = backward(BF16, TIED)
-    assert found.at_norm == Held(640, TWO_BUCKETS)  # the head's part waits in autograd
-    assert found.layers[1].held_at(640) == Held(640, TWO_BUCKETS)
-    assert (Where("embed_tokens"), Held(3 * 640, TWO_BUCKETS)) in found.reductions
-    assert found.reductions[-1] == (Where("end"), Held(0, TWO_BUCKETS + 2 * 1640))
+    assert found.at_norm == Allocated(640, TWO_BUCKETS)  # the head's part waits in autograd
+    assert found.layers[1].held_at(640) == Allocated(640, TWO_BUCKETS)
+    assert (Instant("embed_tokens"), Allocated(3 * 640, TWO_BUCKETS)) in found.reductions
+    assert found.reductions[-1] == (Instant("end"), Allocated(0, TWO_BUCKETS + 2 * 1640))
 
 
 def test_fp32_reduction_has_bf16_buckets_a_flat_copy_and_one_in_fp32() -> None:
@@ -89,45 +89,45 @@ def test_fp32_reduction_has_bf16_buckets_a_flat_copy_and_one_in_fp32() -> None:
     # rank 0's partition alone: 800 elements of matrices and 20 of norms, 4 bytes each
     assert found.kept == 4 * 820
     # beside it 1640 elements flat in bf16 and in fp32
-    assert found.reductions[-1] == (Where("end"), Held(3280, TWO_BUCKETS + 6 * 1640))
+    assert found.reductions[-1] == (Instant("end"), Allocated(3280, TWO_BUCKETS + 6 * 1640))
 
 
 def test_zero_2_holds_reduced_gradients_twice_in_later_micro_steps_but_fp32_ones_once() -> None:
     # 1968 bytes of the micro-step before from the first instant, the new ones beside them in the end
     found = backward(BF16, num_micro_steps=2, bucket=400)
-    assert found.at_loss == Held(1968, 0)
-    assert found.layers[0].held_at(640) == Held(2 * 1968, 1600)
+    assert found.at_loss == Allocated(1968, 0)
+    assert found.layers[0].held_at(640) == Allocated(2 * 1968, 1600)
     widened = backward(FP32, num_micro_steps=2, bucket=400)  # (960 + 20) x 4 bytes
     assert widened.at_loss.gradients == widened.at_embedding.gradients == widened.kept == 3920
 
 
 def test_zero_1_keeps_all_gradients_and_its_buckets_until_the_last_micro_step() -> None:
     found = backward(BF16, stage=1, num_micro_steps=2)
-    assert found.at_loss == Held(2 * 1960, TWO_BUCKETS)
+    assert found.at_loss == Allocated(2 * 1960, TWO_BUCKETS)
     # two micro-steps: each gradient goes from param.grad into the bucket in the second, is made in the first
     after_layer_1 = found.layers[1].held_at(640).gradients
     assert after_layer_1 == 2 * max(320 + 8 + 640 + 16, 1960 - (320 + 8 + 640 + 16))
     # three: the second has whole gradients all the time
-    assert backward(BF16, stage=1, num_micro_steps=3).at_embedding == Held(2 * 1960, TWO_BUCKETS)
+    assert backward(BF16, stage=1, num_micro_steps=3).at_embedding == Allocated(2 * 1960, TWO_BUCKETS)
 
 
 def test_a_gradient_larger_than_a_bucket_is_reduced_where_it_lies() -> None:
     # The head's 320 elements do not fit into a bucket of 300: its gradient stays until the norm's comes. It
     # is rank 1's alone, sent without a copy. ZeRO-2 then frees it, ZeRO-1 when backward has ended.
     zero_2, zero_1 = backward(BF16, bucket=300), backward(BF16, bucket=300, stage=1)
-    assert zero_2.at_norm == Held(0, 1200)
-    assert zero_1.at_norm == Held(640, 1200)
+    assert zero_2.at_norm == Allocated(0, 1200)
+    assert zero_1.at_norm == Allocated(640, 1200)
     # On 16 ranks a partition has 120 elements. The head begins at element 1600, 40 after rank 13's first: its
     # pieces of 80, 120 and 120 are sent together, since the first two are not more than 300.
     pieces = backward(BF16, bucket=300, num_ranks=16)
-    assert (Where("norm"), Held(640 + 16, 1200 + 640)) in pieces.reductions
+    assert (Instant("norm"), Allocated(640 + 16, 1200 + 640)) in pieces.reductions
 
 
 def test_without_contiguous_gradients_there_are_no_buckets_and_gradients_stay_until_they_are_sent() -> None:
     found = backward(BF16, contiguous_gradients=False, overlap_comm=False)
-    assert found.at_norm == Held(2 * (320 + 8), 0)
-    assert found.at_embedding == Held(2 * (1960 - 320), 0)
-    assert found.reductions[-1] == (Where("end"), Held(3920, 3920))
+    assert found.at_norm == Allocated(2 * (320 + 8), 0)
+    assert found.at_embedding == Allocated(2 * (1960 - 320), 0)
+    assert found.reductions[-1] == (Instant("end"), Allocated(3920, 3920))
 
 
 @pytest.mark.parametrize("half", ["small_zero", "small_zero_held_out"])
