@@ -46,6 +46,7 @@ from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import judge
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.run import setup as job
+from slm_toolkit.run.data import data  # noqa: F401 - for a line of fault_list.py
 from slm_toolkit.run.engine import optimizer
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.strategy.strategy import find_strategy

@@ -56,6 +56,7 @@ from slm_toolkit.record.memory_timeline import TIMELINE_FILE, MemoryTimeline, wr
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.record.saved_files import MODEL_DIR, sweep
 from slm_toolkit.run.after_step import AfterStep, BadStepFiles, largest_loss
+from slm_toolkit.run.checkpoint.model_card import model_card
 from slm_toolkit.run.checkpoint.output_dir import hold_run, remove_earlier_run, save_model
 from slm_toolkit.run.checkpoint.resume import load_random_states
 from slm_toolkit.run.data.batches import endless, model_inputs, place_in_data, steps_by_labels
@@ -260,9 +261,17 @@ def train(
         progress.say(f"all {num_steps} steps were already done")
     progress.close()
 
-    observed = {**watch.observed(), **after_step.observed(), **evaluations.observed()}
+    observed = {
+        **watch.observed(),
+        **after_step.observed(),
+        **evaluations.observed(),
+        "datasets": job.data.facts,
+    }
+    card = model_card(dataclasses.replace(record, **observed), config)
     more_steps = functools.partial(train_step, job, prepared, batches)
-    return observed | finish(job, prepared, more_steps, watch, watchdog, progress, has_trained=has_trained)
+    return observed | finish(
+        job, prepared, more_steps, watch, watchdog, progress, card=card, has_trained=has_trained
+    )
 
 
 def finish(
@@ -273,6 +282,7 @@ def finish(
     watchdog: Watchdog,
     progress: TrainingProgress | NoProgress,
     *,
+    card: str,
     has_trained: bool,
 ) -> dict[str, Any]:
     """Save the model, then profile or trace a few `more_steps`. Return the record's fields.
@@ -284,7 +294,8 @@ def finish(
     if config.save_final_model:
         watchdog.beat("while saving the model")
         tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
-        model_dir = save_model(accelerator, prepared.model, tokenizer, folder, merge=config.merge_adapter)
+        merge = config.merge_adapter
+        model_dir = save_model(accelerator, prepared.model, tokenizer, folder, card=card, merge=merge)
     breakdown = None
     if config.profile and has_trained:
         watchdog.beat("while profiling")
@@ -299,7 +310,6 @@ def finish(
     return {
         "anatomy": dataclasses.asdict(breakdown) if breakdown else None,
         "memory_at_peak": timeline.summary if timeline else None,
-        "datasets": job.data.facts,
         "model_dir": str(model_dir) if model_dir else None,
         "reported_to": None if config.report_to == "none" else config.report_to,
     }

@@ -336,7 +336,7 @@ def small_model() -> LlamaForCausalLM:
 @pytest.mark.quick
 def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, accelerator, folder = small_model(), Accelerator(cpu=True), tmp_path / "model"
-    save_model(accelerator, model, None, folder)
+    save_model(accelerator, model, None, folder, card="a card")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert json.loads(before["slm_toolkit.json"])["files"] == sorted(before)
     whole = model.save_pretrained
@@ -347,11 +347,11 @@ def test_a_model_is_there_until_the_next_one_is(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(model, "save_pretrained", break_off)
     with pytest.raises(OSError, match="No space"):
-        save_model(accelerator, model, None, folder)
+        save_model(accelerator, model, None, folder, card="a card")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     monkeypatch.undo()
     folder.rename(tmp_path / ".model.replaced")  # as a kill between two renames leaves it
-    save_model(accelerator, model, None, folder)
+    save_model(accelerator, model, None, folder, card="a card")
     assert os.listdir(tmp_path) == ["model"]
 
 
@@ -366,10 +366,10 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
     for name in ("model", ".model.replaced"):
         (tmp_path / name).symlink_to(precious)
         with pytest.raises(RunEnded, match=f"{name} is a link, and a run never replaces"):
-            save_model(accelerator, model, None, folder)
+            save_model(accelerator, model, None, folder, card="a card")
         (tmp_path / name).unlink()
     (tmp_path / ".model.unfinished").symlink_to(precious)
-    save_model(accelerator, model, None, folder)
+    save_model(accelerator, model, None, folder, card="a card")
     assert not folder.is_symlink()
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("mine")
@@ -377,9 +377,9 @@ def test_no_model_takes_the_place_of_what_no_run_wrote(tmp_path: Path) -> None:
         RunEnded,
         match=r"model/notes/mine\.txt was not written by a run, and saving the model would delete it",
     ):
-        save_model(accelerator, model, None, folder)
+        save_model(accelerator, model, None, folder, card="a card")
     with pytest.raises(RunEnded, match=r"config\.json was not written by a run"):
-        save_model(accelerator, model, None, precious)
+        save_model(accelerator, model, None, precious, card="a card")
     assert (folder / "notes" / "mine.txt").read_text() == "mine"
     assert contents(precious) == before
 
@@ -424,7 +424,7 @@ def test_model_and_record_are_on_the_disk_before_they_have_their_names(
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     monkeypatch.setattr(os, "replace", noted_rename)
-    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model")
+    save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model", card="a card")
     model = (tmp_path / "model").stat().st_ino
     files = {path.stat().st_ino for path in (tmp_path / "model").iterdir()}
     assert len(files) == 4  # config, generation_config, weights, the list of these

@@ -27,6 +27,7 @@ from slm_toolkit.record.saved_files import (
     sync,
 )
 from slm_toolkit.run.checkpoint.files import remove
+from slm_toolkit.run.checkpoint.model_card import CARD_FILE
 from slm_toolkit.run.model.adapters import save_merged
 
 
@@ -123,10 +124,17 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def save_model(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, *, merge: bool = False
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    card: str,
+    merge: bool = False,
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, in the dtype of the computation.
 
+    `card`: the model card, which each written model gets as its README.md.
     For a model with an adapter, write peft's adapter folder; with `merge`, add the merged model to it.
     """
     state_dict = accelerator.get_state_dict(model)  # a collective: shards are gathered to rank 0
@@ -137,8 +145,10 @@ def save_model(
         with _in_place_of(folder) as unfinished:
             hf_model.save_pretrained(unfinished, state_dict=state_dict)
             written = [unfinished, save_merged(hf_model, state_dict, unfinished)] if merge else [unfinished]
-            for place in written if tokenizer is not None else []:
-                tokenizer.save_pretrained(place)
+            for place in written:
+                (place / CARD_FILE).write_text(card, encoding="utf-8")
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(place)
     accelerator.wait_for_everyone()
     return folder
 

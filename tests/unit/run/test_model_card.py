@@ -1,0 +1,50 @@
+"""The model card has what the training observed, and a header that the Hugging Face Hub reads."""
+
+from conftest import made_record
+from huggingface_hub import ModelCard
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.run.checkpoint.model_card import model_card
+
+RECORD = made_record(
+    identity="1",
+    losses=[5.5, None, 4.25],
+    eval_losses=[{"step": 3, "loss": 4.5}],
+    datasets=[
+        {"name": "someone/stories", "packing": "concat"},
+        {"name": "/home/me/own.txt", "packing": "concat"},
+    ],
+    weights="HuggingFaceTB/SmolLM2-135M",
+    tokens_counted={"drawn": 12_345},
+    command="accelerate launch -m slm_toolkit.train",
+)
+
+
+def test_it_has_data_tokens_losses_versions_and_command() -> None:
+    card = model_card(RECORD, RunConfig(seq_len=64))
+    for shown in (
+        "| data | someone/stories, /home/me/own.txt |",
+        "| tokens in this run | 12,345 |",
+        "| steps | 3, sequences of 64 tokens |",
+        "| training loss | 5.5000 at the first step, 4.2500 at the last |",
+        "| evaluation loss | 4.5000 at step 3 |",
+        f"| versions | slm_toolkit {RECORD.versions.get('slm_toolkit', '')}"
+        if "slm_toolkit" in RECORD.versions
+        else "",
+        "```bash\naccelerate launch -m slm_toolkit.train\n```",
+    ):
+        assert shown in card
+
+
+def test_its_header_names_hub_ids_only() -> None:
+    data = ModelCard(model_card(RECORD, RunConfig())).data
+    assert data.base_model == "HuggingFaceTB/SmolLM2-135M"
+    assert data.datasets == ["someone/stories"]
+    assert data.library_name == "transformers"
+
+
+def test_what_was_not_observed_has_no_row() -> None:
+    card = model_card(made_record(identity="2", losses=[], datasets=[], weights=None), RunConfig(peft="lora"))
+    assert "loss |" not in card
+    assert "| adapter | lora |" in card
+    assert ModelCard(card).data.library_name == "peft"
