@@ -1,4 +1,4 @@
-"""The tables of docs/fsdp_and_zero.md, from those that convert: `python -m slm_toolkit.convert.tables`."""
+"""The tables of docs/doctor_and_convert.md: `python -m slm_toolkit.convert.tables` prints them."""
 
 from typing import Any
 
