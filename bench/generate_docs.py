@@ -106,6 +106,7 @@ def with_outputs(text: str) -> str:
     """A page's text with the present output of each command, and each table, that its comments name."""
     folder = tempfile.TemporaryDirectory()
     with folder, chdir(folder.name):
+        Path("results").symlink_to(RESULTS)
         for name, content in re.findall(r"`(\w+\.yaml)`:?\s+```yaml\n(.*?)```", text, re.S):
             Path(name).write_text(content)
         text = re.sub(
@@ -295,10 +296,10 @@ def _published_memory() -> str:
         "The rows are of torchtitan, torchao and atorch: Llama 7B and 8B on 8 to 128 GPUs. Reserved memory is"
         " compared with the middle of our range. We read these tables when we chose the allocator's slack."
         " The allocated rows are all atorch's. They include what its script seems to keep alive beside a"
-        " step, which is a hypothesis; the first line is without it. The paper's stack of 2024 took more memory per"
-        " layer than its tensors explain; `--software 2024` adds one constant, fitted to its 16 fits and"
-        " OOMs. CUDA's context, NCCL's buffers and the slack come from others' reports. Host RAM and offload"
-        " are arithmetic.\n"
+        " step, which is a hypothesis; the first line is without it. The paper's stack of 2024 took more"
+        " memory per layer than its tensors explain; `--software 2024` adds one constant, fitted to its 16"
+        " fits and OOMs. CUDA's context, NCCL's buffers and the slack come from others' reports. Host RAM"
+        " and offload are arithmetic.\n"
     )
 
 
@@ -405,9 +406,9 @@ def _parity() -> str:
         "```bash\npython bench/planted_faults.py --clean --out clean\n```\n\n"
         + _table(head, rows)
         + f"\n{len(clean)} comparisons without a fault, {red} red. 2026-11-24, two CPU cores, 18 minutes. A"
-        " cell is the largest difference of its comparisons: of a loss in the first five steps, of the ratio of"
-        " gradient norms from 1 in the same steps, and of one parameter's gradient norm in step 1. Limits are"
-        " about three times the largest difference, in the same order; a dash means: not compared."
+        " cell is the largest difference of its comparisons: of a loss in the first five steps, of the ratio"
+        " of gradient norms from 1 in the same steps, and of one parameter's gradient norm in step 1."
+        " Limits are about three times the largest difference, in the same order; a dash means: not compared."
         " `results/parity/README.md` has all models and numbers of ranks.\n"
     )
 
