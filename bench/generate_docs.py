@@ -123,10 +123,10 @@ def with_outputs(text: str) -> str:
 def output_of(words: list[str]) -> str:
     """What an `slm` command prints, stdout first, up to the first empty line. Starts no process.
 
-    On a terminal of 140 columns for `slm estimate`, whose whole table is far wider; else into a pipe.
+    On a terminal of 120 columns for `slm estimate`, whose whole table is far wider; else into a pipe.
     """
     out, err = _Terminal() if words[1] == "estimate" else io.StringIO(), io.StringIO()
-    columns = "140" if words[1] == "estimate" else "110"
+    columns = "120" if words[1] == "estimate" else "110"
     environment = {**os.environ, "COLUMNS": columns, "TERM": "xterm", "NO_COLOR": "1"}
     with patch.dict(os.environ, environment, clear=True), redirect_stdout(out), redirect_stderr(err):
         try:
