@@ -214,7 +214,7 @@ def _values(action: argparse.Action) -> str:
     if action.choices:
         return ", ".join(f"`{choice}`" for choice in action.choices)
     metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return _VALUES.get(metavar, f"`{_cell(metavar)}`")
+    return _VALUES.get(metavar) or ", ".join(f"`{name}`" for name in metavar.split("|"))
 
 
 def _shared_text(shared: dict[str, argparse.Action]) -> str:
@@ -408,8 +408,9 @@ def _parity() -> str:
         + f"\n{len(clean)} comparisons without a fault, {red} red. 2026-11-24, two CPU cores, 18 minutes. A"
         " cell is the largest difference of its comparisons: of a loss in the first five steps, of the ratio"
         " of gradient norms from 1 in the same steps, and of one parameter's gradient norm in step 1."
-        " Limits are about three times the largest difference, in the same order; a dash means: not compared."
-        " `results/parity/README.md` has all models and numbers of ranks.\n"
+        " The limits, in the same order, are those of the first five steps; a dash means: not compared. They"
+        " grow with the root of the steps. We chose them as about three times the largest difference over 20"
+        " steps, or more. `results/parity/README.md` has all models and numbers of ranks.\n"
     )
 
 
@@ -458,7 +459,8 @@ def _throughput() -> str:
         "The other arms run autocast over fp32 weights, as Trainer's `bf16` does. Ours holds bf16 weights and"
         " fp32 master weights (`--numerics aligned`; `--ours_numerics stock` gives it autocast, too). The"
         " losses fall from 10.4 to 9.66; *farthest loss* is the largest difference from Trainer's loss in any"
-        " step. [Speed and cost](speed_and_cost.md#the-allocator-on-a-cpu) explains the allocators.\n"
+        " step. Ours in one process is `python -m slm_toolkit.train` with these flags."
+        " [Speed and cost](speed_and_cost.md#the-allocator-on-a-cpu) explains the allocators.\n"
     )
     return "\n".join(parts)
 
