@@ -28,6 +28,7 @@ import memory_accuracy
 import published_memory
 
 from slm_toolkit.cli.main import _VERBS, main
+from slm_toolkit.cli.recipes import shipped_recipes
 from slm_toolkit.config.parser import VerbParser
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.convert.tables import tables
@@ -143,8 +144,13 @@ class _Terminal(io.StringIO):
 
 
 def table_named(name: str) -> str:
-    """A table in Markdown: bench/features.py, or one of `slm_toolkit.convert.tables`."""
-    return _printed(features.main) if name == "bench/features.py" else tables()[name] + "\n"
+    """A table in Markdown: of bench/features.py, of the recipes, or one of `slm_toolkit.convert.tables`."""
+    if name == "bench/features.py":
+        return _printed(features.main)
+    if name == "recipes":
+        recipes = [(each.question, f"`slm recipes {each.name}`") for each in shipped_recipes()]
+        return _table(("question", "answered by"), recipes)
+    return tables()[name] + "\n"
 
 
 def flags_page() -> str:
@@ -406,8 +412,9 @@ def _parity() -> str:
         "```bash\npython bench/planted_faults.py --clean --out clean\n```\n\n"
         + _table(head, rows)
         + f"\n{len(clean)} comparisons without a fault, {red} red. 2026-11-24, two CPU cores, 18 minutes. A"
-        " cell is the largest difference of its comparisons: of a loss in the first five steps, of the ratio"
-        " of gradient norms from 1 in the same steps, and of one parameter's gradient norm in step 1."
+        " cell is the largest difference of its comparisons. *Loss* is absolute, of the first five steps."
+        " *Gradient norm* is the distance of the ratio from 1, in the same steps. *One parameter's norm* is"
+        " the same for one parameter's gradient in step 1."
         " The limits, in the same order, are those of the first five steps; a dash means: not compared. They"
         " grow with the root of the steps. We chose them as about three times the largest difference over 20"
         " steps, or more. `results/parity/README.md` has all models and numbers of ranks.\n"
