@@ -200,7 +200,8 @@ def _training_row(action: argparse.Action) -> tuple[str, ...]:
     flag = FLAGS[action.dest]
     default = str(flag.default).lower() if isinstance(flag.default, bool) else flag.default
     cells = (_names(action), _values(action), "-" if default is None else f"`{default}`")
-    return (*cells, "yes" if flag.grid else "-", _cell(flag.help))
+    needs = "".join(f". Only with `--{name}`" for name in flag.needs)
+    return (*cells, "yes" if flag.grid else "-", _cell(flag.help) + needs)
 
 
 def _own_row(action: argparse.Action) -> tuple[str, ...]:
