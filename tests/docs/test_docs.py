@@ -78,6 +78,12 @@ def test_a_command_named_in_a_sentence_has_flags_that_exist(name: str, command: 
     assert flags <= parser._option_string_actions.keys()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGES["python_api.md"], re.S))
+def test_a_python_example_compiles(block: str) -> None:
+    compile(block, "python_api.md", "exec")
+
+
 def parsed(words: list[str]) -> argparse.Namespace | None:
     """The arguments of an `slm` command; None for --help, which prints and exits."""
     if "--help" in words:
