@@ -1,4 +1,4 @@
-"""How soon each fault in training is told, and how: the table of docs/faults.md, from the tests' launches.
+"""How soon each fault in training is reported: the table of docs/checkpoints_and_faults.md.
 
 python bench/fault_times.py            # all, about 12 minutes on two cores
 python bench/fault_times.py -k hangs   # pytest's words choose some

@@ -1,4 +1,4 @@
-"""What each flag of the fast path gives, predicted for the paper's models: the table of docs/fast_path.md.
+"""What each fast flag gives, predicted for the paper's models: a table of docs/speed_and_cost.md.
 
     python bench/features.py                                  # one H100, batch 8, sequence 1024
     python bench/features.py --gpu a100-80gb --batch_size 16

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent.parent / "results" / "memory"
 MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
 HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
-"those that README.md shows"
+"those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
 _FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")

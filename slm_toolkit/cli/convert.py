@@ -57,7 +57,7 @@ examples:
   slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
   slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
   slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
-docs/fsdp_and_zero.md has the table of counterparts.
+docs/doctor_and_convert.md has the table of counterparts.
 """
 _WIDTH = 110
 

@@ -1,4 +1,4 @@
-"""Print the tables of docs/fsdp_and_zero.md: `python -m slm_toolkit.convert.tables`."""
+"""Print the tables of docs/doctor_and_convert.md: `python -m slm_toolkit.convert.tables`."""
 
 from typing import Any
 

@@ -1,75 +1,117 @@
-"""What docs/ shows is what the commands beside it print, and what results/ keeps."""
+"""What docs/ shows is true: its commands parse or run, its tables are what the code and results/ say.
 
-import json
+Outputs that need no training are written by bench/generate_docs.py; tests/unit/docs compares them.
+"""
+
+import argparse
 import re
 import shlex
+import shutil
 import subprocess
-import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Comparison, slm
 
 from slm_toolkit.cli.launch import plan_launch
-from slm_toolkit.cli.main import _parser
+from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.cli.train import launch_words
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.groups import text_for_machines
 from slm_toolkit.strategy.strategy import config_dir, find_strategy
 
-MACHINES = (ROOT / "docs" / "several_machines.md").read_text()
-FAST_PATH = (ROOT / "docs" / "fast_path.md").read_text()
-LABELS = {
-    "plain": "no flag",
-    "eager_attention": "`--attn_implementation eager`",
-    "fused_norm": "`--norm_kernel fused`",
-    "fused_mlp": "`--mlp_kernel fused`",
-    "fused_loss": "`--loss_kernel fused_linear`",
-    "all_fused": "all three",
-    "compile": "`--torch_compile`",
-    "ours_compile": "`--torch_compile --loss_kernel fused_linear`",
-    "unfused_adamw": "`--optim adamw_torch`",
-    "pure_bf16": "`--numerics pure_bf16`",
-}
-
-
-def test_the_predicted_table_is_what_its_command_prints() -> None:
-    command = (sys.executable, "bench/features.py")
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert printed in FAST_PATH
-
-
-@pytest.mark.quick
-def test_the_measured_table_is_what_was_kept() -> None:
-    kept = ROOT / "results" / "throughput" / "features-cpu-glibc-bf16.json"
-    (model,) = json.loads(kept.read_text())
-    for row in model["rows"]:
-        middle, low, high = row["against"]["plain"]["speed"]
-        cells = f"{row['step_seconds']:.3f} | {middle:.2f} ({low:.2f}-{high:.2f}) | "
-        assert f"| {LABELS[row['arm']]} | {cells}{row['peak_bytes'] / 2**20:,.0f} |" in FAST_PATH
-    assert {row["arm"] for row in model["rows"]} == LABELS.keys()
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+OTHER_PROGRAMS = ("pip", "pytest", "mkdocs", "bash", "for")
 
 
 def commands(text: str) -> list[list[str]]:
+    """The words of each command in a page's bash blocks."""
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ")
-    return [shlex.split(line) for line in blocks.splitlines()]
+    return [
+        shlex.split(part, comments=True)
+        for line in blocks.splitlines()
+        if line.strip()
+        for part in line.partition(" #")[0].split(" && ")
+    ]
+
+
+COMMANDS = [(name, words) for name, text in PAGES.items() for words in commands(text)]
+INLINE = sorted(
+    {
+        (name, command)
+        for name, text in PAGES.items()
+        for command in re.findall(r"(?<!`)`(slm \w[^`]*)`", " ".join(text.split()))
+    }
+)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("words", commands(MACHINES), ids=" ".join)
-def test_a_command_for_several_machines_is_one(words: list[str]) -> None:
-    args = _parser().parse_args(with_underscores(words[1:]))
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=lambda value: str(value))
+def test_a_command_parses(name: str, words: list[str]) -> None:
+    words = [word for word in words if "=" not in word or not word.partition("=")[0].isupper()]
+    if words[0] == "slm":
+        parsed(words)
+    elif words[:2] == ["accelerate", "launch"]:
+        launcher, arguments = words[2 : words.index("-m")], words[words.index("-m") + 2 :]
+        assert (ROOT / launcher[launcher.index("--config_file") + 1]).is_file()
+        training_arguments(arguments)
+    elif words[0] == "python" and words[1] == "-m":
+        assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file()
+    elif words[0] == "python":
+        script = (ROOT / words[1]).read_text()
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert [flag for flag in flags if flag not in script] == []
+    else:
+        assert words[0] in OTHER_PROGRAMS
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "command"), INLINE)
+def test_a_command_named_in_a_sentence_has_flags_that_exist(name: str, command: str) -> None:
+    words = shlex.split(command)
+    parser = Parser(prog="slm")
+    import_module(f"slm_toolkit.{_VERBS[words[1]][0]}").fill(parser)
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert flags <= parser._option_string_actions.keys()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGES["python_api.md"], re.S))
+def test_a_python_example_compiles(block: str) -> None:
+    compile(block, "python_api.md", "exec")
+
+
+def parsed(words: list[str]) -> argparse.Namespace | None:
+    """The arguments of an `slm` command; None for --help, which prints and exits."""
+    if "--help" in words:
+        assert words[1] in _VERBS
+        return None
+    return _parser().parse_args(with_underscores(words[1:]))
+
+
+def training_arguments(words: list[str]) -> None:
+    parser = Parser(prog="train")
+    add_flags(parser, grid=False)
+    parser.parse_args(with_underscores(words))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "words", [w for w in commands(PAGES["clusters.md"]) if "launch" in w or "train" in w]
+)
+def test_a_command_for_several_machines_plans_sixteen_ranks_on_two(words: list[str]) -> None:
+    args = parsed(words)
     if words[1] == "train":
         args.main_process_ip = "127.0.0.1" if args.machine_rank == 0 else args.main_process_ip
         planned = plan_launch(launch_words(find_strategy(args.strategy), config_from_args(args), args))
         assert (planned.machine.num_machines, planned.machine.said["num_processes"]) == (2, 16)
-    if words[1] != "launch":
         return
     assert args.words == words[2:]
-    config, here = (
-        words[words.index("--config_file") + 1],
-        ["127.0.0.1" if "10.0." in w else w for w in words[2:]],
-    )
+    config = words[words.index("--config_file") + 1]
+    here = ["127.0.0.1" if "10.0." in word else word for word in words[2:]]
     if config.startswith("two_machines/"):  # which the command before it writes
         shipped = config_dir("accel_configs") / config.rpartition("/")[2]
         assert "\nnum_machines: 2 " in text_for_machines(shipped, num_machines=2, gpus_per_node=8)
@@ -80,6 +122,92 @@ def test_a_command_for_several_machines_is_one(words: list[str]) -> None:
     assert (planned.machine.num_machines, planned.machine.said["num_processes"]) == (2, 16)
     script = words[words.index("-m") + 1 :]
     if script[0] == "slm_toolkit.train":
-        parser = Parser(prog="train")
-        add_flags(parser, grid=False)
-        parser.parse_args(script[1:])
+        training_arguments(script[1:])
+
+
+@pytest.mark.quick
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    if shutil.which("mkdocs") is None:
+        pytest.skip("pip install -e '.[docs]'")
+    command = ("mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "flags" / "index.html").is_file()
+
+
+def test_the_fixed_copy_keeps_its_comment(tmp_path: Path) -> None:
+    page = PAGES["doctor_and_convert.md"]
+    (tmp_path / "mine.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+    (words,) = [words for words in commands(page) if "--fix" in words]
+    assert slm(*words[1:], cwd=tmp_path).code == 0
+    assert "# from a guide of 2023" in (tmp_path / "fixed" / "mine.yaml").read_text()
+
+
+@pytest.mark.quick
+def test_the_short_table_of_the_start_page_is_of_the_records_shipped() -> None:
+    """Its cells are those of `slm report results/cpu`, which the page links to."""
+    for cells in re.findall(r"^\| (\w+) \| (\d=?) \| (.+) \|$", PAGES["index.md"], re.M):
+        (line,) = re.findall(rf"^│ {cells[0]} +│ ok .*$", PAGES["accuracy.md"], re.M)
+        whole = [cell.strip() for cell in line.strip("│").split("│")]
+        assert {cells[1], *cells[2].split(" | ")} <= set(whole)
+
+
+@pytest.mark.quick
+def test_the_medians_in_sentences_are_those_of_the_tables() -> None:
+    tables = PAGES["accuracy.md"]
+    assert "| `held_out`: never read, only counted | 140 | 0.001% | 4.64% |" in tables
+    assert "median error is 0.001 %" in PAGES["memory.md"]
+    assert "worst is\n4.64 %" in PAGES["memory.md"]
+    assert "allocated: 4 rows, median error 2.1%" in tables
+    assert "reserved: 10 rows, median error 4.4%" in tables
+    assert "off by 2.1 % and reserved memory by 4.4 %" in PAGES["memory.md"]
+    assert "| 98 | 96 | 76 | 37 |" in tables
+    assert "catches 96, and plain `slm compare` catches 76" in PAGES["numerics_and_parity.md"]
+    assert "| 87 | 9.8% |" in tables
+    assert "9.8 % on other people's runs" in PAGES["speed_and_cost.md"]
+
+
+@pytest.mark.parametrize(
+    ("field", "of_ddp", "of_fsdp2", "of_deepspeed"),
+    re.findall(r"^\| .*`(\w+)`.* \| (\S+) \| (\S+) \| (\S+) \|$", PAGES["numerics_and_parity.md"], re.M),
+)
+def test_what_stock_does_otherwise_is_what_the_probe_finds(
+    field: str, of_ddp: str, of_fsdp2: str, of_deepspeed: str, stock: Comparison
+) -> None:
+    shown = {"ddp": of_ddp, "fsdp_full_shard": of_fsdp2, "ds_zero2": of_deepspeed}
+    words = {"True": "on", "False": "off", "0.0": "none", "1.0": "1"}
+    for name, word in shown.items():
+        value = stock.rows[name]["numerics_probed"][field]
+        assert word == words.get(str(value), value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        pair
+        for names, counts in re.findall(
+            r"^\| ((?:`slm-[\w-]+`(?:, )?)+) \| ([\d.,M ]+) \|", PAGES["getting_started.md"], re.M
+        )
+        for pair in zip(re.findall(r"`([\w-]+)`", names), counts.split(", "), strict=True)
+    ],
+)
+def test_a_models_size_is_the_one_in_the_table(name: str, printed: str) -> None:
+    millions = find_model(name).num_params / 1e6
+    decimals = len(printed.removesuffix("M").partition(".")[2])
+    assert f"{millions:,.{decimals}f}M" == printed
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    re.findall(r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$", PAGES["getting_started.md"], re.M),
+)
+def test_bytes_per_parameter_are_those_that_were_counted(
+    name: str, formula: str, aligned: Comparison
+) -> None:
+    if name == "single":
+        pytest.skip("not part of the comparison; test_optimizer checks its sixteen bytes")
+    state = aligned.rows[name]["state_bytes_per_rank"]
+    whole, _, shared = formula.partition(" + ") if "+" in formula else ("0", "", formula)
+    per_rank = float(shared.split("/")[0]) / (2 if "/N" in shared else 1) + float(whole)
+    assert sum(state.values()) / 951_424 == pytest.approx(per_rank, rel=0.01)

@@ -150,7 +150,7 @@ def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: H
         "hint: the same command there, with that --machine_rank;" in done.err
     )
     shown = done.err.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
-    assert shown in (ROOT / "docs" / "several_machines.md").read_text()
+    assert shown in (ROOT / "docs" / "clusters.md").read_text()
     assert not (tmp_path / "runs").exists()
 
 
@@ -314,7 +314,7 @@ def test_others_lose_what_one_machine_loses(
 def test_accelerates_own_command_waits_in_silence_and_ends_with_a_traceback(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """As docs/several_machines.md says; here with --rdzv_conf, by default 900 s."""
+    """As docs/clusters.md says; here with --rdzv_conf, by default 900 s."""
     words = ("--machine_rank", "0", "--main_process_ip", hosts.addresses[0], "--main_process_port", "29500")
     words += ("--rdzv_conf", "timeout=3")
     (done,) = ended(hosts, started_on_one(hosts, 0, tmp_path, *words, launcher=ACCELERATE), tmp_path)

@@ -86,7 +86,7 @@ def test_output_writes_into_a_folder_and_never_over_a_file(tmp_path: Path) -> No
 
 
 def test_the_tables_in_the_docs_are_those_that_convert() -> None:
-    text = (ROOT / "docs" / "fsdp_and_zero.md").read_text()
+    text = (ROOT / "docs" / "doctor_and_convert.md").read_text()
     for heading, table in tables().items():
         assert table in text, f"{heading}: python -m slm_toolkit.convert.tables"
 
