@@ -245,7 +245,7 @@ def compare(
 ) -> "Report":
     """Run every combination on this machine, as `slm compare` does, and report on all of them.
 
-    Each run is an `accelerate launch` of its own with its record under `output_dir` (default: runs). Finished
+    Each run is a process tree of its own, with its record under `output_dir` (default: runs). Finished
     runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else two
     processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`: any
     other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises

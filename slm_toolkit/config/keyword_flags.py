@@ -17,9 +17,10 @@ Number = TypeVar("Number")
 def checked_flags(given: Mapping[str, object], *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields of RunConfig that are given: lists of values for flags that make a grid, else values.
 
-    A field that is None is not given. `leave_out`: fields that the caller does not accept. Raises one
-    ValueError with each unknown name and the nearest flag, each value of a wrong type, and each list for a
-    flag that takes one value. Ranges and choices are checked by `RunConfig.problems`.
+    The fields stand in RunConfig's order, which is the order of a grid's rows. A field that is None is not
+    given. `leave_out`: fields that the caller does not accept. Raises one ValueError with each unknown name and
+    the nearest flag, each value of a wrong type, and each list for a flag that takes one value. Ranges and
+    choices are checked by `RunConfig.problems`.
     """
     fields = {f.name: f for f in dataclasses.fields(RunConfig) if f.name not in leave_out}
     names = [f"--{name}" for name in fields]
@@ -45,7 +46,7 @@ def checked_flags(given: Mapping[str, object], *, leave_out: Collection[str] = (
         checked[name] = values if flag.grid else values[0]
     if problems:
         raise ValueError("\n".join(problems) + (f"\nhint: {'; '.join(hints)}" if hints else ""))
-    return checked
+    return {name: checked[name] for name in fields if name in checked}
 
 
 def checked_value(name: str, value: object, kind: Callable[[str], Number]) -> Number | None:
