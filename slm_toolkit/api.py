@@ -245,11 +245,11 @@ def compare(
 ) -> "Report":
     """Run every combination on this machine, as `slm compare` does, and report on all of them.
 
-    Each run is a process tree of its own, with its record under `output_dir` (default: runs). Finished
-    runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else two
+    Each run is a process tree of its own, with its record under `output_dir` (default: runs). Finished runs
+    are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else two
     processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`: any
     other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
-    ValueError before anything starts for a user's mistake, KeyboardInterrupt after Ctrl-C has ended the runs.
+    ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
     """
     from rich.console import Console
 

@@ -18,9 +18,9 @@ def checked_flags(given: Mapping[str, object], *, leave_out: Collection[str] = (
     """Return the fields of RunConfig that are given: lists of values for flags that make a grid, else values.
 
     The fields stand in RunConfig's order, which is the order of a grid's rows. A field that is None is not
-    given. `leave_out`: fields that the caller does not accept. Raises one ValueError with each unknown name and
-    the nearest flag, each value of a wrong type, and each list for a flag that takes one value. Ranges and
-    choices are checked by `RunConfig.problems`.
+    given. `leave_out`: fields that the caller does not accept. Raises one ValueError with each unknown name
+    and the nearest flag, each value of a wrong type, and each list for a flag that takes one value. Ranges
+    and choices are checked by `RunConfig.problems`.
     """
     fields = {f.name: f for f in dataclasses.fields(RunConfig) if f.name not in leave_out}
     names = [f"--{name}" for name in fields]
