@@ -32,8 +32,10 @@ GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"
-_DISPLAY_WIDTH = 160
-"columns of a table in a notebook, which scrolls, and in `str`"
+_TEXT_WIDTH = 160
+"columns of a table as text"
+_NOTEBOOK_WIDTH = 120
+"columns of a table in a notebook, whose cells are about so wide"
 
 
 def estimate(
@@ -355,7 +357,7 @@ def report(
 class _Displayed:
     """Shows a result as its table: `print(result)`, rich consoles and notebooks."""
 
-    def table(self, *, width: int = _DISPLAY_WIDTH) -> "RenderableType":
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return what the verb prints, as a rich renderable that fits `width` columns."""
         raise NotImplementedError
 
@@ -363,10 +365,10 @@ class _Displayed:
         yield self.table(width=options.max_width)
 
     def __str__(self) -> str:
-        return _text_of(self.table(), width=_DISPLAY_WIDTH)
+        return _text_of(self.table(width=_TEXT_WIDTH), width=_TEXT_WIDTH)
 
     def _repr_html_(self) -> str:
-        return _html_of(self.table(), width=_DISPLAY_WIDTH)
+        return _html_of(self.table(width=_NOTEBOOK_WIDTH), width=_NOTEBOOK_WIDTH)
 
 
 @dataclass(frozen=True, repr=False)
@@ -398,7 +400,7 @@ class Estimates(_Displayed):
         """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
         return _data_frame(self.to_dicts())
 
-    def table(self, *, width: int = _DISPLAY_WIDTH) -> "RenderableType":
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""
         from slm_toolkit.report.tables.estimate import estimate_table
 
@@ -450,7 +452,7 @@ class Recommendation(_Displayed):
         """Return a line for each plan, with the names of `to_dicts`. Raises ValueError without pandas."""
         return _data_frame(self.to_dicts())
 
-    def table(self, *, width: int = _DISPLAY_WIDTH, top: int = 10) -> "RenderableType":
+    def table(self, *, width: int = _TEXT_WIDTH, top: int = 10) -> "RenderableType":
         """Return what `slm recommend` prints, with the first `top` rows; print it with `crop=False`."""
         from slm_toolkit.recommend.job import advice_on
         from slm_toolkit.recommend.plan_table import nothing_found, plan_report
@@ -580,7 +582,7 @@ class Report(_Displayed):
 
         return ledger_of(self.records.pairs)[0]
 
-    def table(self, *, width: int = _DISPLAY_WIDTH) -> "RenderableType":
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the tables and notes of `slm report` as a rich renderable; print it with `crop=False`."""
         from rich.console import Group
 
@@ -600,7 +602,7 @@ class Plots(_Displayed):
 
     rows: list["Row"]
 
-    def table(self, *, width: int = 100) -> "RenderableType":
+    def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the charts as a rich renderable of `width` columns; print it with `crop=False`."""
         from slm_toolkit.report.charts.terminal import terminal_plots
         from slm_toolkit.report.rows import labelled
@@ -688,5 +690,5 @@ def _html_of(content: "RenderableType", *, width: int) -> str:
 
     console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
     console.print(content, crop=False)
-    style = "white-space:pre;overflow-x:auto;line-height:1.2;font-family:monospace"
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace;font-size:12px"
     return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
