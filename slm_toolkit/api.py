@@ -30,6 +30,8 @@ Names = str | Path | Sequence[str | Path]
 "one name or path, or several"
 GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
+NOT_OF_A_COMPARISON = ("run_name", "resume_from_checkpoint")
+"flags that make no sense for several runs"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"
 _TEXT_WIDTH = 160
@@ -262,7 +264,7 @@ def compare(
 
     given = _flags(
         flags,
-        leave_out=("run_name", "resume_from_checkpoint"),
+        leave_out=NOT_OF_A_COMPARISON,
         model=model,
         seq_len=seq_len,
         per_device_train_batch_size=per_device_train_batch_size,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
@@ -189,7 +190,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
-    add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
+    add_flags(parser, grid=True, leave_out=api.NOT_OF_A_COMPARISON)
     parser.set_defaults(verb=_compare)
 
 
