@@ -5,16 +5,12 @@ import json
 import shlex
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
@@ -25,28 +21,15 @@ from slm_toolkit.cli.output import (
     print_records,
     read_baseline,
 )
-from slm_toolkit.compare.grid import PAIRS, PlannedRun
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
-from slm_toolkit.config.flags import add_flags, every_config, given_flags
+from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
-from slm_toolkit.hardware.gpus import Machine, this_machine
-from slm_toolkit.hardware.machine import advise
-from slm_toolkit.hardware.prices import find_price
-from slm_toolkit.launch.command_line import check_training
-from slm_toolkit.record.files import write_record
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.strategy.groups import help_of_strategies, strategies_asked
-from slm_toolkit.strategy.strategy import (
-    check_one_machine,
-    find_strategy,
-    precision_note,
-)
+from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
+    from slm_toolkit.compare.comparison import Request
     from slm_toolkit.compare.grid import PlannedRun
-    from slm_toolkit.compare.local import Slot
-    from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes
 
 
 def add_grid_flags(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +168,7 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
 
 
 def print_scripts(
-    runs: list[PlannedRun], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
+    runs: list["PlannedRun"], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
 ) -> int:
     """Write each run's script and print how to submit it; `slm compare` finds the jobs again."""
     for run in runs:
@@ -207,15 +190,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
-    add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
+    add_flags(parser, grid=True, leave_out=api.NOT_OF_A_COMPARISON)
     parser.set_defaults(verb=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from slm_toolkit.cli.before_launch import check_launches
+    from slm_toolkit.compare.comparison import launch_all, prepare, with_searches
     from slm_toolkit.compare.slurm import SlurmJobs
-    from slm_toolkit.compare.supervisor import locked
-    from slm_toolkit.compare.torch_checks import check_with_torch
+    from slm_toolkit.doctor.before_launch import check_launches
 
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
         number = getattr(signal, name, None)
@@ -228,220 +210,49 @@ def _compare(args: argparse.Namespace) -> int:
     if args.probe_network:
         return print_probe(args)
     console = Console(stderr=True)
-    with ExitStack() as until_the_end:
-        with user_errors():
-            if args.memory and not (args.trace_memory or args.rehearse):
-                raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
-            check_exports(args)
-            check_pairs(flags_given(args), _MEASURES_NOTHING)
-            baseline = read_baseline(args.baseline)
-            check_training(
-                every_config(given_flags(args)), [find_strategy(name) for name in args.strategy or ()]
-            )
-            if nodes is None:
-                with console.status("looking at this machine"):
-                    machine = this_machine()
-            else:
-                machine = nodes.machine
-            runs, slots = _plan(args, machine, nodes)
-            check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
-            launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
-            taken_out = [run.taken_out for run in runs if run.taken_out is not None]
-            found = check_launches(launches, machine, is_here=nodes is None)
-            if nodes is None:
-                check_one_machine(run.strategy for run in runs)
-            for note in dict.fromkeys([*taken_out, *found]):
-                print(note, file=sys.stderr)
-            jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
-            if args.slurm_only_write:
-                todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
-                return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
-            if not args.dry_run:
-                folder = Path(runs[0].config.output_dir)
-                num_left_over = until_the_end.enter_context(locked(folder))
-        if args.dry_run:
-            return _print_commands(runs, args)
-        if num_left_over:
-            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
-        if machine.num_gpus == 0 and nodes is None and not args.rehearse:  # Slurm's jobs have their own
-            advise(console)
-        return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
-
-
-def _plan(
-    args: argparse.Namespace, machine: Machine, nodes: "SlurmNodes | None"
-) -> tuple[list["PlannedRun"], list["Slot"]]:
-    """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
-    from slm_toolkit.compare.grid import plan_runs
-    from slm_toolkit.compare.largest_batch import flags_of_trials
-    from slm_toolkit.compare.local import Slot, slots_of
-    from slm_toolkit.compare.predicted import check_skippable
-    from slm_toolkit.compare.slurm import strategy_on_nodes
-
-    given = given_flags(args)
-    if given.get("save_final_model") is None:
-        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
-    if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
-        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
-    strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
-    for note in left_out:
-        print(note, file=sys.stderr)
-    check_pairs(flags_given(args), PAIRS, has_gpu=machine.num_gpus > 0)
-    if nodes is None:
-        slots = slots_of(
-            machine,
-            gpus_per_run=args.gpus_per_run,
-            runs_at_once=args.runs_at_once,
-            num_processes=args.num_processes,
-        )
-    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
-        slots = [Slot()]
-        strategies = [strategy_on_nodes(strategy, nodes) for strategy in strategies]
-    if args.largest_batch:
-        given = flags_of_trials(
-            given,
-            strategies,
-            max_batch=args.max_batch,
-            has_gpu=machine.num_gpus > 0,
-        )
-    of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
-    num_processes = args.num_processes
-    if num_processes is None and not of_rehearsal:
-        num_processes = args.gpus_per_run
-    runs = plan_runs(
-        given,
-        strategies,
-        num_processes=num_processes,
-        machine=machine,
-        repeats=args.repeats,
-        parity_steps=args.parity,
-    )
-    if args.skip_oom:
-        check_skippable(runs)
-    notes = {
-        (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
-    }
-    print("".join(f"note: {path}: {note}\n" for path, note in notes if note), end="", file=sys.stderr)
-    return runs, slots
-
-
-def _run(
-    runs: list["PlannedRun"],
-    slots: list["Slot"],
-    machine: Machine,
-    args: argparse.Namespace,
-    *,
-    jobs: "SlurmJobs | None",
-    console: Console,
-    baseline: list[tuple[Path, RunRecord]],
-) -> int:
-    """Do what is not done yet, then print the table of all."""
-    from slm_toolkit.compare import local
-    from slm_toolkit.compare.display import Display
-    from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
-    from slm_toolkit.compare.local import run_in_slots
-    from slm_toolkit.compare.predicted import skipped_record
-    from slm_toolkit.report.rows import with_values
-
-    if jobs is None and not args.force and not args.largest_batch:
-        with user_errors():
-            for run in runs:
-                local.check_place(run)
-    stop = threading.Event()
-    launcher: Any = local if jobs is None else jobs
-
-    def execute_or_keep(run: "PlannedRun", slot: "Slot") -> RunRecord:
-        if args.force:
-            with user_errors():
-                launcher.forget(run)
-        record = launcher.kept_record(run)
-        kept = record is not None
-        if kept:
-            with suppress(OSError):
-                local.clear(run.folder)  # a kill between the record and the end leaves some
-        if record is None and args.skip_oom and (record := skipped_record(run)) is not None:
-            with suppress(OSError):  # on a full disk it is a row all the same
-                write_record(record, run.folder)
-        if record is None:
-            display.begin(run)
-            with user_errors():
-                record = launcher.execute(
-                    run,
-                    slot,
-                    timeout_seconds=args.timeout,
-                    retries=args.retry,
-                    stop=stop,
-                    on_progress=partial(display.progress, run),
-                )
-        display.end(run, record, kept=kept)
-        return record
-
-    def work(run: "PlannedRun", slot: "Slot") -> tuple["PlannedRun", RunRecord, BatchSearch | None]:
-        if not args.largest_batch:
-            return run, execute_or_keep(run, slot), None
-        found, shown, record = find_largest_batch(
-            run, partial(execute_or_keep, slot=slot), most=args.max_batch
-        )
-        return shown, record, found
-
-    done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
-    display = Display(
-        runs,
-        console,
-        searching=args.largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
-        usd_so_far=_usd_so_far(runs, machine, jobs, len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour),
-    )
-    interrupted = False
-    try:
-        if jobs is not None:
-            with user_errors():
-                jobs.begin([] if args.largest_batch else runs, force=args.force)
-        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
-            for index, result in results:
-                done[index] = result
-    except KeyboardInterrupt:
-        interrupted = True
-        if jobs is not None:
-            with user_errors():
-                jobs.cancel()
-        again = "the same command, without --force," if args.force else "the same command"
-        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
-    shown = [done[index] for index in sorted(done)]
-    records = [(run.folder / RECORD_FILE, record) for run, record, _ in shown]
-    searches = {str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None}
-    if not interrupted:
-        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
-    elif not records:
+    with user_errors():
+        if args.memory and not (args.trace_memory or args.rehearse):
+            raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+        check_exports(args)
+        check_pairs(flags_given(args), _MEASURES_NOTHING)
+        baseline = read_baseline(args.baseline)
+        request = _request(args, nodes)
+        prepared = prepare(request, names=flags_given(args), check_launches=check_launches, console=console)
+        runs = prepared.runs
+        jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
+        if args.slurm_only_write:
+            todo = [run for run in runs if args.force or jobs.kept_record(run) is None]
+            return print_scripts(todo, nodes, console, timeout_seconds=args.timeout)
+    if args.dry_run:
+        return _print_commands(runs, args)
+    done = launch_all(prepared, request, jobs=jobs, console=console, guard=user_errors)
+    if done.interrupted and not done.records:
         return 130
-    rows = [
-        with_values(row, largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
-        if (search := searches.get(row.record))
-        else row
-        for row in asked_rows(records, args)
-    ]
-    code = print_records(rows, records, args, baseline=baseline)
-    return 130 if interrupted else code
+    rows = with_searches(asked_rows(done.records, args), done.searches)
+    code = print_records(rows, done.records, args, baseline=baseline)
+    return 130 if done.interrupted else code
 
 
-def _usd_so_far(
-    runs: list["PlannedRun"],
-    machine: Machine,
-    jobs: "SlurmJobs | None",
-    num_slots: int,
-    *,
-    usd_per_gpu_hour: float | None,
-) -> Callable[[], float] | None:
-    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
-    Under Slurm, of what jobs used."""
-    price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
-    if price is None:
-        return None
-    if jobs is not None:
-        return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
-    num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
-    started = time.monotonic()
-    return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour
+def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
+    from slm_toolkit.compare.comparison import Request
+
+    return Request(
+        given=given_flags(args),
+        strategy=args.strategy,
+        num_processes=args.num_processes,
+        timeout_seconds=args.timeout,
+        num_retries=args.retry,
+        num_repeats=args.repeats,
+        parity_steps=args.parity,
+        find_largest_batch=args.largest_batch,
+        max_batch=args.max_batch,
+        gpus_per_run=args.gpus_per_run,
+        runs_at_once=args.runs_at_once,
+        skip_oom=args.skip_oom,
+        force=args.force,
+        usd_per_gpu_hour=args.usd_per_gpu_hour,
+        nodes=nodes,
+    )
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:

@@ -1,28 +1,12 @@
 """What `slm estimate`, `recommend` and `doctor` are told of prices and the network between GPUs."""
 
 import argparse
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.parser import positive_number, price_per_hour
 
-if TYPE_CHECKING:
-    from slm_toolkit.hardware.gpus import Gpu
-    from slm_toolkit.hardware.network import MeasuredNetwork
-    from slm_toolkit.predict.setup.setup import Deployment
-
 _KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
-_PRICE_PAIRS = (
-    *(
-        Pair(own, of_table, ", which asks our table")
-        for own in ("usd_per_gpu_hour", "prices")
-        for of_table in ("price_kind", "provider")
-    ),
-    Pair("usd_per_gpu_hour", "prices", ": both give prices"),
-)
 
 
 def add_price_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,62 +41,7 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def deployments_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]":
-    """The Deployment of each GPU under these flags.
-
-    Raises ValueError for flags that contradict each other, files that can't be read, and a measured network
-    of other GPUs.
-    """
-    from slm_toolkit.predict.setup.setup import Deployment
-
-    usd, path, kind, provider = (
-        getattr(args, name, None) for name in ("usd_per_gpu_hour", "prices", "price_kind", "provider")
-    )
-    check_pairs(names_given(vars(args)), _PRICE_PAIRS)
-    overrides = measured = None
-    if path:
-        from slm_toolkit.hardware.prices import read_prices
-
-        overrides = read_prices(path)
-    if args.network:
-        from slm_toolkit.hardware.network import read_network
-
-        measured = read_network(args.network)
-    if measured is not None and args.inter_node_gbps is not None and measured.num_nodes > 1:
-        raise ValueError(
-            f"--inter_node_gbps with --network {args.network}, which was measured between nodes\n"
-            "hint: give one"
-        )
-    if provider is not None:
-        from slm_toolkit.hardware.prices import price_of
-
-        price_of("h100-80gb", kind=kind or "on-demand", provider=provider)  # refuses an unknown one
-
-    @cache
-    def deployment_of(gpu: "Gpu | None") -> "Deployment":
-        if gpu is None:
-            return Deployment()
-        from slm_toolkit.hardware.network import cluster_of
-        from slm_toolkit.hardware.prices import Price, price_of
-
-        if measured is not None:
-            _check_measured(measured, gpu, args.network)
-        if usd is not None:
-            price = Price(usd, "given by --usd_per_gpu_hour")
-        else:
-            price = price_of(gpu.name, kind=kind or "on-demand", provider=provider, overrides=overrides)
-        return Deployment(cluster_of(gpu, inter_node_gbps=args.inter_node_gbps, measured=measured), price)
-
-    return deployment_of
-
-
-def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu", path: Path) -> None:
-    from slm_toolkit.hardware.gpus import find_gpu
-
-    known = find_gpu(measured.gpu)
-    if known is None or known.name != gpu.name:
-        of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
-        raise ValueError(
-            f"--network {path} was measured {of}, not {gpu.name}\n"
-            "hint: `slm compare --probe_network` on the GPUs that are meant"
-        )
+def deployment_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of prices and of the network by name; None where a verb lacks the flag."""
+    names = ("usd_per_gpu_hour", "prices", "price_kind", "provider", "inter_node_gbps", "network")
+    return {name: getattr(args, name, None) for name in names}

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, deployments_of
+from slm_toolkit.cli.deployment_flags import add_network_flags, deployment_flags
 from slm_toolkit.config.flag_pairs import Pair, flags_given, pair_problems
 from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.finding import SEVERITIES, Finding
 from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.predict.deployments import deployments
 from slm_toolkit.predict.flag_checks import (
     NOT_OF_AN_ESTIMATE,
     add_software_flag,
@@ -132,7 +133,7 @@ def _doctor(args: argparse.Namespace) -> int:
             args.num_gpus = max(counts) if counts else None
         cases = _cases(args, config)
         examined, found, notes = examine_all(
-            cases, deployment_of=deployments_of(args), software=args.software
+            cases, deployment_of=deployments(**deployment_flags(args)), software=args.software
         )
         fixed = _fix(examined, args.fix, overwrite=args.overwrite) if args.fix is not None else []
     read = [one.strategy for one in examined if one.strategy is not None]

@@ -1,28 +1,15 @@
 """`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
 
 import argparse
-import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
 
+from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployments_of
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.predict.flag_checks import (
-    NOT_OF_AN_ESTIMATE,
-    add_software_flag,
-    gpus_asked,
-    model_to_estimate,
-)
-from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.groups import help_of_strategies, strategies_asked
-from slm_toolkit.strategy.strategy import Strategy
-
-if TYPE_CHECKING:
-    pass
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_software_flag
+from slm_toolkit.strategy.groups import help_of_strategies
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -76,58 +63,24 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     with user_errors():
-        given = given_flags(args)
-        strategies, left_out = strategies_asked(args.strategy, given, has_gpu=True)
-        gpus, num_gpus = gpus_asked(args.gpu, args.num_gpus) if args.gpu else ([None], args.num_gpus)
-        rows = estimates(
-            given,
-            strategies,
-            gpus=gpus,
-            num_gpus=num_gpus or [8],
+        found = api.estimate(
+            strategy=args.strategy,
+            gpu=args.gpu,
+            num_gpus=args.num_gpus,
             gpus_per_node=args.gpus_per_node,
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
             software=args.software,
-            deployments=deployments_of(args),
+            flags=given_flags(args),
+            **deployment_flags(args),
         )
-    for note in (
-        *left_out,
-        *_notes_on_models(given),
-        *_notes(strategies, given.get("numerics") or [RunConfig.numerics]),
-    ):
+    for note in found.notes:
         print(note, file=sys.stderr)
     if args.json:
-        print("[" + ",\n ".join(json.dumps(vars(row), allow_nan=False) for row in rows) + "]")
+        print("[" + ",\n ".join(json.dumps(row, allow_nan=False) for row in found.to_dicts()) + "]")
     else:
-        from slm_toolkit.report.tables.estimate import estimate_table
         from slm_toolkit.report.tables.fitted import PIPE_WIDTH, console_of_stdout
 
         console = console_of_stdout(pipe_width=2 * PIPE_WIDTH)  # a file may be wide
-        table = estimate_table(rows, width=console.width, largest_batch=args.largest_batch)
-        console.print(table, crop=False)
+        console.print(found.table(width=console.width), crop=False)
     return 0
-
-
-def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
-    """Where a user's own file asks for something that the estimate does not follow."""
-    found = []
-    for strategy in strategies:
-        in_bf16 = [name for name in numerics if name != "fp32"]
-        if strategy.mixed_precision == "no" and in_bf16:
-            found.append(
-                f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
-            )
-        policy = strategy.fsdp.auto_wrap_policy if strategy.fsdp is not None else "TRANSFORMER_BASED_WRAP"
-        if policy != "TRANSFORMER_BASED_WRAP":
-            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
-    return found
-
-
-def _notes_on_models(given: dict[str, Any]) -> list[str]:
-    """Where a model's own configuration has something that the estimate does not follow."""
-    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
-    configs = [
-        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
-    ]
-    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
-    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))

@@ -4,25 +4,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.config.parser import positive_number, price_per_hour
 from slm_toolkit.record.files import find_records
-from slm_toolkit.record.memory_timeline import TIMELINE_FILE, read_segments
 from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
 from slm_toolkit.report.tables.fitted import MANY_ROWS, console_of_stdout
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from slm_toolkit.report.rows import Row
-    from slm_toolkit.report.tables.memory import MemoryPicture
 
 
 STDOUT = Path("-")
@@ -198,27 +191,20 @@ def print_records(
     1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
     memory that was followed.
     """
-    from slm_toolkit.record.step_breakdown import Anatomy
+    from slm_toolkit.report.charts.panels import pictures_of
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.baseline import baseline_table, changes
-    from slm_toolkit.report.tables.comparison import (
-        comparison_table,
-        dataset_table,
-        has_several,
-        parity_notes,
-        phase_table,
-    )
     from slm_toolkit.report.tables.export import json_rows
-    from slm_toolkit.report.tables.step_breakdown import anatomy_table
+    from slm_toolkit.report.tables.sections import failed_references, sections
 
     named = labelled(rows)
     found, missing = changes(rows, asked_rows(baseline, args)) if baseline else ([], [])
-    unchecked = _failed_references(records)
+    unchecked = failed_references(records)
     if args.memory and all(row.memory_at_peak is None for row in rows):
         unchecked.append(
             "no memory timeline: only runs with --trace_memory, or --rehearse without a GPU, have one"
         )
-    parity_due = getattr(args, "parity", None) and not _failed_references(records)
+    parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
         unchecked.append("no parity check: no row ended ok, or none had a reference")
     content = json_rows(rows) if args.json or exports_asked(args) else []
@@ -230,26 +216,19 @@ def print_records(
     else:
         console = console_of_stdout()
         width = console.width
-        shown = rows[:MANY_ROWS] if console.is_terminal else rows
-        console.print(comparison_table(shown, width=width), crop=False)
-        if hidden := rows[len(shown) :]:
-            bad = sum(row.status in ("failed", "timeout") for row in hidden)
-            said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
-            console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
-        for note in (*(Text(line, style="red") for line in unchecked), *parity_notes(named)):
-            console.print(note)
-        if several := {label: row for label, row in named.items() if has_several(row)}:
-            console.print(dataset_table(several), crop=False)
-        if args.phases:
-            console.print(phase_table(named), crop=False)
-        for chart in _memory_charts(named, width=width) if args.memory else []:
-            console.print(chart, crop=False)
-        anatomies = {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}
-        if anatomies:
-            console.print(anatomy_table(anatomies, width=width), crop=False)
-            console.print(
-                Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
-            )
+        problems: list[str] = []
+        pictures = pictures_of(named, problems=problems) if args.memory else {}
+        for problem in problems:
+            print(f"left out: {problem}", file=sys.stderr)
+        for part in sections(
+            rows,
+            width=width,
+            most_rows=MANY_ROWS if console.is_terminal else None,
+            unchecked=unchecked,
+            phases=args.phases,
+            pictures=pictures,
+        ):
+            console.print(part, crop=False)
         if baseline:
             labels = {row.record: label for label, row in named.items()}
             console.print(
@@ -296,38 +275,3 @@ def asked_rows(
         strict=args.strict,
         problems=problems,
     )
-
-
-def pictures_of(rows: dict[str, "Row"]) -> dict[str, "MemoryPicture"]:
-    """Of each labelled row whose allocations were followed."""
-    from slm_toolkit.report.tables.memory import memory_picture
-
-    found = {}
-    for label, row in rows.items():
-        if row.memory_at_peak is not None:
-            path = Path(row.record).with_name(TIMELINE_FILE)
-            try:
-                segments = read_segments(path) if path.is_file() else []
-            except ValueError as error:
-                print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
-                segments = []
-            found[label] = memory_picture(row.memory_at_peak, segments)
-    return found
-
-
-def _memory_charts(rows: dict[str, "Row"], *, width: int) -> Iterator["RenderableType"]:
-    from slm_toolkit.report.tables.memory import memory_chart
-
-    for label, picture in pictures_of(rows).items():
-        row = rows[label]
-        title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
-        yield memory_chart(title, picture, width=width)
-
-
-def _failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
-    return [
-        f"no parity check: the single-process {record.config.numerics} reference ended "
-        f"{record.status}: {record.reason}"
-        for _, record in records
-        if record.is_parity_reference and record.status != "ok"
-    ]

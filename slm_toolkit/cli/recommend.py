@@ -1,53 +1,20 @@
 """`slm recommend`: which GPUs, how many, which strategy and batch for a job, and the commands to start it."""
 
 import argparse
-import itertools
 import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
-from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployments_of
-from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
+from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.from_config import position_problem
-from slm_toolkit.predict.flag_checks import (
-    NOT_OF_AN_ESTIMATE,
-    add_software_flag,
-    all_of,
-    check_grid,
-    model_to_estimate,
-)
-from slm_toolkit.predict.setup.setup import unlike_the_model
-from slm_toolkit.strategy.strategy import (
-    STUDIED_STRATEGIES,
-    Strategy,
-    find_strategy,
-    notes_on,
-    shipped_strategies,
-)
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_software_flag
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
-if TYPE_CHECKING:
-    from slm_toolkit.recommend.plans import GpuOffer, Plan, Workload
-
-
-GRID: dict[str, list[Any]] = {
-    "per_device_train_batch_size": [1, 2, 4, 8, 16, 32, 64, 128],
-    "gradient_checkpointing": ["none", "selective_op", "full"],
-    "loss_kernel": ["hf", "fused_linear"],
-    "norm_kernel": ["fused"],
-}
-"what is tried where the flags don't say; kernels that change no result but its rounding"
-GLOBAL_BATCH_TOKENS = 524_288
-"0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
-_DEFAULT_MODEL = "slm-100m"
-_DECIDED_HERE = ("gradient_accumulation_steps", "max_steps", "seed")
-_DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +33,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,
-        default=GLOBAL_BATCH_TOKENS,
+        default=api.GLOBAL_BATCH_TOKENS,
         metavar="N",
         help="per optimizer step; micro-steps follow from it (default: 524288, as GPT-3's small models)",
     )
@@ -117,100 +84,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     add_price_flags(parser)
     add_network_flags(parser)
-    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_DECIDED_HERE))
-
-
-def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
-    """Raises one ValueError with all that can't be read or had."""
-    from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
-    from slm_toolkit.hardware.prices import Price
-    from slm_toolkit.predict.setup.setup import Deployment
-    from slm_toolkit.recommend.plans import GpuOffer
-
-    deployment_of = deployments_of(args)
-    found, problems = [], []
-    for text in args.gpu:
-        asked = gpu_and_count(text)
-        if asked is None:
-            problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
-            continue
-        name, counts, usd = asked
-        gpu = gpu_of_name(name)
-        per_node = args.gpus_per_node
-        usual = args.num_gpus or [n for n in _DEFAULT_COUNTS if n <= per_node or n % per_node == 0]
-        counts = list(counts) or usual
-        deployment = deployment_of(gpu)
-        if usd is not None:
-            if usd <= 0:
-                problems.append(f"--gpu {text}: a price is above 0")
-                continue
-            deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
-        for number in counts:
-            if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
-                problems.append(
-                    f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {args.gpus_per_node}"
-                )
-        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
-    if problems:
-        raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
-    return found
-
-
-def workloads_of(args: argparse.Namespace) -> tuple[list["Workload"], list[str]]:
-    """One for each model, and notes on models that never reach the target. Raises ValueError if none does."""
-    from slm_toolkit.recommend.plans import Workload
-    from slm_toolkit.recommend.scaling_laws import (
-        LAWS,
-        compute_optimal_tokens,
-        num_params_of,
-        tokens_for_loss,
-    )
-
-    check_pairs(flags_given(args), [Pair("tokens", "target_loss", ": both say how long to train")])
-    adapters = [name for name in args.peft or () if name != "none"]
-    if adapters and args.tokens is None:
-        raise ValueError(
-            f"--peft {adapters[0]} without --tokens: the scaling laws are of training from scratch\n"
-            "hint: --tokens 50M, what of the data the adapter is to see"
-        )
-    law = LAWS[args.law]
-    found, unreached, notes = [], [], []
-    lengths = args.seq_len or [RunConfig().with_defaults(has_gpu=True).seq_len]
-    for name in dict.fromkeys(args.model or [_DEFAULT_MODEL]):
-        spec = model_to_estimate(name)
-        if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
-            raise all_of(problems, verb="recommend")
-        notes += [note for n in lengths for note in unlike_the_model(spec, n)]
-        num_params = num_params_of(law, spec)
-        num_tokens = args.tokens
-        if args.target_loss is not None:
-            try:
-                num_tokens = tokens_for_loss(law, num_params, args.target_loss)
-            except ValueError as error:
-                unreached.append(f"{name}: {error}")
-                continue
-        if num_tokens is None:
-            num_tokens = compute_optimal_tokens(law, num_params)
-        found.append(Workload(name, spec, num_tokens, args.global_batch_tokens, law))
-    if not found:
-        raise ValueError("\n".join(unreached))
-    return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
-
-
-def configs_of(args: argparse.Namespace) -> list[RunConfig]:
-    """The grid of flags given and GRID's for the rest, batches ascending."""
-    several = {
-        name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
-        for name, value in {**GRID, **given_flags(args)}.items()
-    }
-    check_grid(several, num_gpus=[1], gpus_per_node=args.gpus_per_node)
-    several["per_device_train_batch_size"].sort()
-    several.setdefault("model", [_DEFAULT_MODEL])
-    found = [
-        RunConfig(**dict(zip(several, values, strict=True))).with_defaults(has_gpu=True)
-        for values in itertools.product(*several.values())
-    ]
-    return sorted(found, key=lambda config: config.per_device_train_batch_size)
+    add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *api.NOT_OF_A_RECOMMENDATION))
 
 
 def _tokens(text: str) -> float:
@@ -250,114 +124,46 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _recommend(args: argparse.Namespace) -> int:
     """Exit code 0: a plan was found; 1: none is within the limits."""
     with user_errors():
-        offers = offers_of(args)
-        workloads, notes = workloads_of(args)
-        strategies = [find_strategy(name) for name in dict.fromkeys(args.strategy)]
-        notes += notes_on(strategies)
-        configs = configs_of(args)
         if args.write is not None:
             from slm_toolkit.recommend.launch_files import check_folder
 
             check_folder(args.write)
-        found, left_out = _search(args, workloads, offers, strategies, configs)
-        from slm_toolkit.recommend.plans import best_plans
+        found = api.recommend(
+            gpu=args.gpu,
+            tokens=args.tokens,
+            target_loss=args.target_loss,
+            law=args.law,
+            global_batch_tokens=args.global_batch_tokens,
+            deadline_hours=args.deadline_hours,
+            budget_usd=args.budget_usd,
+            objective=args.objective,
+            num_gpus=args.num_gpus,
+            gpus_per_node=args.gpus_per_node,
+            strategy=args.strategy,
+            records=args.records,
+            software=args.software,
+            flags=given_flags(args),
+            **deployment_flags(args),
+        )
+        notes = list(found.notes)
+        if found.plans and args.write is not None:
+            from slm_toolkit.recommend.launch_files import SKYPILOT_FILE
 
-        limits = {"deadline_hours": args.deadline_hours, "budget_usd": args.budget_usd}
-        ranked = best_plans(found, objective=args.objective, **limits)
-        if ranked and args.write is not None:
-            from slm_toolkit.recommend.launch_files import SKYPILOT_FILE, write_launch
-
-            written = write_launch(ranked[0], args.write)
+            written = found.write(args.write)
             notes += [f"written: {path}" for path in written]
             if args.write / SKYPILOT_FILE not in written:
                 notes.append(f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU")
-    notes += [f"left out: {reason}" for reason in left_out[:_MOST_LEFT_OUT]]
-    if len(left_out) > _MOST_LEFT_OUT:
-        notes.append(f"left out: {len(left_out) - _MOST_LEFT_OUT} more")
-    notes += [
-        f"{offer.gpu.name}: no price known: give one as {offer.gpu.name}@USD, or with --prices"
-        for offer in offers
-        if offer.deployment.price is None
-    ]
+    notes += [f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT]]
+    if len(found.left_out) > _MOST_LEFT_OUT:
+        notes.append(f"left out: {len(found.left_out) - _MOST_LEFT_OUT} more")
+    notes += [f"{name}: no price known: give one as {name}@USD, or with --prices" for name in found.unpriced]
     if args.json:
-        from slm_toolkit.recommend.plans import as_json
-
-        print("[" + ",\n ".join(json.dumps(as_json(plan), allow_nan=False) for plan in ranked) + "]")
+        print("[" + ",\n ".join(json.dumps(plan, allow_nan=False) for plan in found.to_dicts()) + "]")
     else:
-        from slm_toolkit.recommend.plan_table import nothing_found, plan_report
         from slm_toolkit.report.tables.fitted import console_of_stdout
 
         console = console_of_stdout()
-        if ranked:
-            advice = _advice(ranked, offers, args)
-            shown = plan_report(ranked, advice, top=args.top, objective=args.objective, width=console.width)
-        else:
-            shown = nothing_found(found, left_out, **limits)
-        console.print(shown, crop=False, soft_wrap=True)
+        console.print(found.table(width=console.width, top=args.top), crop=False, soft_wrap=True)
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
-    return 0 if ranked else 1
-
-
-def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
-    """What aligned widths would give on each GPU type, and what else would move the first plan."""
-    from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
-    from slm_toolkit.predict.setup.setup import Setup
-
-    def setup_of(plan: "Plan") -> Setup:
-        return Setup(
-            plan.spec,
-            plan.strategy,
-            plan.config,
-            num_gpus=plan.estimate.num_gpus,
-            gpus_per_node=args.gpus_per_node,
-            gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
-            software=args.software,
-            deployment=plan.deployment,
-        )
-
-    lines = []
-    for name in dict.fromkeys(plan.estimate.gpu for plan in ranked):
-        gain = alignment_gain(setup_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
-        if gain is not None and gain.speedup >= WORTH_SAYING:
-            lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")
-    if (hub_id := ranked[0].spec.hub_id) is not None:
-        name = ranked[0].spec.name
-        lines.append(
-            f"the command starts from the weights of {hub_id}; from random ones: --model {name} "
-            f"--tokenizer_name {hub_id}"
-        )
-    bound = ranked[0].estimate.bottleneck.replace("_", " ")
-    for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
-        if not lever.change.startswith("--per_device"):  # that would make other steps of it
-            lines.append(
-                f"the first is bound by {bound}: {lever.change} should give {lever.speedup - 1:+.0%}"
-            )
-    return lines
-
-
-def _search(
-    args: argparse.Namespace,
-    workloads: list["Workload"],
-    offers: list["GpuOffer"],
-    strategies: list[Strategy],
-    configs: list[RunConfig],
-) -> tuple[list["Plan"], list[str]]:
-    """All plans that fit, and what was left out and why."""
-    from slm_toolkit.recommend.plans import observations_of, search
-
-    observations = observations_of(args.records)
-    found, left_out = [], []
-    for workload in workloads:
-        of_job = search(
-            workload,
-            offers,
-            strategies,
-            [config for config in configs if config.model == workload.asked_model],
-            gpus_per_node=args.gpus_per_node,
-            observations=observations,
-            software=args.software,
-        )
-        found += of_job.plans
-        left_out += of_job.left_out
-    return found, list(dict.fromkeys(left_out))
+    return 0 if found.plans else 1

@@ -3,24 +3,19 @@
 import argparse
 import dataclasses
 import json
-import re
 import sys
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.output import (
     EXPORTS,
     add_output_flags,
     add_report_to,
-    asked_rows,
     check_exports,
     check_report_to,
     on_stdout,
-    pictures_of,
     print_errors,
     print_records,
     read_baseline,
@@ -28,12 +23,8 @@ from slm_toolkit.cli.output import (
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.parser import positive_number
 from slm_toolkit.record.files import find_records, schema
-from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
-from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 if TYPE_CHECKING:
-    from slm_toolkit.report.charts.figures import Panel
-    from slm_toolkit.report.rows import Row
     from slm_toolkit.study.answers import Answers
     from slm_toolkit.study.comparison import Comparison
     from slm_toolkit.study.tables import Best
@@ -65,32 +56,18 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
 
 
-def print_plots(rows: list["Row"]) -> None:
-    from slm_toolkit.report.charts.terminal import terminal_plots
-    from slm_toolkit.report.rows import labelled
-    from slm_toolkit.report.tables.fitted import console_of_stdout
+def write_pictures(report: api.Report, args: argparse.Namespace) -> None:
+    """The files that flags ask for; their names go to stderr."""
+    from slm_toolkit.report.charts.files import write_images
 
-    console = console_of_stdout(pipe_width=_PLOT_WIDTH)
-    console.print(terminal_plots(labelled(rows), width=console.width), crop=False)
-
-
-def write_pictures(
-    rows: list["Row"],
-    records: list[tuple[Path, RunRecord]],
-    args: argparse.Namespace,
-    *,
-    left_out: list[str],
-) -> None:
-    """The files that flags ask for; their names go to stderr. `left_out`: records that could not be read."""
-    from slm_toolkit.report.charts.files import html_page, write_images
-    from slm_toolkit.report.rows import labelled
-
-    panels = panels_of(records, labelled(rows))
+    problems: list[str] = []
+    panels = report.panels(problems=problems)
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
     with user_errors():
         try:
             if args.html:
-                args.html.parent.mkdir(parents=True, exist_ok=True)
-                args.html.write_text(html_page(rows, panels, left_out=left_out), encoding="utf-8")
+                report.to_html(args.html, panels=panels)
                 print(f"wrote {args.html}", file=sys.stderr)
             if args.figures:
                 written = write_images(panels, args.figures)
@@ -100,30 +77,6 @@ def write_pictures(
     for panel in panels:
         if panel.missing:
             print(f"left out: {panel.title}: {panel.missing}", file=sys.stderr)
-
-
-def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> list["Panel"]:
-    """All panels of labelled rows, in the order of a page."""
-    from slm_toolkit.report.charts import figures
-    from slm_toolkit.report.charts import memory as memory_figures
-    from slm_toolkit.report.recorded_estimate import estimate_of
-    from slm_toolkit.report.tables.ledger import ledger_of
-
-    by_path = {str(path): record for path, record in records}
-    estimates = {
-        label: made for label, row in rows.items() if (made := estimate_of(by_path[row.record])) is not None
-    }
-    return [
-        figures.speed_panel(rows),
-        memory_figures.parts_panel(rows, estimates),
-        figures.cost_panel(rows),
-        figures.front_panel(rows),
-        figures.scaling_panel(rows),
-        figures.loss_panel(rows),
-        memory_figures.timeline_panel(rows, pictures_of(rows)),
-        figures.anatomy_panel(rows),
-        memory_figures.errors_panel(rows, ledger_of(records)[0]),
-    ]
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -157,23 +110,29 @@ def _report(args: argparse.Namespace) -> int:
         check_pairs([*on_stdout(args), *(["plot"] if args.plot else [])], _TEXT_ALONE)
         check_exports(args)
         check_report_to(args)
-        records, problems = find_records(args.records)
-        if not records:
-            nothing = f"no {RECORD_FILE} under {args.records[0]}\nhint: `slm compare` writes records"
-            raise ValueError(problems[0] if problems else nothing)
+        read = api.read_records(args.records)
         baseline = read_baseline(args.baseline)
-    records.sort(key=_order)
-    rows = [] if args.errors else asked_rows(records, args, problems=problems)
-    for problem in problems:
+    report = api.Report([], read, read.problems)
+    if not args.errors:
+        report = api.report(
+            read,
+            usd_per_gpu_hour=args.usd_per_gpu_hour,
+            parity_tolerance=args.parity_tolerance,
+            strict=args.strict,
+        )
+    for problem in report.problems:
         print(f"left out: {problem}", file=sys.stderr)
-    broken = 1 if problems else 0
+    broken = 1 if report.problems else 0
     if args.errors:
-        return max(print_errors(records, args), broken)
+        return max(print_errors(read.pairs, args), broken)
     if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
-        write_pictures(rows, records, args, left_out=[f"left out: {problem}" for problem in problems])
-    code = print_records(rows, records, args, baseline=baseline)
+        write_pictures(report, args)
+    code = print_records(report.rows, read.pairs, args, baseline=baseline)
     if args.plot:
-        print_plots(rows)
+        from slm_toolkit.report.tables.fitted import console_of_stdout
+
+        console = console_of_stdout(pipe_width=_PLOT_WIDTH)
+        console.print(report.plots().table(width=console.width), crop=False)
     return max(code, broken)
 
 
@@ -183,28 +142,6 @@ def _print_schema(args: argparse.Namespace) -> int:
             raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0
-
-
-def _order(found: tuple[Path, RunRecord]) -> tuple:
-    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
-    record = found[1]
-    known = [*STUDIED_STRATEGIES, record.strategy]
-    asked = {**record.asked["config"]}
-    num_rehearsed = asked.pop("rehearse", None)
-    return (
-        record.model["num_params"],
-        not record.is_parity_reference,
-        _sortable(msgspec.json.encode(asked)),  # text, for settings of several types have no order
-        num_rehearsed or 0,
-        known.index(record.strategy),
-        str(found[0]),
-    )
-
-
-@cache
-def _sortable(asked: bytes) -> bytes:
-    """JSON with its whole numbers equally long, so that it sorts as they do."""
-    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)
 
 
 # `slm report --paper`, from its flags to what it prints.

@@ -91,7 +91,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -> list[str]:
     """Notes on what is wrong and trains all the same. Raises ValueError for all else that is wrong."""
-    from slm_toolkit.cli.before_launch import check_launches
+    from slm_toolkit.doctor.before_launch import check_launches
 
     gpus = gpus_here()
     config = config.with_defaults(has_gpu=bool(gpus) or config.rehearse is not None)

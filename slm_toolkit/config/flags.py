@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
 
 def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, Any]:
     """argparse's options for a field."""
-    kind = _value_type(f.type)
+    kind = value_type(f.type)
     default = str(f.default).lower() if kind is bool else f.default
     text = flag.help + ("" if f.default is None else f" (default: {default})")
     options: dict[str, Any] = {
@@ -80,7 +80,7 @@ class _Several(argparse.Action):
         setattr(namespace, self.dest, values or [self.const])
 
 
-def _value_type(annotation: Any) -> type:
+def value_type(annotation: Any) -> type:
     """int of `int | None`."""
     if get_origin(annotation) is None:
         return annotation

@@ -17,6 +17,7 @@ from slm_toolkit.predict.flag_checks import (
     model_to_estimate,
     placement_problems,
 )
+from slm_toolkit.predict.setup.setup import unlike_the_model
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
 if TYPE_CHECKING:
@@ -115,3 +116,31 @@ def _live_deepspeed() -> "DeepSpeedEstimator":
     with redirect_stdout(sys.stderr):  # DeepSpeed prints a banner; stdout is for results
         import_module("deepspeed.runtime.zero.stage3")
     return DeepSpeedEstimator(lru_cache(maxsize=None)(live_deepspeed_needs), version)
+
+
+# What an estimate does not follow, as sentences.
+
+
+def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list[str]:
+    """Where a user's own file asks for something that the estimate does not follow."""
+    found = []
+    for strategy in strategies:
+        in_bf16 = [name for name in numerics if name != "fp32"]
+        if strategy.mixed_precision == "no" and in_bf16:
+            found.append(
+                f"{strategy.path}: mixed_precision no: --numerics {in_bf16[0]} is estimated for bf16"
+            )
+        policy = strategy.fsdp.auto_wrap_policy if strategy.fsdp is not None else "TRANSFORMER_BASED_WRAP"
+        if policy != "TRANSFORMER_BASED_WRAP":
+            found.append(f"{strategy.path}: fsdp_auto_wrap_policy {policy}: estimated with a unit per layer")
+    return found
+
+
+def notes_on_models(given: dict[str, Any]) -> list[str]:
+    """Where a model's own configuration has something that the estimate does not follow."""
+    pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
+    configs = [
+        RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs
+    ]
+    notes = [unlike_the_model(model_to_estimate(config.model), config.seq_len) for config in configs]
+    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))

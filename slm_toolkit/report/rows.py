@@ -1,11 +1,15 @@
 """Turn records into ranked rows: a row has every figure of one run, computed once; None: unknown."""
 
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.hardware.gpus import find_gpu
@@ -18,6 +22,7 @@ from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 
 @dataclass  # not frozen: creating it takes a third of the time, and a report creates tens of thousands
@@ -496,3 +501,28 @@ def _with_differences(row: Row, reference: Row) -> Row:
         numerics_differences=[str(difference) for difference in unexplained],
         numerics_reference=reference.strategy,
     )
+
+
+# The order of a report.
+
+
+def report_order(found: tuple[Path, RunRecord]) -> tuple:
+    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
+    record = found[1]
+    known = [*STUDIED_STRATEGIES, record.strategy]
+    asked = {**record.asked["config"]}
+    num_rehearsed = asked.pop("rehearse", None)
+    return (
+        record.model["num_params"],
+        not record.is_parity_reference,
+        _sortable(msgspec.json.encode(asked)),  # text, for settings of several types have no order
+        num_rehearsed or 0,
+        known.index(record.strategy),
+        str(found[0]),
+    )
+
+
+@cache
+def _sortable(asked: bytes) -> bytes:
+    """JSON with its whole numbers equally long, so that it sorts as they do."""
+    return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)

@@ -10,10 +10,10 @@ from browser import Browser, browser
 from conftest import slm
 from made_records import made, needs_browser, write_records
 
-from slm_toolkit.cli.report import panels_of
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.report.charts.files import html_page
+from slm_toolkit.report.charts.panels import panels_of
 from slm_toolkit.report.rows import row_of
 
 pytestmark = pytest.mark.quick
@@ -210,7 +210,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:
     path = write_record(dataclasses.replace(made(0), strategy=evil), tmp_path)
     records, _ = find_records([path])
     row = row_of(records)
-    text = html_page([row], panels_of(records, {evil: row}), left_out=[evil])
+    text = html_page([row], panels_of(records, {evil: row}, problems=[]), left_out=[evil])
     assert "<script>alert" not in text
     assert "<b>{{" not in text
     assert "&lt;b&gt;{{table}}" in text

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from modules import HEAVY, LIGHT
 
 
@@ -79,6 +80,20 @@ def test_the_command_line_is_there_without_the_heavy_libraries() -> None:
     program = f"import sys, {', '.join(LIGHT)}; print([n for n in {sorted(HEAVY)} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.quick
+def test_the_api_is_imported_alone_and_works_without_the_heavy_libraries() -> None:
+    program = (
+        "import sys; before = set(sys.modules); from slm_toolkit import api\n"
+        "new = {name.split('.')[0] for name in sys.modules if name not in before}\n"
+        "print(sorted(new - sys.stdlib_module_names), 'slm_toolkit.base' in sys.modules)\n"
+        "api.estimate(gpu='h200'); api.report('results/cpu')\n"
+        f"print([name for name in {sorted(HEAVY)} if name in sys.modules])"
+    )
+    command = (sys.executable, "-c", program)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['slm_toolkit'] False", "[]"]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,0 +1,301 @@
+"""One comparison from its flags to its records: what is planned, checked, launched and kept."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slm_toolkit.compare import local
+from slm_toolkit.compare.display import Display
+from slm_toolkit.compare.grid import PAIRS, PlannedRun, plan_runs
+from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch, flags_of_trials
+from slm_toolkit.compare.local import Slot, run_in_slots, slots_of
+from slm_toolkit.compare.predicted import check_skippable, skipped_record
+from slm_toolkit.compare.slurm import SlurmJobs, SlurmNodes, strategy_on_nodes
+from slm_toolkit.compare.supervisor import locked
+from slm_toolkit.compare.torch_checks import check_with_torch
+from slm_toolkit.config.flag_pairs import check_pairs
+from slm_toolkit.config.flags import every_config
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.hardware.gpus import Machine, this_machine
+from slm_toolkit.hardware.machine import advise
+from slm_toolkit.hardware.prices import find_price
+from slm_toolkit.launch.command_line import check_training
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.record.files import write_record
+from slm_toolkit.record.run_record import RECORD_FILE, RunRecord
+from slm_toolkit.report.rows import Row, with_values
+from slm_toolkit.strategy.groups import strategies_asked
+from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
+
+CheckLaunches = Callable[..., list[str]]
+"doctor.before_launch.check_launches: doctor stands above this room"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a comparison is asked to do: the flags of `slm compare` but for those of its output."""
+
+    given: dict[str, Any]
+    "field name of RunConfig to a value or a list of values"
+    strategy: list[str] | None
+    "None: the six that are studied"
+    num_processes: int | None = None
+    timeout_seconds: float = 3600
+    num_retries: int = 0
+    num_repeats: int = 1
+    parity_steps: int | None = None
+    find_largest_batch: bool = False
+    max_batch: int | None = None
+    gpus_per_run: int | None = None
+    runs_at_once: int | None = None
+    skip_oom: bool = False
+    force: bool = False
+    usd_per_gpu_hour: float | None = None
+    nodes: SlurmNodes | None = None
+    "None: runs go on on this machine"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A comparison that can begin."""
+
+    runs: list[PlannedRun]
+    slots: list[Slot]
+    "where runs go on side by side"
+    machine: Machine
+
+
+def prepare(
+    request: Request, *, names: Collection[str], check_launches: CheckLaunches, console: Console
+) -> Prepared:
+    """Plan all runs and check them before anything starts. Notes go to stderr.
+
+    `names`: the flags that ask for something other than their default. Raises ValueError with what can't be
+    run.
+    """
+    nodes = request.nodes
+    check_training(every_config(request.given), [find_strategy(name) for name in request.strategy or ()])
+    if nodes is None:
+        with console.status("looking at this machine"):
+            machine = this_machine()
+    else:
+        machine = nodes.machine
+    runs, slots = _plan(request, machine, names)
+    check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
+    launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
+        (run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs
+    ]
+    taken_out = [run.taken_out for run in runs if run.taken_out is not None]
+    notes = check_launches(launches, machine, is_here=nodes is None)
+    if nodes is None:
+        check_one_machine(run.strategy for run in runs)
+    _print_notes(dict.fromkeys([*taken_out, *notes]))
+    return Prepared(runs, slots, machine)
+
+
+def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[list[PlannedRun], list[Slot]]:
+    given, has_gpu = dict(request.given), machine.num_gpus > 0
+    if given.get("save_final_model") is None:
+        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+    if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
+        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
+    strategies, left_out = strategies_asked(request.strategy, given, has_gpu=has_gpu)
+    _print_notes(left_out)
+    check_pairs(names, PAIRS, has_gpu=has_gpu)
+    if request.nodes is None:
+        slots = slots_of(
+            machine,
+            gpus_per_run=request.gpus_per_run,
+            runs_at_once=request.runs_at_once,
+            num_processes=request.num_processes,
+        )
+    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
+        slots = [Slot()]
+        strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
+    if request.find_largest_batch:
+        given = flags_of_trials(given, strategies, max_batch=request.max_batch, has_gpu=has_gpu)
+    num_processes = request.num_processes
+    if num_processes is None and "rehearse" not in given:  # a rehearsal is one process
+        num_processes = request.gpus_per_run
+    runs = plan_runs(
+        given,
+        strategies,
+        num_processes=num_processes,
+        machine=machine,
+        repeats=request.num_repeats,
+        parity_steps=request.parity_steps,
+    )
+    if request.skip_oom:
+        check_skippable(runs)
+    notes = {
+        (run.strategy.path, precision_note(run.strategy.mixed_precision, run.config)): None for run in runs
+    }
+    _print_notes(f"note: {path}: {note}" for path, note in notes if note)
+    return runs, slots
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a comparison, in the order in which its runs were planned."""
+
+    records: list[tuple[Path, RunRecord]]
+    searches: dict[str, BatchSearch]
+    "by the record's file, where the largest batch was looked for"
+    interrupted: bool
+    "by Ctrl-C"
+
+
+def launch_all(
+    prepared: Prepared,
+    request: Request,
+    *,
+    jobs: SlurmJobs | None,
+    console: Console,
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Done:
+    """Do what is not done yet; the console shows the progress. The folder of the runs is locked meanwhile.
+
+    `guard` is entered around what fails by a user's mistake, in the threads of runs too: the command line
+    prints such errors there. Raises ValueError for a folder that can't be used.
+    """
+    runs, machine = prepared.runs, prepared.machine
+    folder = Path(runs[0].config.output_dir)
+    with ExitStack() as until_the_end:
+        with guard():
+            num_left_over = until_the_end.enter_context(locked(folder))
+        if num_left_over:
+            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+        is_rehearsal = bool(request.given.get("rehearse"))
+        if (
+            machine.num_gpus == 0 and request.nodes is None and not is_rehearsal
+        ):  # Slurm's jobs have their own
+            advise(console)
+        return _launch_all(prepared, request, jobs=jobs, console=console, guard=guard)
+
+
+def _launch_all(
+    prepared: Prepared,
+    request: Request,
+    *,
+    jobs: SlurmJobs | None,
+    console: Console,
+    guard: Callable[[], AbstractContextManager[None]],
+) -> Done:
+    runs, slots = prepared.runs, prepared.slots
+    if jobs is None and not request.force and not request.find_largest_batch:
+        with guard():
+            for run in runs:
+                local.check_place(run)
+    stop = threading.Event()
+    launcher: Any = local if jobs is None else jobs
+
+    def execute_or_keep(run: PlannedRun, slot: Slot) -> RunRecord:
+        if request.force:
+            with guard():
+                launcher.forget(run)
+        record = launcher.kept_record(run)
+        kept = record is not None
+        if kept:
+            with suppress(OSError):
+                local.clear(run.folder)  # a kill between the record and the end leaves some
+        if record is None and request.skip_oom and (record := skipped_record(run)) is not None:
+            with suppress(OSError):  # on a full disk it is a row all the same
+                write_record(record, run.folder)
+        if record is None:
+            display.begin(run)
+            with guard():
+                record = launcher.execute(
+                    run,
+                    slot,
+                    timeout_seconds=request.timeout_seconds,
+                    retries=request.num_retries,
+                    stop=stop,
+                    on_progress=partial(display.progress, run),
+                )
+        display.end(run, record, kept=kept)
+        return record
+
+    def work(run: PlannedRun, slot: Slot) -> tuple[PlannedRun, RunRecord, BatchSearch | None]:
+        if not request.find_largest_batch:
+            return run, execute_or_keep(run, slot), None
+        found, shown, record = find_largest_batch(
+            run, partial(execute_or_keep, slot=slot), most=request.max_batch
+        )
+        return shown, record, found
+
+    done: dict[int, tuple[PlannedRun, RunRecord, BatchSearch | None]] = {}
+    display = Display(
+        runs,
+        console,
+        searching=request.find_largest_batch,
+        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
+        usd_so_far=_usd_so_far(
+            runs, prepared.machine, jobs, len(slots), usd_per_gpu_hour=request.usd_per_gpu_hour
+        ),
+    )
+    interrupted = False
+    try:
+        if jobs is not None:
+            with guard():
+                jobs.begin([] if request.find_largest_batch else runs, force=request.force)
+        with display, closing(run_in_slots(runs, work, slots, stop)) as results:
+            for index, result in results:
+                done[index] = result
+    except KeyboardInterrupt:
+        interrupted = True
+        if jobs is not None:
+            with guard():
+                jobs.cancel()
+        again = "the same command, without --force," if request.force else "the same command"
+        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
+    shown = [done[index] for index in sorted(done)]
+    if not interrupted:
+        console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
+    return Done(
+        records=[(run.folder / RECORD_FILE, record) for run, record, _ in shown],
+        searches={str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None},
+        interrupted=interrupted,
+    )
+
+
+def with_searches(rows: list[Row], searches: dict[str, BatchSearch]) -> list[Row]:
+    """Return the rows, each with the largest batch that its search found."""
+    return [
+        with_values(row, largest_batch=search.largest_ok, smallest_oom_batch=search.smallest_oom)
+        if (search := searches.get(row.record))
+        else row
+        for row in rows
+    ]
+
+
+def _usd_so_far(
+    runs: list[PlannedRun],
+    machine: Machine,
+    jobs: SlurmJobs | None,
+    num_slots: int,
+    *,
+    usd_per_gpu_hour: float | None,
+) -> Callable[[], float] | None:
+    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
+    Under Slurm, of what jobs used."""
+    price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+    if price is None:
+        return None
+    if jobs is not None:
+        return lambda: sum(jobs.gpu_seconds.values()) / 3600 * price.usd_per_gpu_hour
+    num_paid = machine.num_gpus or num_slots * max(run.num_processes for run in runs)
+    started = time.monotonic()
+    return lambda: (time.monotonic() - started) / 3600 * num_paid * price.usd_per_gpu_hour

@@ -1,0 +1,66 @@
+"""The whole report of rows, as `slm report` prints it: the comparison, its notes, and tables below it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.step_breakdown import Anatomy
+from slm_toolkit.report.rows import Row, labelled
+from slm_toolkit.report.tables.comparison import (
+    comparison_table,
+    dataset_table,
+    has_several,
+    parity_notes,
+    phase_table,
+)
+from slm_toolkit.report.tables.memory import MemoryPicture, memory_chart
+from slm_toolkit.report.tables.step_breakdown import anatomy_table
+
+
+def sections(
+    rows: list[Row],
+    *,
+    width: int,
+    most_rows: int | None = None,
+    unchecked: Sequence[str] = (),
+    phases: bool = False,
+    pictures: Mapping[str, MemoryPicture] | None = None,
+) -> Iterator[RenderableType]:
+    """Yield what stands one below the other. Print each with `crop=False`.
+
+    `width`: columns of the console. `most_rows`: more rows are counted, not shown. `unchecked`: red lines on
+    checks that could not be made. `pictures`: by label, the memory of runs whose allocations were followed.
+    """
+    named = labelled(rows)
+    shown = rows[:most_rows]
+    yield comparison_table(shown, width=width)
+    if hidden := rows[len(shown) :]:
+        bad = sum(row.status in ("failed", "timeout") for row in hidden)
+        said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
+        yield Text(f"{said}: a pipe, --csv and --markdown have all")
+    yield from (Text(line, style="red") for line in unchecked)
+    yield from parity_notes(named)
+    if several := {label: row for label, row in named.items() if has_several(row)}:
+        yield dataset_table(several)
+    if phases:
+        yield phase_table(named)
+    for label, picture in (pictures or {}).items():
+        row = named[label]
+        title = f"memory of {label}, {row.evidence} on rank 0 of {row.world_size}"
+        yield memory_chart(title, picture, width=width)
+    if anatomies := {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}:
+        yield anatomy_table(anatomies, width=width)
+        yield Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
+
+
+def failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
+    """Return a line for each single-process reference of `--parity` that did not end ok."""
+    return [
+        f"no parity check: the single-process {record.config.numerics} reference ended "
+        f"{record.status}: {record.reason}"
+        for _, record in records
+        if record.is_parity_reference and record.status != "ok"
+    ]

@@ -1,0 +1,281 @@
+"""The Python API: the same rows as the verbs, the same errors, and tables for consoles and notebooks."""
+
+import builtins
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, slm_here
+from rich.console import Console
+
+from slm_toolkit import api as slm
+from slm_toolkit.cli.recommend import _LAWS
+from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
+from slm_toolkit.recommend.plans import Plan
+from slm_toolkit.report.rows import Row
+
+CPU = ROOT / "results" / "cpu"
+
+
+def printed_json(*words: str) -> list[dict[str, Any]]:
+    return json.loads(slm_here(*words, "--json").out)
+
+
+def as_json(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tuples become lists, as they do in what a verb prints."""
+    return json.loads(json.dumps(rows))
+
+
+def error_of(verb: str, *words: str) -> str:
+    """What the command line prints, without `error: ` and without its reference to --help."""
+    done = slm_here(verb, *words)
+    assert done.code == 2
+    return done.err.removeprefix("error: ").removesuffix("\n")
+
+
+def test_estimates_are_those_of_the_verb() -> None:
+    made = slm.estimate(
+        model=["slm-500m", "slm-1b"],
+        strategy=["ddp", "ds_zero3"],
+        gpu="a100-40gb",
+        num_gpus=[8, 16],
+        per_device_train_batch_size=2,
+        usd_per_gpu_hour=2.0,
+        flags={"gradient_checkpointing": ["none", "full"], "seq_len": 2048},
+    )
+    words = ("--model", "slm-500m", "slm-1b", "--strategy", "ddp", "ds_zero3", "--gpu", "a100-40gb")
+    words += ("--num_gpus", "8", "16", "--per_device_train_batch_size", "2", "--usd_per_gpu_hour", "2")
+    words += ("--gradient_checkpointing", "none", "full", "--seq_len", "2048")
+    assert len(made) == 16  # two models, two strategies, two counts, with and without checkpointing
+    assert isinstance(made[0], Estimate)
+    assert as_json(made.to_dicts()) == printed_json("estimate", *words)
+
+
+def test_a_path_a_count_in_the_gpu_and_a_switch_are_taken() -> None:
+    (row,) = slm.estimate(
+        strategy=ROOT / "accel_configs" / "ddp.yaml", gpu="h200:16", gradient_checkpointing="true"
+    )
+    assert (row.strategy, row.num_gpus, row.gradient_checkpointing) == ("ddp", 16, "full")
+    (row,) = slm.estimate(strategy="ddp", flags={"gradient_checkpointing": True})
+    assert (row.gpu, row.gradient_checkpointing) == (None, "full")
+
+
+def test_notes_say_what_an_estimate_does_not_follow(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("distributed_type: MULTI_GPU\nmixed_precision: 'no'\n")
+    assert slm.estimate(strategy=mine).notes == [
+        f"{mine}: mixed_precision no: --numerics aligned is estimated for bf16"
+    ]
+    assert slm.estimate(strategy="ddp").notes == []
+
+
+def test_the_largest_batch_is_that_of_the_verb() -> None:
+    made = slm.estimate(model="slm-1b", strategy="ddp", gpu="l4", find_largest_batch=True)
+    words = ("--model", "slm-1b", "--strategy", "ddp", "--gpu", "l4", "--largest_batch")
+    assert as_json(made.to_dicts()) == printed_json("estimate", *words)
+    assert "batch with" in str(made)
+
+
+def test_recommendations_are_those_of_the_verb(tmp_path: Path) -> None:
+    made = slm.recommend(model="slm-1b", gpu="a100-40gb:8@2.5", tokens=2e9, strategy=["ddp", "ds_zero1"])
+    words = ("--model", "slm-1b", "--gpu", "a100-40gb:8@2.5", "--tokens", "2B", "--strategy", "ddp")
+    assert isinstance(made[0], Plan)
+    assert as_json(made.to_dicts()) == printed_json("recommend", *words, "ds_zero1")
+    names = {path.name for path in made.write(tmp_path / "plan")}
+    assert "launch.sh" in names
+    assert names <= {path.name for path in (tmp_path / "plan").iterdir()}
+
+
+def test_without_a_plan_the_table_says_what_comes_nearest() -> None:
+    made = slm.recommend(model="slm-1b", gpu="a100-40gb:8", tokens=2e9, strategy="ddp", budget_usd=1)
+    assert len(made) == 0
+    assert str(made).startswith("nothing is within $1.00\nthe fastest: 8 x a100-40gb, ddp")
+    with pytest.raises(ValueError, match="there is no plan to write"):
+        made.write("nowhere")
+
+
+def test_a_gpu_without_a_price_is_named() -> None:
+    made = slm.recommend(gpu="rtx-5090:8", tokens=1e9, strategy="ddp")
+    priced = slm.recommend(gpu="rtx-5090:8@1", tokens=1e9, strategy="ddp")
+    assert (priced.unpriced, priced[0].usd is None) == ([], False)
+    assert (made.unpriced == ["rtx-5090"]) is (made[0].usd is None)
+
+
+def test_a_report_has_the_rows_of_the_verb() -> None:
+    records = slm.read_records(CPU)
+    report = slm.report(records)
+    assert len(records) == len(report.records) > 0
+    assert records[0].status == "ok"
+    assert isinstance(report[0], Row)
+    assert (records.problems, report.problems) == ([], [])
+    here = slm_here("report", str(CPU), "--json")
+    assert json.loads(report.to_json()) == json.loads(here.out)
+    assert report.to_csv() == slm_here("report", str(CPU), "--csv", "-").out
+    assert report.to_markdown() == slm_here("report", str(CPU), "--markdown", "-").out
+    assert report.to_latex() == slm_here("report", str(CPU), "--latex", "-").out
+
+
+def test_a_report_is_written_as_a_page(tmp_path: Path) -> None:
+    text = slm.report(CPU).to_html(tmp_path / "new" / "report.html")
+    assert (tmp_path / "new" / "report.html").read_text() == text
+    slm_here("report", str(CPU), "--html", str(tmp_path / "verb.html"))
+    assert (tmp_path / "verb.html").read_text() == text
+
+
+def test_damaged_records_are_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "record.json").write_text("{}")
+    report = slm.report([CPU, tmp_path])
+    assert len(report) == len(slm.report(CPU))
+    (problem,) = report.problems
+    assert problem.startswith(f"{tmp_path}/bad/record.json: ")
+
+
+def test_errors_of_estimates_are_those_of_the_verb() -> None:
+    rehearsed = ROOT / "results" / "rehearsed"
+    made = slm.report(rehearsed).errors()
+    verb = printed_json("report", str(rehearsed), "--errors")
+    assert [entry.error for entry in made] == [entry["error"] for entry in verb]
+
+
+def test_a_table_prints_and_shows_in_consoles_and_notebooks() -> None:
+    for result in (slm.estimate(strategy="ddp"), slm.report(CPU), slm.report(CPU).plots()):
+        console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(result)
+        lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= 120
+        assert "ddp" in str(result)
+        assert "ddp" in result._repr_html_()
+        assert result._repr_html_().startswith("<pre ")
+        assert not re.search(r"<script|style>", result._repr_html_())
+    assert repr(slm.estimate(strategy="ddp")) == "<Estimates: 1 rows>"
+    assert str(slm.report(CPU)).splitlines()[0] == slm_here("report", str(CPU)).out.splitlines()[0]
+
+
+def test_text_of_a_record_stays_text_in_a_notebook(tmp_path: Path) -> None:
+    found = next(CPU.rglob("record.json"))
+    record = json.loads(found.read_text())
+    (tmp_path / "record.json").write_text(
+        json.dumps({**record, "strategy": "<script>alert(1)</script>[red]"})
+    )
+    shown = slm.report(tmp_path)._repr_html_()
+    assert "<script" not in shown
+    assert "&lt;script&gt;" in shown
+
+
+def test_pandas_has_a_line_for_each_row() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = slm.report(CPU).to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.strategy) == [row.strategy for row in slm.report(CPU)]
+    assert slm.estimate(strategy=["ddp", "ds_zero2"]).to_pandas().peak_allocated_bytes.is_monotonic_decreasing
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_pandas(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_pandas)
+    with pytest.raises(ValueError, match=r"to_pandas\(\) needs pandas\nhint: pip install pandas"):
+        slm.report(CPU).to_pandas()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "slm1m"}, ("--model", "slm1m")),
+        ({"gpu": "nope"}, ("--gpu", "nope")),
+        ({"num_gpus": 12}, ("--num_gpus", "12")),
+        ({"strategy": "ddpp"}, ("--strategy", "ddpp")),
+        ({"seq_len": [0, 7]}, ("--seq_len", "0", "7")),
+        ({"find_largest_batch": True}, ("--largest_batch",)),
+        ({"usd_per_gpu_hour": 2, "provider": "AWS"}, ("--usd_per_gpu_hour", "2", "--provider", "AWS")),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_mistake_has_the_message_of_the_command_line(
+    arguments: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
+        slm.estimate(**arguments)
+    assert str(raised.value) == error_of("estimate", *words)
+
+
+def test_a_folder_without_records_has_the_message_of_the_command_line(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
+            slm.read_records(folder)
+        assert str(raised.value) == error_of("report", str(folder))
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
+        slm.estimate(flags={"seqlen": 8, "gradient_checkpoint": "full", "seq_len": "8"})
+    assert str(raised.value) == (
+        "unknown flag: seqlen\nunknown flag: gradient_checkpoint\n--seq_len is '8': a whole number\n"
+        "hint: did you mean --seq_len?; did you mean --gradient_checkpointing?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "slm-1m"}, "given twice: model"),
+        ({"seq_len": []}, "--seq_len is an empty list"),
+        ({"learning_rate": "3e-4"}, "--learning_rate is '3e-4': a number"),
+        ({"torch_compile": 1}, "--torch_compile is 1: True or False"),
+        ({"seq_len": 8.0}, "--seq_len is 8.0: a whole number"),
+        ({"weight_decay": [0.1, 0.2]}, "--weight_decay takes one value, not 2"),
+        ({"output_dir": "runs"}, "unknown flag: output_dir"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_flag_of_a_wrong_kind_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        slm.estimate(model="slm-1m", flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"software": "2025"}, "argument --software: invalid choice: '2025' (choose from 2024, 2026)"),
+        ({"usd_per_gpu_hour": 0}, "argument --usd_per_gpu_hour: 0 is no price per GPU-hour"),
+        ({"num_gpus": 8.5}, "argument --num_gpus: invalid int value: 8.5"),
+        ({"inter_node_gbps": -1}, "argument --inter_node_gbps: -1 is not above 0"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_number_or_choice_has_the_checks_of_the_command_line(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        slm.estimate(gpu="h200", **arguments)
+
+
+def test_arguments_that_are_fields_of_run_config_have_its_names() -> None:
+    """So that a name works as an argument or as an entry of flags."""
+    own = {
+        slm.estimate: {"strategy", "gpu", "num_gpus", "gpus_per_node", "find_largest_batch", "flags"},
+        slm.compare: {"strategy", "num_processes", "repeats", "parity", "timeout_seconds", "flags"},
+    }
+    for function, others in own.items():
+        names = set(inspect.signature(function).parameters)
+        assert others <= names
+        assert {"model", "seq_len", "per_device_train_batch_size", "numerics"} <= names & FLAGS.keys()
+    of_estimates = names_of(slm.estimate)
+    assert not of_estimates & set(NOT_OF_AN_ESTIMATE)
+    assert {name for name in names_of(slm.compare) if getattr(RunConfig, name) is None} >= {"model"}
+    assert slm.recommend.__kwdefaults__["law"] in _LAWS
+
+
+def names_of(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters) & FLAGS.keys()
