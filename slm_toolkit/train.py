@@ -26,11 +26,17 @@ if __name__ == "__main__":
     leave_out_working_folder()
 
 # isort: split
-from slm_toolkit.launch.command_line import check_command_line, training_config
+from slm_toolkit.config.flags import training_config
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or no child of ours could open a GPU
     end_at_once()  # torch is imported for seconds, then the model is built
+    training_config(sys.argv[1:])  # --help and an unknown flag end here
+
+# isort: split
+from slm_toolkit.launch.command_line import check_command_line
+
+if __name__ == "__main__":
     check_command_line(sys.argv[1:])  # a typo ends here, before torch is imported
 
 # isort: split

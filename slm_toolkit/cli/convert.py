@@ -41,22 +41,26 @@ _OTHER_NAMES = {
     **dict.fromkeys(("trainer", "training_args", "trainingarguments", "transformers"), "training_arguments"),
 }
 _DESCRIPTION = """\
-Says in another form how a model is sharded: accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and the
-TrainingArguments of transformers. The files go to stdout, or into --output DIR, where nothing is overwritten;
-what became of every key goes to stderr.
-Exit codes: 0 every key has a counterpart, 1 at least one has none, 2 bad input.
+Convert accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and transformers' TrainingArguments into
+one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr says what
+became of each key, and why."""
+_EXAMPLES = """\
+  slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
+  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
+  slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           what FSDP has of it
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
-YAML, what --fsdp_config takes, or a training command, behind --
+YAML, a file for --fsdp_config, or a training command after --
 forms:
 {forms}
-examples:
-  slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
-  slm convert my_ds.json --to accelerate_fsdp --num_processes 8         what FSDP has and has not of it
+more examples:
   slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
-  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
   slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
+exit codes:
+  0  every key has a counterpart
+  1  at least one key has none
+  2  bad input
 docs/fsdp_and_zero.md has the table of counterparts.
 """
 _WIDTH = 110
@@ -64,23 +68,24 @@ _WIDTH = 110
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm convert`, and what it does."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = _DESCRIPTION
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
     parser.epilog = _EPILOG.format(forms=forms)
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
-    parser.add_argument("--to", required=True, type=_form, metavar="FORM", help="see below")
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="what to convert; see below")
+    parser.add_argument(
+        "--to", required=True, type=_form, metavar="FORM", help="form to convert to; see below"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the files into DIR")
     parser.add_argument(
-        "--num_processes", type=count, metavar="N", help="ranks in all (default: as the source says)"
+        "--num_processes", type=count, metavar="N", help="ranks in total (default: as in the source)"
     )
     parser.add_argument(
         "--gpus_per_node",
         type=count,
         metavar="K",
-        help='what hpZ of "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
+        help='GPUs that hpZ "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
     )
-    parser.add_argument("--json", action="store_true", help="files, command and account as one object")
+    parser.add_argument("--json", action="store_true", help="print files, command and account as one object")
     parser.set_defaults(verb=_convert)
 
 

@@ -43,78 +43,85 @@ _NUM_GPUS = 8
 _FIXED = "doctor-fixed"
 _SEEN = ("save_final_model",)  # flags of a run that no estimate needs, but a finding does
 _DESCRIPTION = """\
-Looks at a model, the accelerate YAMLs and DeepSpeed JSONs of strategies, the flags, the GPUs, this shell's
-environment and the installed versions, and says what is wrong or unwise, why, and what to change. Nothing
-runs, and a file that a launch would refuse is looked at to its end.
-
-wrong: does not run, does other than it says, or wastes most of what is paid; unwise; could be faster."""
-_EPILOG = """\
-examples:
+Find what is wrong or unwise in a model, its flags, accelerate YAMLs, DeepSpeed JSONs, this shell's
+environment and the installed versions. Says why, and what to change. Nothing runs."""
+_EXAMPLES = """\
   slm doctor --model slm-500m                                     six strategies on three GPU types
   slm doctor --model slm-1b --strategy my.yaml --gpu h100-80gb --num_gpus 16
-  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix fixed        corrected copies into the folder fixed
+"""
+_EPILOG = """\
+more examples:
+  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
   slm doctor --strategy my.yaml --json --strict                   for CI
+severities:
+  wrong            does not run, does not do what it says, or wastes most of the money
+  unwise           runs, but costs more or risks more than needed
+  could be faster  a change that saves time
 exit codes:
   0  nothing wrong; with --strict, nothing unwise either
-  1  something is; after --fix: something that no file mends is left
+  1  something is wrong; after --fix: something that no file can fix is left
   2  bad input: no such file, not YAML, a flag that makes no sense
 """
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm doctor`, and what it does."""
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.add_argument(
         "--gpu",
         nargs="+",
         metavar="NAME",
-        help="the GPUs meant, of another machine, whose disks, RAM and libraries are not looked at (default: "
-        f"this machine's, and all of it; where it has none {' '.join(_GPUS)})",
-    )
+        help="GPU types of another machine, whose disks, RAM and libraries are not checked "
+        f"(default: this machine; {' '.join(_GPUS)} if it has no GPU)",
+    ).basic = True
     parser.add_argument(
         "--num_gpus",
         type=count,
         metavar="N",
-        help="in all (default: this machine's, or a file's own num_processes, or 8)",
-    )
+        help="number of GPUs in total (default: this machine's, else the file's num_processes, else 8)",
+    ).basic = True
     parser.add_argument(
-        "--gpus_per_node", type=count, metavar="K", help="at most (default: this machine's, or 8)"
+        "--gpus_per_node",
+        type=count,
+        metavar="K",
+        help="most GPUs in one node (default: this machine's, else 8)",
     )
     parser.add_argument(
         "--strategy",
         nargs="+",
         default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML|JSON",
-        help="shipped names, accelerate YAMLs, DeepSpeed JSONs (default: the six)",
-    )
+        help="shipped names, accelerate YAMLs or DeepSpeed JSONs (default: the six strategies of the study)",
+    ).basic = True
     parser.add_argument(
         "--host_ram_gib",
         type=positive_number,
         metavar="GIB",
-        help="RAM of each node (default: this machine's, where its GPUs are meant; else it is not looked at)",
+        help="RAM of each node (default: this machine's if its GPUs are checked; else RAM is not checked)",
     )
     parser.add_argument(
         "--versions",
         nargs="+",
         default=[],
         metavar="PACKAGE=VERSION",
-        help="what is installed where it will run, such as torch=2.12 (default: what is installed here)",
+        help="versions where it will run, such as torch=2.12 (default: those installed here)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for what is unwise, too")
+    parser.add_argument(
+        "--strict", action="store_true", help="also exit with 1 if something is unwise"
+    ).basic = True
     parser.add_argument(
         "--fix",
         nargs="?",
         const=_FIXED,
         type=Path,
         metavar="DIR",
-        help=f"write corrected copies of the files into a folder (default: {_FIXED}), and say what was "
-        "changed and what no file mends",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="let --fix replace files that are there")
-    parser.add_argument("--json", action="store_true", help="print a list of findings")
+        help=f"write corrected copies of the files into a folder (default: {_FIXED}). Prints what "
+        "changed, and what no file can fix",
+    ).basic = True
+    parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
+    parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
     add_software_flag(parser)
     add_network_flags(parser)
     leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)

@@ -10,14 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from slm_toolkit.base.errors import shown, user_errors
-from slm_toolkit.launch.command_line import (
-    MODULE,
-    arguments_of,
-    check_training,
-    option,
-    said_alike,
-    training_config,
-)
+from slm_toolkit.config.flags import MODULE, training_config
+from slm_toolkit.launch.command_line import arguments_of, check_training, option, said_alike
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_SECONDS,
@@ -93,7 +87,6 @@ class _Asked:
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm launch`, which are accelerate's, and what it does."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "slm launch [accelerate launch's options] -m slm_toolkit.train [its flags]"
     parser.prefix_chars = ""  # no word is an option of ours
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

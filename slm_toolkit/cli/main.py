@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="slm",
         description="Train a small language model under every sharding strategy and compare what it costs.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"slm_toolkit {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)

@@ -33,15 +33,15 @@ def add_probe_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe_network",
         action="store_true",
-        help="instead of comparing, measure all_reduce, all_gather and reduce_scatter among the ranks, into "
-        f"{NETWORK_FILE} of --output_dir",
+        help="compare nothing: measure all_reduce, all_gather and reduce_scatter among the ranks. "
+        f"Writes {NETWORK_FILE} into --output_dir",
     )
     parser.add_argument(
         "--probe_seconds",
         type=positive_number,
         metavar="S",
-        help="with --probe_network, no larger messages than fit into it, beside the ranks' start (default: "
-        f"{PROBE_SECONDS:g})",
+        help="time for --probe_network; larger messages than fit into it are left out. Starting the "
+        f"ranks is not counted (default: {PROBE_SECONDS:g})",
     )
 
 

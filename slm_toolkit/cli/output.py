@@ -30,12 +30,18 @@ EXPORTS = ("csv", "markdown", "latex", "parquet")
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("exports", "to a file beside the table, or with - instead of it")
-    group.add_argument("--csv", type=Path, metavar="FILE|-", help="the names and rows of --json")
-    group.add_argument("--parquet", type=Path, metavar="FILE", help="the same")
-    group.add_argument("--markdown", type=Path, metavar="FILE|-", help="the table, all columns of it")
+    group = parser.add_argument_group(
+        "exports", "write to a file, or print on stdout (-) instead of the table"
+    )
     group.add_argument(
-        "--latex", type=Path, metavar="FILE|-", help="without empty columns, with booktabs' rules"
+        "--csv", type=Path, metavar="FILE|-", help="write the rows of --json as CSV"
+    ).basic = True
+    group.add_argument("--parquet", type=Path, metavar="FILE", help="write the same rows as Parquet")
+    group.add_argument(
+        "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
+    )
+    group.add_argument(
+        "--latex", type=Path, metavar="FILE|-", help="write the table without empty columns, for booktabs"
     )
 
 
@@ -101,7 +107,7 @@ def add_report_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report_to",
         choices=("trackio", "tensorboard", "wandb"),
-        help="send each row to a tracker as a run, offline: all figures, losses and step_seconds by step",
+        help="send each row to a tracker as a run, offline: all numbers, and losses and step_seconds by step",
     )
 
 
@@ -131,35 +137,41 @@ def track_rows(
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     parser.add_argument(
-        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, instead of the table's"
+        "--json", action="store_true", help="print a list of rows; unknown values are null"
+    ).basic = True
+    parser.add_argument(
+        "--usd_per_gpu_hour",
+        type=price_per_hour,
+        metavar="USD",
+        help="your price, instead of the one in the table",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
+        "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
     )
     parser.add_argument(
         "--parity_tolerance",
         type=positive_number,
         metavar="X",
-        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned 0.01, stock "
-        "and pure_bf16 0.05; more where one process of the same numerics differs by more from fp32)",
+        help="largest loss difference that passes (default: 1e-5 for fp32, 0.01 for aligned, 0.05 for "
+        "stock and pure_bf16). It grows if one process of the same numerics differs more from "
+        "fp32",
     )
     parser.add_argument(
-        "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
+        "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"
     )
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="print where the memory peak is, which modules own it, and the step as a chart, of runs with "
-        "--trace_memory or --rehearse",
+        help="print where the memory peak is, which modules own it, and a chart of the step. Needs "
+        "runs with --trace_memory or --rehearse",
     )
     parser.add_argument(
         "--baseline",
         type=Path,
         metavar="DIR",
-        help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
-    )
+        help="compare with earlier records. Exit code 1 if something became slower, larger or less accurate",
+    ).basic = True
     add_export_flags(parser)
 
 

@@ -12,14 +12,16 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
 
 _DESCRIPTION = """\
-Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. With a GPU a
-recipe does the real thing, as its first block of variables says, which the environment can change; without
-one, or with TRY=1, two steps of a tiny model."""
+List, print or copy shell scripts. Each answers one question, with commands and an estimated time and cost.
+With a GPU a recipe trains for real, by the variables in its first block, which the environment can change.
+Without a GPU, or with TRY=1, it trains two steps of a tiny model."""
+_EXAMPLES = """\
+  slm recipes                            list all recipes, with hardware, time and cost
+  slm recipes lora                       print one
+  slm recipes --copy mine                write all of them as files
+"""
 _EPILOG = """\
-examples:
-  slm recipes                            what there is, on which hardware, how long, for how much
-  slm recipes lora                       one, to read and to paste from
-  slm recipes --copy mine                all of them as files
+more examples:
   TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
   MODEL=slm-500m-hw bash mine/cheapest_100m.sh
 """
@@ -58,14 +60,12 @@ class Recipe:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm recipes`, and what it does."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("name", nargs="?", help="print this one (default: list them)")
+    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
+    parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
     parser.add_argument(
-        "--copy", type=Path, metavar="DIR", help="write all of them, or the one named, to DIR"
+        "--copy", type=Path, metavar="DIR", help="write all recipes, or the named one, into DIR"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON, unknown is null")
+    parser.add_argument("--json", action="store_true", help="print as JSON; unknown values are null")
     parser.set_defaults(verb=_recipes)
 
 

@@ -52,51 +52,66 @@ _DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
-    job.add_argument("--tokens", type=_tokens, metavar="N", help="to train on, as 20B or 300M")
     job.add_argument(
-        "--target_loss", type=positive_number, metavar="L", help="train until a scaling law expects this loss"
-    )
+        "--tokens", type=_tokens, metavar="N", help="tokens to train on, such as 20B or 300M"
+    ).basic = True
+    job.add_argument(
+        "--target_loss",
+        type=positive_number,
+        metavar="L",
+        help="train until a scaling law predicts this loss",
+    ).basic = True
     job.add_argument(
         "--law",
         choices=_LAWS,
         default="besiroglu",
-        help="scaling law that says what loss to expect and, without --tokens and --target_loss, how many "
-        "tokens are compute-optimal (default: besiroglu)",
+        help="scaling law for the predicted loss. Without --tokens and --target_loss it also gives the "
+        "compute-optimal number of tokens (default: besiroglu)",
     )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,
         default=GLOBAL_BATCH_TOKENS,
         metavar="N",
-        help="per optimizer step; micro-steps follow from it (default: 524288, as GPT-3's small models)",
+        help="tokens per optimizer step; the micro-steps follow from it (default: 524288, as GPT-3's "
+        "small models)",
     )
-    job.add_argument("--deadline_hours", type=positive_number, metavar="H", help="take no longer")
-    job.add_argument("--budget_usd", type=positive_number, metavar="USD", help="pay no more")
     job.add_argument(
-        "--objective", choices=("cost", "time"), default="cost", help="what to rank by (default: cost)"
-    )
+        "--deadline_hours", type=positive_number, metavar="H", help="longest time of the training"
+    ).basic = True
+    job.add_argument(
+        "--budget_usd", type=positive_number, metavar="USD", help="highest cost of the training"
+    ).basic = True
+    job.add_argument(
+        "--objective",
+        choices=("cost", "time"),
+        default="cost",
+        help="rank by cost or by time (default: cost)",
+    ).basic = True
     parser.add_argument(
         "--gpu",
         nargs="+",
         required=True,
         metavar="NAME[:N,N][@USD]",
-        help="offered, with how many and for how much each per hour: h100-80gb:8,16@2.49",
-    )
+        help="GPU types you can get, with their numbers and price per GPU-hour: h100-80gb:8,16@2.49",
+    ).basic = True
     parser.add_argument(
         "--num_gpus",
         nargs="+",
         type=count,
         metavar="N",
-        help="where --gpu doesn't say (default: 1 2 4 ... 64)",
+        help="numbers of GPUs, if --gpu has none (default: 1 2 4 ... 64)",
     )
-    parser.add_argument("--gpus_per_node", type=count, default=8, metavar="K", help="at most (default: 8)")
+    parser.add_argument(
+        "--gpus_per_node", type=count, default=8, metavar="K", help="most GPUs in one node (default: 8)"
+    )
     parser.add_argument(
         "--strategy",
         nargs="+",
         default=["single", *STUDIED_STRATEGIES],
         metavar="NAME|YAML|JSON",
-        help=f"of {', '.join(shipped_strategies())}, or a YAML or DeepSpeed JSON file (default: single,"
-        f" {', '.join(STUDIED_STRATEGIES)})",
+        help="shipped strategies, YAMLs or DeepSpeed JSONs (default: single, "
+        f"{', '.join(STUDIED_STRATEGIES)}). Shipped: {', '.join(shipped_strategies())}",
     )
     parser.add_argument(
         "--records",
@@ -104,17 +119,19 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="records of your runs and rehearsals, used before estimates where they match",
-    )
+        help="folders with records of your runs and rehearsals. A matching record replaces the estimate",
+    ).basic = True
     add_software_flag(parser)
-    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows shown (default: 10)")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
         "--write",
         type=Path,
         metavar="DIR",
-        help="write the first row's YAML, launch script and SkyPilot task there",
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+        help="write the YAML, launch script and SkyPilot task of the first row into DIR",
+    ).basic = True
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of rows; unknown values are null"
+    ).basic = True
     add_price_flags(parser)
     add_network_flags(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *_DECIDED_HERE))
@@ -226,8 +243,10 @@ def _tokens(text: str) -> float:
 
 _MOST_LEFT_OUT = 6
 "reasons that are printed"
-_EPILOG = """\
-examples:
+_DESCRIPTION = """\
+Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
+strategies, batches and checkpointing by estimate, or by your own records if they match."""
+_EXAMPLES = """\
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
   slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
@@ -236,13 +255,7 @@ examples:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm recommend`, and what it does."""
-    parser.description = (
-        "Ranks GPU types and counts, strategies, batches and checkpointing for a whole training "
-        "run, by estimate, or by records of your own runs where there are any; says why, and writes what to "
-        "launch."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     add_recommend_flags(parser)
     parser.set_defaults(verb=_recommend)
 

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from slm_toolkit.study.tables import Best
 
 
+_EXAMPLES = """\
+  slm report                           the table of all records under runs
+  slm report runs --html report.html   the table and charts as one page
+  slm report runs --baseline old       what became slower or larger since the records under old?
+"""
 PICTURES = ("html", "figures", "plot")
 _ERRORS_ALONE = tuple(
     Pair(name, "errors", ", which prints errors alone")
@@ -54,15 +59,17 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write the table and all charts as one page that needs no network",
-    )
+        help="write the table and all charts as one page that works offline",
+    ).basic = True
     parser.add_argument(
         "--figures",
         type=Path,
         metavar="DIR",
-        help="write each chart as PNG and SVG; needs kaleido and a Chrome, see CHROME_PATH",
-    )
-    parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
+        help="write each chart as PNG and SVG. Needs kaleido and Chrome (see CHROME_PATH)",
+    ).basic = True
+    parser.add_argument(
+        "--plot", action="store_true", help="draw bars and curves below the table"
+    ).basic = True
 
 
 def print_plots(rows: list["Row"]) -> None:
@@ -128,18 +135,17 @@ def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> 
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """The flags of `slm report`, and what it does."""
-    parser.description = "The table of records."
+    parser.description = "Print the table of recorded runs, with charts and exports."
+    parser.examples = _EXAMPLES
     parser.add_argument(
         "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
-    )
+    ).basic = True
     parser.add_argument(
         "--errors",
         action="store_true",
-        help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
-    )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of record.json, and nothing else"
-    )
+        help="instead of the table: the error of `slm estimate`'s memory for each record, by part",
+    ).basic = True
+    parser.add_argument("--schema", action="store_true", help="print only the JSON schema of record.json")
     add_picture_flags(parser)
     add_paper_flags(parser)
     add_output_flags(parser)
@@ -219,20 +225,20 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="instead of the table, figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) beside our "
-        "predictions, or beside given records of the same configurations; their four questions, answered; "
-        "and the best configurations of the paper's models on 1 to 64 nodes",
-    )
+        help="instead of the table: figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) next to our "
+        "predictions, or next to your records of the same configurations. Also answers the "
+        "paper's four questions, and lists the best configurations for 1 to 64 nodes",
+    ).basic = True
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"with --paper, what the best configurations are for (default: {_DEFAULT_GPU})",
+        help=f"GPU of the best configurations of --paper (default: {_DEFAULT_GPU})",
     )
     parser.add_argument(
         "--inter_node_gbps",
         type=positive_number,
         metavar="GBIT",
-        help="with --paper, their nodes' network in gigabit per second (default: as AWS rents the GPU)",
+        help="network of one node of --paper, in gigabit per second (default: as AWS rents the GPU)",
     )
 
 

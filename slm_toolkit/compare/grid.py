@@ -122,7 +122,7 @@ def plan_runs(
             problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
     if problems:
         raise ValueError(
-            "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"
+            "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help all` explains each flag"
         )
 
     versions = installed_versions()

@@ -47,6 +47,8 @@ class Flag:
     _: KW_ONLY
     group: str
     "heading of --help under which the flag stands"
+    basic: bool = False
+    "whether `--help` shows it; `--help all` shows every flag"
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     "other names, shown by --help"

@@ -6,11 +6,16 @@ import itertools
 from typing import Any, get_args, get_origin
 
 from slm_toolkit.config.flag_metadata import Flag
+from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 
-def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
+def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+    """Add a flag for every field of RunConfig but those to `leave_out`.
+
+    With `grid`, a flag whose `Flag.grid` is true takes several values.
+    """
+    parser.has_grid = grid
     groups = {
         name: parser.add_argument_group(name) for name in dict.fromkeys(f.group for f in FLAGS.values())
     }
@@ -18,7 +23,8 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
         if f.name not in leave_out:
             flag = FLAGS[f.name]
             names = (f"--{name}" for name in (f.name, *flag.aliases))
-            groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
+            action = groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
+            action.basic = flag.basic and (flag.grid or not grid)
 
 
 def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, Any]:
@@ -32,7 +38,7 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
         "default": None,
         "choices": flag.choices,
         "metavar": None if flag.choices else "true|false" if kind is bool else kind.__name__.upper(),
-        "help": (text + "; several values make a grid" * several).replace("%", "%%"),
+        "help": text.replace("%", "%%"),
     }
     if flag.synonyms:
         options["type"] = lambda word: flag.synonyms.get(word.lower(), word)
@@ -69,6 +75,25 @@ def flags_of(config: RunConfig) -> list[str]:
         if value != f.default:
             given += [f"--{f.name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return given
+
+
+MODULE = "slm_toolkit.train"
+_EXAMPLES = f"""\
+  python -m {MODULE} --model slm-1m --max_steps 20                   one process, nothing sharded
+  accelerate launch --config_file accel_configs/ddp.yaml -m {MODULE} --model slm-1m --max_steps 20
+  slm train --strategy fsdp_full_shard --model slm-1m --max_steps 20      the same launch with one command
+"""
+
+
+def training_config(words: list[str]) -> RunConfig:
+    """The RunConfig of the words after `-m slm_toolkit.train`; exits with code 2 on an unknown flag."""
+    parser = Parser(
+        prog=f"python -m {MODULE}",
+        description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
+    )
+    parser.examples = _EXAMPLES
+    add_flags(parser, grid=False)
+    return config_from_args(parser.parse_args(with_underscores(words)))
 
 
 class _Several(argparse.Action):

@@ -1,4 +1,4 @@
-"""The command line's parsers: errors in one line with a hint, names of other trainers' flags.
+"""The command line's parsers: short help, one-line errors with a hint, other trainers' names of flags.
 
 The names are those of Hugging Face's Trainer and examples, accelerate, TRL, torchrun, DeepSpeed, torchtitan,
 litgpt, nanoGPT, axolotl and LLaMA-Factory.
@@ -108,44 +108,126 @@ def with_underscores(argv: list[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that accepts other trainers' names of flags, and ends errors with a hint and exit code 2."""
+    """argparse with two sizes of help, other trainers' names of flags, and errors that end with exit code 2.
+
+    `--help` shows the flags whose action has `basic = True`, `--help all` shows every flag. A parser without
+    basic flags has one help, which shows every flag.
+    """
+
+    examples = ""
+    "three commands, shown by both sizes of help; `epilog` is shown by `--help all` alone"
+    has_grid = False
+    "whether flags of runs take several values"
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **options)
+        self.add_argument("-h", "--help", action=_HelpAction)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            parser = getattr(found, "parser", self)  # the verb's
+            parser = getattr(parsed, "parser", self)  # the verb's
             hint = hint_for(unknown, parser._option_string_actions)
             parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
-        return found
+        return parsed
 
     def error(self, message: str) -> None:
         problem, _, hint = message.partition("\nhint: ")
         with user_errors():
             raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
 
+    def format_help(self, *, every_flag: bool = False) -> str:
+        basic = {action for action in self._actions if getattr(action, "basic", False)}
+        every_flag = every_flag or not basic
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or self._short_usage(), self._actions, [])
+        formatter.add_text(self.description)
+        formatter.add_text(_GRID_NOTE if self.has_grid else None)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            shown = [a for a in group._group_actions if every_flag or a in basic or not a.option_strings]
+            formatter.add_text(group.description if shown else None)
+            formatter.add_arguments(shown)
+            formatter.end_section()
+        if self.examples:
+            formatter.add_text(f"examples:\n{self.examples}")
+        if every_flag:
+            formatter.add_text(self.epilog)
+        else:
+            formatter.add_text(f"every flag: {self.prog} --help all")
+        return formatter.format_help()
+
+    def _short_usage(self) -> str:
+        """`slm recommend --gpu NAME ... [flags]`: positional arguments and required flags alone."""
+        formatter = self._get_formatter()
+        needed = [
+            " ".join([*action.option_strings[:1], formatter._format_args(action, action.dest)])
+            for action in self._actions
+            if not action.option_strings or action.required
+        ]
+        return " ".join([self.prog, *needed, "[flags]"]).replace("%", "%%")
+
+
+_GRID_NOTE = "Flags shown with ... take several values; every combination is a row."
+
+
+class _HelpAction(argparse.Action):
+    """`--help`, or `--help all` for every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(
+            option_strings,
+            dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            nargs="?",
+            metavar="all",
+            help="show this help, or every flag",
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: Any = None) -> None:
+        parser._print_message(parser.format_help(every_flag=value == "all"), sys.stdout)
+        parser.exit()
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows several values as `N ...`, and a flag's metavar once, after all of its names."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs not in ("+", "*"):
+            return super()._format_args(action, default_metavar)
+        metavar = self._metavar_formatter(action, default_metavar)(1)[0]
+        return f"{metavar} ..." if action.nargs == "+" else f"[{metavar} ...]"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        return f"{names} {self._format_args(action, action.dest.upper())}".rstrip()
+
 
 class VerbParser(Parser):
     """A verb's parser, filled by `fill(parser)` of the module `filled_by` when the verb is used.
 
-    So `slm --help` loads no verb, and a verb none of the others.
+    So `slm --help` loads no verb, and a verb loads no other verb.
     """
 
     def __init__(self, *, filled_by: str, **options: Any) -> None:
         super().__init__(**options)
         self._filled_by: str | None = filled_by
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def fill(self) -> None:
+        """Add the verb's flags, once."""
         if self._filled_by is not None:
             import_module(self._filled_by).fill(self)
             self._filled_by = None
             self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
         return super().parse_known_args(args, namespace)
 
 

@@ -61,8 +61,10 @@ class RunConfig:
 
     model: str | None = Flag(
         None,
-        "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
+        "preset, size such as slm-700m, local folder, config.json or hub id (default: slm-100m on a GPU, "
+        "slm-10m on CPU)",
         group="model",
+        basic=True,
         aliases=("model_name_or_path",),
         other_names=("model_name", "model_id", "pretrained_model_name_or_path"),
         grid=True,
@@ -73,8 +75,8 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
-        "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
+        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
+        "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
         other_names=("attention_implementation", "attn_impl"),
         grid=True,
@@ -88,8 +90,9 @@ class RunConfig:
     )
     loss_kernel: str = Flag(
         "hf",
-        "hf: transformers' own, fp32 copies of all logits; fused_logits: in chunks, the logits' gradient in "
-        "their place; fused_linear: head and loss in chunks of tokens, logits are never whole",
+        "hf: transformers' own loss, with fp32 copies of all logits. fused_logits: works in chunks and "
+        "writes the gradient over the logits. fused_linear: computes head and loss in chunks of tokens; "
+        "the whole logits never exist",
         group="model",
         choices=("hf", "fused_logits", "fused_linear"),
         grid=True,
@@ -100,8 +103,8 @@ class RunConfig:
     )
     loss_chunk_tokens: int | None = Flag(
         None,
-        "tokens per chunk of a fused --loss_kernel: of fused_linear's logits, of fused_logits' fp32 "
-        "probabilities; fewer take less memory (default: by vocabulary and hidden size)",
+        "tokens per chunk of a fused --loss_kernel. Fewer tokens take less memory (default: from "
+        "vocabulary and hidden size)",
         group="model",
         grid=True,
         least=1,
@@ -114,7 +117,7 @@ class RunConfig:
     )
     norm_kernel: str = Flag(
         "hf",
-        "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
+        "hf: transformers' own RMSNorm. fused: a kernel that keeps only its input for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
@@ -126,7 +129,7 @@ class RunConfig:
     )
     mlp_kernel: str = Flag(
         "hf",
-        "hf: transformers' own SwiGLU; fused: one that does not keep the SiLU of the gate for backward",
+        "hf: transformers' own SwiGLU. fused: a kernel that does not keep the gate's SiLU for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
@@ -139,8 +142,8 @@ class RunConfig:
     )
     use_liger_kernel: bool = Flag(
         False,
-        "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
-        f"`{pip_install('liger')}`",
+        "use Liger's Triton kernels for RMSNorm, RoPE and SwiGLU; --loss_kernel chooses the loss. Needs a "
+        f"GPU and `{pip_install('liger')}`",
         group="model",
         grid=True,
         extra="liger",
@@ -152,10 +155,11 @@ class RunConfig:
     )
     gradient_checkpointing: str = Flag(
         "none",
-        "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
-        "about a third more time; selective_layer: of every second; selective_op: all but attention and each "
-        "second matrix product",
+        "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "
+        "about a third more time. selective_layer: every second layer. selective_op: all but attention "
+        "and every second matrix product",
         group="model",
+        basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
         other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
@@ -187,8 +191,8 @@ class RunConfig:
     )
     torch_compile_mode: str = Flag(
         "default",
-        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
-        "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
+        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest. They "
+        "need parameters that are never gathered. max-autotune: try more kernels, and use CUDA graphs",
         group="model",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         grid=True,
@@ -216,8 +220,8 @@ class RunConfig:
     )
     fsdp_prefetch: int = Flag(
         0,
-        "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
-        "memory; 0: PyTorch's own way, about one",
+        "FSDP2: gather this many layers ahead, in forward and backward. Each takes the memory of one "
+        "layer. 0: PyTorch's own way, about one layer",
         group="model",
         grid=True,
         least=0,
@@ -230,9 +234,9 @@ class RunConfig:
     )
     numerics: str = Flag(
         "aligned",
-        "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
-        "stock: what accelerate gives each engine in the YAML's mixed_precision (default: bf16); "
-        "pure_bf16: as aligned, but weights and Adam's moments in bf16 only; fp32: no low precision",
+        "aligned: bf16 compute, fp32 master weights and bf16 reduction under every engine. stock: "
+        "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
+        "aligned, but weights and Adam's moments in bf16 only. fp32: no low precision",
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,
@@ -246,8 +250,8 @@ class RunConfig:
     )
     reduce_dtype: str | None = Flag(
         None,
-        "what gradients are reduced in, with --numerics aligned or pure_bf16 (default: bf16); "
-        "ZeRO-1 can't do fp32",
+        "dtype of gradient reduction, with --numerics aligned or pure_bf16 (default: bf16). ZeRO-1 can't "
+        "use fp32",
         group="model",
         choices=("bf16", "fp32"),
         grid=True,
@@ -262,8 +266,8 @@ class RunConfig:
     )
     fp8: str = Flag(
         "none",
-        "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
-        f"of compute capability 8.9 or more, emulated elsewhere; with `{pip_install('fp8')}`",
+        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
+        f"below compute capability 8.9 and on CPU. Needs torchao: `{pip_install('fp8')}`",
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
@@ -276,7 +280,7 @@ class RunConfig:
     )
     tf32: bool = Flag(
         False,
-        "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)",
+        "let a GPU round fp32 matrix products to TF32, with --numerics fp32",
         group="model",
         grid=True,
         excludes=(
@@ -290,9 +294,10 @@ class RunConfig:
     )
     peft: str = Flag(
         "none",
-        "lora: train low-rank matrices beside the frozen weights; qlora: beside weights in 4 bits (NF4); "
-        f"ia3: train a scale per channel; with `{pip_install('peft')}`",
+        "lora: freeze the weights and train low-rank matrices. qlora: the same, with the weights in 4 "
+        f"bits (NF4). ia3: train a scale per channel. Needs `{pip_install('peft')}`",
         group="adapters",
+        basic=True,
         choices=("none", "lora", "qlora", "ia3"),
         grid=True,
         excludes=(
@@ -328,7 +333,7 @@ class RunConfig:
     )
     lora_alpha: float = Flag(
         32.0,
-        "LoRA's scale, over its rank",
+        "LoRA's scale, before it is divided by the rank",
         group="adapters",
         grid=True,
         above=0,
@@ -350,8 +355,8 @@ class RunConfig:
     )
     lora_target_modules: str = Flag(
         "all-linear",
-        "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers "
-        "(ia3: keys, values and down projections)",
+        "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
+        "decoder layers (ia3: keys, values and down projections)",
         group="adapters",
         needs=("peft",),
         may_change_on_resume=False,
@@ -359,7 +364,7 @@ class RunConfig:
     )
     merge_adapter: bool = Flag(
         False,
-        "write the base model with the adapter merged in beside the adapter",
+        "also write the base model with the adapter merged in",
         group="adapters",
         needs=("peft",),
         excludes=(*_LEARNS_NOTHING, Excludes("save_final_model", "nothing is written", values=(False,))),
@@ -367,8 +372,9 @@ class RunConfig:
     )
     seq_len: int | None = Flag(
         None,
-        "tokens per sequence (1024 on a GPU, 128 on CPU)",
+        "tokens per sequence (default: 1024 on a GPU, 128 on CPU)",
         group="batch",
+        basic=True,
         aliases=("max_length",),
         other_names=(
             *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len"),
@@ -386,6 +392,7 @@ class RunConfig:
         4,
         "sequences per process and micro-step",
         group="batch",
+        basic=True,
         other_names=(
             *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
             *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
@@ -402,6 +409,7 @@ class RunConfig:
         1,
         "micro-steps per optimizer step",
         group="batch",
+        basic=True,
         other_names=(
             *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
             *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
@@ -416,18 +424,19 @@ class RunConfig:
     )
     find_batch_size: bool = Flag(
         False,
-        "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
-        "--gradient_accumulation_steps: the same sequences per step",
+        "after running out of memory, start again with a smaller --per_device_train_batch_size. "
+        "--gradient_accumulation_steps grows, so the sequences per step stay the same",
         group="batch",
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
     dataset: str = Flag(
         SYNTHETIC,
-        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; several by commas, A=3,B=1 "
-        "with weights (else all of each), and each one's loss is told; "
-        "synthetic: a Markov chain, generated, the same on every machine",
+        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. Several are mixed by weight: "
+        "A=3,B=1. Without weights all of each is used. The loss of each is reported. synthetic: a "
+        "generated Markov chain, the same on every machine",
         group="data",
+        basic=True,
         aliases=("dataset_name",),
         other_names=(
             *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
@@ -439,16 +448,17 @@ class RunConfig:
     )
     parity_task: bool = Flag(
         False,
-        "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
-        "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
+        "train on the task of `slm compare --parity`: synthetic tokens with repeated phrases and several "
+        "documents per sequence. Random weights are so large that attention, positions and norms all "
+        "change the loss",
         group="data",
         excludes=(_LOSSES_MEAN_NOTHING,),
         estimate="ignores",
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "
-        "--dataset)",
+        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported "
+        "(default: a share of each --dataset)",
         group="data",
         other_names=(
             *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
@@ -464,8 +474,8 @@ class RunConfig:
     )
     dataset_format: str = Flag(
         "auto",
-        "what a row holds: text; messages (role, content); prompt_completion; alpaca (instruction, input, "
-        "output); sharegpt (conversations); tokens (input_ids, labels too if there are); auto: by columns",
+        "format of a row. messages: role and content. alpaca: instruction, input, output. sharegpt: "
+        "conversations. tokens: input_ids, and labels if present. auto: decided by the columns",
         group="data",
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
@@ -473,7 +483,7 @@ class RunConfig:
     )
     loss_on: str = Flag(
         "answers",
-        "tokens of chat data that have a loss: the answers, or all",
+        "tokens of chat data that count in the loss: the answers, or all",
         group="data",
         choices=("answers", "all"),
         grid=True,
@@ -481,10 +491,10 @@ class RunConfig:
     )
     packing: str = Flag(
         "auto",
-        "how documents fill sequences. concat: joined and cut, tokens attend across documents; "
-        "block_diagonal: the same, each document sees itself only; multipack: whole documents put together "
-        "so that little is padding, each sees itself only; none: one each, padded; auto: concat for text, "
-        "multipack for chat",
+        "how documents fill sequences. concat: joined and cut; tokens attend across documents. "
+        "block_diagonal: the same, but each document attends only to itself. multipack: whole documents, "
+        "combined to leave little padding; each attends only to itself. none: one document each, padded. "
+        "auto: concat for text, multipack for chat",
         group="data",
         choices=("auto", "concat", "block_diagonal", "multipack", "none"),
         grid=True,
@@ -498,14 +508,14 @@ class RunConfig:
     )
     text_column: str = Flag(
         "text",
-        "column that holds the documents",
+        "column with the documents",
         group="data",
         other_names=("dataset_text_field", "text_field"),
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
         None,
-        "hub id or folder; byte: needs no download (default: the model's own, else byte)",
+        "hub id or folder. byte: needs no download (default: the model's own, else byte)",
         group="data",
         other_names=("tokenizer", "tokenizer_name_or_path"),
         is_printable=True,
@@ -513,7 +523,7 @@ class RunConfig:
     )
     streaming: bool | None = Flag(
         None,
-        "read documents as they are needed (default: where they are over 1 GiB)",
+        "read documents as they are needed (default: if they are over 1 GiB)",
         group="data",
         may_change_on_resume=False,
     )
@@ -529,7 +539,7 @@ class RunConfig:
     )
     validation_split_percentage: int = Flag(
         5,
-        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
+        "percent of the text held out for --eval_steps (of a stream: its first --eval_batches)",
         group="data",
         least=1,
         most=50,
@@ -538,8 +548,8 @@ class RunConfig:
     )
     fp32_steps: int = Flag(
         0,
-        "first do so many steps in fp32, in processes of their own, and keep their losses in the record: "
-        "`slm compare --parity` compares them to five digits",
+        "first train this many steps in fp32, in separate processes, and record their losses. `slm "
+        "compare --parity` compares them to five digits",
         group="length",
         least=0,
         excludes=(
@@ -551,8 +561,9 @@ class RunConfig:
     )
     max_steps: int | None = Flag(
         None,
-        "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
+        "optimizer steps (default: 33; warm-up steps are not timed)",
         group="length",
+        basic=True,
         other_names=(
             *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
             *("max_iters", "train_iters", "num_iterations"),
@@ -565,6 +576,7 @@ class RunConfig:
         None,
         "passes over the dataset, instead of --max_steps",
         group="length",
+        basic=True,
         other_names=("epochs", "num_epochs", "max_epochs"),
         above=0,
         excludes=(
@@ -574,22 +586,23 @@ class RunConfig:
     )
     timing_warmup_steps: int | None = Flag(
         None,
-        "first steps of which the time is not counted (default: those seen to be slow or to compile)",
+        "first steps that are not timed (default: those that are slow or compile)",
         group="length",
         least=1,
         column="",
     )
     profile: bool = Flag(
         False,
-        "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
+        "after the last timed step, run four more under torch.profiler. Shows where the time goes, and "
+        "writes a trace",
         group="length",
         losses="same",
         column="",
     )
     rehearse: int | None = Flag(
         None,
-        "let one process play rank 0 of so many: the real engine and sizes, nothing is sent and losses mean "
-        "nothing; without a GPU tensors take no memory, and every allocation is traced",
+        "let one process play rank 0 of N, with the real engine and sizes. Nothing is sent, and losses "
+        "mean nothing. Without a GPU tensors take no memory, and every allocation is traced",
         group="length",
         grid=True,
         least=1,
@@ -597,14 +610,15 @@ class RunConfig:
     )
     trace_memory: bool = Flag(
         False,
-        "after the last timed step, follow every allocation of two more: a memory timeline by part and "
-        "module (a rehearsal without a GPU always does)",
+        "after the last timed step, trace every allocation of two more: a memory timeline by part and "
+        "module. A rehearsal without a GPU always does this",
         group="length",
         column="",
     )
     optim: str = Flag(
         "adamw_torch_fused",
-        "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
+        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
+        "parameters",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused"),
         other_names=("optimizer",),
@@ -617,8 +631,9 @@ class RunConfig:
     )
     learning_rate: float = Flag(
         3e-4,
-        "peak learning rate; it falls to a tenth on a cosine",
+        "peak learning rate",
         group="optimizer",
+        basic=True,
         other_names=("lr", "max_lr", "peak_lr"),
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
@@ -626,8 +641,8 @@ class RunConfig:
     )
     scale_lr: str = Flag(
         "none",
-        "change the learning rate with the batch of a step, over --base_batch_size: by the ratio's square "
-        "root (Adam) or by the ratio",
+        "scale the learning rate with the sequences per step, relative to --base_batch_size. sqrt: by the "
+        "ratio's square root, for Adam. linear: by the ratio",
         group="optimizer",
         choices=("none", "sqrt", "linear"),
         grid=True,
@@ -642,7 +657,7 @@ class RunConfig:
     )
     warmup_steps: int = Flag(
         0,
-        "steps over which the learning rate rises",
+        "steps over which the learning rate rises from near 0",
         group="optimizer",
         other_names=("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
         least=0,
@@ -658,7 +673,7 @@ class RunConfig:
     )
     adam_beta1: float = Flag(
         0.9,
-        "AdamW's first moment decay",
+        "decay of AdamW's first moment",
         group="optimizer",
         other_names=("beta1",),
         least=0,
@@ -667,7 +682,7 @@ class RunConfig:
     )
     adam_beta2: float = Flag(
         0.95,
-        "AdamW's second moment decay",
+        "decay of AdamW's second moment",
         group="optimizer",
         other_names=("beta2",),
         least=0,
@@ -676,7 +691,8 @@ class RunConfig:
     )
     max_grad_norm: float | None = Flag(
         None,
-        "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
+        "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
+        "stock, the engine's own)",
         group="optimizer",
         other_names=(
             *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
@@ -687,8 +703,9 @@ class RunConfig:
     )
     on_bad_step: str = Flag(
         "stop",
-        "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
-        "sequences; skip: leave the step out, at most 10 in a row (what is no number changes no weight)",
+        "on a NaN or infinite loss or gradient, or a loss above --max_loss. stop: end the run and name "
+        "the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated with a "
+        "NaN or infinite value",
         group="optimizer",
         choices=("stop", "skip"),
         losses="same",
@@ -696,8 +713,8 @@ class RunConfig:
     )
     max_loss: float | None = Flag(
         None,
-        "a step's loss above it has exploded, with --on_bad_step skip that of any micro-step on any rank "
-        "(default: twice that of guessing each token, ln of the vocabulary)",
+        "a step with a larger loss is bad. With --on_bad_step skip, so is any micro-step on any rank "
+        "(default: twice ln(vocabulary size), the loss of guessing)",
         group="optimizer",
         above=0,
         losses="same",
@@ -705,7 +722,7 @@ class RunConfig:
     )
     seed: int = Flag(
         0,
-        "of weights and data",
+        "random seed of weights and data",
         group="optimizer",
         grid=True,
         least=0,
@@ -715,18 +732,19 @@ class RunConfig:
     )
     eval_steps: int | None = Flag(
         None,
-        "evaluate every so many steps and at the end",
+        "evaluate every N steps and at the end",
         group="saving",
         other_names=("eval_interval", "eval_every", "eval_freq"),
         least=1,
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = Flag(20, "batches per process of one evaluation", group="saving", least=1, column="")
+    eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
     save_steps: int | None = Flag(
         None,
-        "write a checkpoint every so many steps",
+        "write a checkpoint every N steps",
         group="saving",
+        basic=True,
         other_names=(
             "save_interval",
             "save_every",
@@ -741,28 +759,30 @@ class RunConfig:
         column="",
     )
     save_total_limit: int = Flag(
-        2, "checkpoints kept", group="saving", other_names=("keep_latest_k",), least=1, identity=False
+        2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
     )
     save_final_model: bool | None = Flag(
         None,
-        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
-        " slm compare: no)",
+        "write a Hugging Face model folder at the end (default: yes with a dataset, no with synthetic "
+        "tokens; slm compare: no)",
         group="saving",
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
     async_save: bool = Flag(
         False,
-        "write checkpoints while training goes on, from a copy in the host's RAM",
+        "write checkpoints while training goes on, from a copy in host RAM",
         group="saving",
         needs=("save_steps",),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
         None,
-        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
-        "the start where there is none. The strategy and the number of processes may be others",
+        "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
+        "the same, or start from the beginning if there is none. Strategy and number of processes may "
+        "differ",
         group="saving",
+        basic=True,
         other_names=("resume", "resume_from"),
         excludes=_LEARNS_NOTHING,
         excludes_strategies=_NO_CHECKPOINTS,
@@ -770,8 +790,8 @@ class RunConfig:
     )
     overwrite_output_dir: bool = Flag(
         False,
-        "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
-        "are deleted before the first step",
+        "start from the beginning in a folder with an earlier run. Its checkpoints, model and record are "
+        "deleted before the first step",
         group="saving",
         excludes=(
             *_LEARNS_NOTHING,
@@ -784,8 +804,8 @@ class RunConfig:
     )
     lm_eval_tasks: str | None = Flag(
         None,
-        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
-        f"`{pip_install('lm_eval')}`",
+        "tasks of EleutherAI's lm-eval for the saved model, separated by commas: names, or paths of task "
+        f"YAMLs. Needs `{pip_install('lm_eval')}`",
         group="saving",
         excludes=(
             _NO_DOCUMENTS,
@@ -796,9 +816,9 @@ class RunConfig:
     )
     ddp_timeout: float = Flag(
         600.0,
-        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
-        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
-        "Building model, data and engine is not counted",
+        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
+        "the hanging rank. With --torch_compile the first step gets an hour. Building model, data and "
+        "engine is not limited",
         group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
@@ -811,15 +831,16 @@ class RunConfig:
     )
     output_dir: str = Flag(
         "runs",
-        "each run gets a folder here",
+        "folder in which each run gets its own folder",
         group="saving",
+        basic=True,
         other_names=("out_dir", "save_dir"),
         is_printable=True,
         identity=False,
     )
     run_name: str | None = Flag(
         None,
-        "the run's folder (default: model, strategy and a hash of all asked)",
+        "name of the run's folder (default: model, strategy and a hash of the flags)",
         group="saving",
         is_printable=True,
         identity=False,
@@ -893,7 +914,7 @@ class RunConfig:
     def check(self) -> None:
         """Raises one ValueError with all `problems`."""
         if problems := self.problems():
-            raise ValueError("\n".join(problems) + "\nhint: `--help` explains each flag")
+            raise ValueError("\n".join(problems) + "\nhint: `--help all` explains each flag")
 
 
 FLAGS = flags_of_fields(RunConfig)

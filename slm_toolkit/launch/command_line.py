@@ -13,27 +13,15 @@ except ImportError:  # Windows
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
-from slm_toolkit.config.flags import add_flags, config_from_args
-from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.strategy import Strategy, contradictions, on_nodes
 
-MODULE = "slm_toolkit.train"
 _FEWEST_OPEN_FILES = 64
 "twice what two ranks need on a CPU; with too few, torch's ranks wait an hour for each other without a word"
-
-
-def training_config(words: list[str]) -> RunConfig:
-    """The RunConfig of the words after `-m slm_toolkit.train`; ends with exit code 2 for unknown flags."""
-    parser = Parser(
-        prog=f"python -m {MODULE}",
-        description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
-    )
-    add_flags(parser, grid=False)
-    return config_from_args(parser.parse_args(with_underscores(words)))
 
 
 def check_command_line(words: list[str]) -> None:
@@ -52,7 +40,7 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         problem for config in configs for each in strategies for problem in contradictions(each, config)
     ]
     if problems:
-        hint = "`--help` explains each flag"
+        hint = "`--help all` explains each flag"
         if any("the DeepSpeed JSON says" in problem for problem in problems):
             hint = 'write "auto" in the JSON, and let the flags say it'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
