@@ -30,6 +30,7 @@ _VERBS = {  # name: the module that fills it, help
         "turn accelerate YAMLs, DeepSpeed JSONs and TrainingArguments into one another",
     ),
     "recipes": ("cli.recipes", "list the shipped recipes, print one, or write them out"),
+    "completion": ("cli.completion", "print a script for Tab completion in bash or zsh"),
 }
 _EPILOG = """\
 examples:
