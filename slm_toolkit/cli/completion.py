@@ -42,16 +42,13 @@ def completion_script(shell: str) -> str:
     from slm_toolkit.strategy.strategy import shipped_strategies
 
     parser = _parser()  # parses nothing, so `choices` below only suggest values
-    suggested = {
-        "strategy": shipped_strategies(),
-        "model": list(PRESETS),
-        "gpu": [gpu.name for gpu in gpus()],
-    }
+    gpu_names = [gpu.name for gpu in gpus()]
+    suggested = {"strategy": shipped_strategies(), "model": list(PRESETS), "gpu": gpu_names}
     verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for verb in verbs.choices.values():
         verb.fill()
         for action in verb._actions:
             action.choices = action.choices or suggested.get(action.dest)
-            if action.type is Path:
+            if action.type in (Path, str):
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     return shtab.complete(parser, shell)
