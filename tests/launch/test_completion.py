@@ -24,17 +24,23 @@ def typed_in_bash(script: Path, keys: str, *, until: str) -> str:
         ["bash", "--norc", "--noprofile", "-i"], stdin=other, stdout=other, stderr=other, env=env, cwd=ROOT
     )
     os.close(other)
-    shown = ""
     try:
-        os.write(main, f"source {script}\n{keys}".encode())
-        deadline = time.monotonic() + 20
-        while until not in shown and time.monotonic() < deadline:
-            if select.select([main], [], [], 0.1)[0]:
-                shown += os.read(main, 4096).decode()
+        os.write(main, f"source {script}; echo rea''dy\n".encode())
+        shown_until(main, "ready\r\n$ ")
+        os.write(main, keys.encode())
+        return shown_until(main, until)
     finally:
         bash.kill()
         bash.wait()
         os.close(main)
+
+
+def shown_until(terminal: int, text: str) -> str:
+    """What the terminal shows until `text`, or for 20 seconds."""
+    shown, deadline = "", time.monotonic() + 20
+    while text not in shown and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 4096).decode()
     return shown
 
 
