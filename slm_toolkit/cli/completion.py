@@ -49,6 +49,6 @@ def completion_script(shell: str) -> str:
         verb.fill()
         for action in verb._actions:
             action.choices = action.choices or suggested.get(action.dest)
-            if action.type in (Path, str):
+            if action.type in (Path, str) and not action.choices:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     return shtab.complete(parser, shell)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slm_toolkit.base.errors import shown, user_errors
-from slm_toolkit.config.flags import MODULE, training_config
+from slm_toolkit.config.flags import MODULE, flags_of, training_config
 from slm_toolkit.launch.command_line import arguments_of, check_training, option, said_alike
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
@@ -103,6 +103,7 @@ def _launch(args: argparse.Namespace) -> int:
 def start(words: list[str]) -> int:
     """Become `accelerate launch` with these words, once all machines have met."""
     with user_errors():
+        words = _with_flags_of_config_file(words)
         planned = plan_launch(words)
         if planned.machine.problem is not None:
             return _end_all(planned)
@@ -157,6 +158,14 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
     said = said_alike(command, asked.strategy, **counts)
     me = Machine(asked.machine_rank, asked.num_machines, said, problem)
     return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
+
+
+def _with_flags_of_config_file(words: list[str]) -> list[str]:
+    """The words, with the flags of our script's `--config FILE` in its place, which machines compare."""
+    arguments = arguments_of(words, MODULE)
+    if not any(word.partition("=")[0] == "--config" for word in arguments or ()):
+        return words
+    return [*words[: len(words) - len(arguments)], *flags_of(training_config(arguments))]
 
 
 def _check_script(words: list[str], asked: _Asked) -> None:

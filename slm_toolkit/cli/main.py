@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="slm",
         description="Train a small language model under every sharding strategy and compare what it costs.",
         epilog=_EPILOG,
+        has_config_file=False,
     )
     parser.add_argument("--version", action="version", version=f"slm_toolkit {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)

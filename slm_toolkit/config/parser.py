@@ -7,12 +7,13 @@ litgpt, nanoGPT, axolotl and LLaMA-Factory.
 import argparse
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 from slm_toolkit.config.run_config import FLAGS
 
 _OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has: its other names
@@ -95,6 +96,64 @@ def _hint(flag: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
+_CONFIG_HINT = "--config takes a YAML of flag names without -- and their values, such as learning_rate: 1e-3"
+
+
+def with_config_files(words: list[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """The words, with those of each `--config FILE` before all others, so that flags of the command line win.
+
+    Raises ValueError for a file that can't be read, a key that is no flag, or a value that no flag can take.
+    """
+    of_files, others = [], []
+    ours = words.index("--") if "--" in words else len(words)
+    left = iter(words[:ours])
+    for word in left:
+        name, equals, path = word.partition("=")
+        if name != "--config":
+            others.append(word)
+        elif path := path if equals else next(left, ""):
+            of_files += _words_of_file(path, actions)
+        else:
+            raise ValueError(f"--config without a file\nhint: {_CONFIG_HINT}")
+    return of_files + others + words[ours:]
+
+
+def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[str]:
+    text = read_text(typed_path(path), what="--config", hint=_CONFIG_HINT)
+    settings = yaml_of(text, path, hint=_CONFIG_HINT)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a mapping\nhint: {_CONFIG_HINT}")
+    flags = [f"--{key.value.replace('-', '_')}" for key, _ in yaml_node(text, path, hint=_CONFIG_HINT).value]
+    flags = in_our_names(flags, actions)
+    if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
+        hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or _CONFIG_HINT
+        raise ValueError(f"{path}: unknown {', '.join(flag[2:] for flag in unknown)}\nhint: {hint}")
+    if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
+        raise ValueError(f"{path}: {', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
+    return [
+        word
+        for flag, value in zip(flags, settings.values(), strict=True)
+        for word in _words_of_setting(flag, value, actions[flag], path)
+    ]
+
+
+def _words_of_setting(flag: str, value: Any, action: argparse.Action, path: str) -> list[str]:
+    """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
+    if value is None or (action.nargs == 0 and value is False):
+        return []
+    if action.nargs == 0 and value is True:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    several = action.nargs in ("+", "*")
+    if action.nargs == 0 or (isinstance(value, list) and not (several and value)):
+        takes = "true or false" if action.nargs == 0 else "a list of values" if several else "one value"
+        raise ValueError(f"{path}: {flag[2:]} is {value!r}\nhint: it takes {takes}")
+    if any(isinstance(each, dict | list | None) for each in values):
+        raise ValueError(f"{path}: {flag[2:]} holds {value!r}\nhint: {_CONFIG_HINT}")
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    return [flag, *texts] if several else [f"{flag}={texts[0]}"]
+
+
 def with_underscores(argv: list[str]) -> list[str]:
     """Accept `--seq-len` where the flag is `--seq_len`; after `--` or `-m` come another command's words."""
     words = []
@@ -119,12 +178,17 @@ class Parser(argparse.ArgumentParser):
     has_grid = False
     "whether flags of runs take several values"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, has_config_file: bool = True, **options: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **options)
         self.add_argument("-h", "--help", action=_HelpAction)
+        if has_config_file:
+            self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_HELP)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions and self.prefix_chars:
+            with user_errors():
+                words = with_config_files(words, self._option_string_actions)
         return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -158,7 +222,7 @@ class Parser(argparse.ArgumentParser):
         if every_flag:
             formatter.add_text(self.epilog)
         else:
-            formatter.add_text(f"every flag: {self.prog} --help all")
+            formatter.add_text(f"flags from a file: --config FILE.yaml; every flag: {self.prog} --help all")
         return formatter.format_help()
 
     def _short_usage(self) -> str:
@@ -172,6 +236,7 @@ class Parser(argparse.ArgumentParser):
         return " ".join([self.prog, *needed, "[flags]"]).replace("%", "%%")
 
 
+_CONFIG_HELP = "YAML with values of these flags, by name without --; a flag of the command line wins"
 _GRID_NOTE = "Flags shown with ... take several values; every combination is a row."
 
 

@@ -34,7 +34,10 @@ def test_help_shows_ten_to_fifteen_flags_and_help_all_every_flag(verb: str) -> N
     assert 9 <= len(basic) <= 15
     assert flags_in(short.out) == {name for action in basic for name in action.option_strings}
     assert flags_in(whole.out) == {*parser._option_string_actions} - {"-h"}
-    assert short.out.splitlines()[-1] == f"every flag: slm {verb} --help all"
+    assert (
+        short.out.splitlines()[-1]
+        == f"flags from a file: --config FILE.yaml; every flag: slm {verb} --help all"
+    )
     assert (short.code, whole.code) == (0, 0)
 
 
