@@ -53,7 +53,7 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
-from slm_toolkit.config.run_config import learning_rate
+from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
@@ -197,7 +197,7 @@ def train(
     progress = NoProgress()
     if accelerator.is_main_process:
         sweep(job.run_dir)
-        progress = TrainingProgress(job.run_dir, record.first_step, num_steps)
+        progress = TrainingProgress(job.run_dir, record.first_step, num_steps, config.logging_steps)
     progress.say(job.batch_described)
     if job.checkpoint is not None:
         conversion = record.resumed_from["conversion"]
@@ -234,7 +234,7 @@ def train(
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
-            lr = learning_rate(config.learning_rate, config.warmup_steps, step, num_steps)
+            lr = learning_rate(config, step, num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             step_loss, norm = train_step(job, prepared, batches, watch)

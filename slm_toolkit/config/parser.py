@@ -34,7 +34,8 @@ _PRECISION = (
     "--numerics: aligned (the default) computes in bf16 with fp32 master weights, stock as accelerate's "
     "mixed_precision bf16, fp32 without low precision"
 )
-_SCHEDULE = "the schedule is a cosine to a tenth of --learning_rate after --warmup_steps steps"
+_SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
+_DECAY = "--lr_decay_steps N: the last steps of --lr_scheduler_type warmup_stable_decay"
 _SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
 _RANKS = "--num_processes N: ranks of all machines together"
 _ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
@@ -50,17 +51,16 @@ HINTS = {  # a name that is refused: what to write instead
     "fp16": "--numerics aligned (the default) computes in bf16; fp16 needs --numerics stock, a GPU and a "
     "--strategy file with mixed_precision: fp16",
     "warmup_ratio": "--warmup_steps N: a number of steps",
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "min_lr"), _SCHEDULE),
+    "min_lr": _SCHEDULE,
+    "lr_scheduler_kwargs": _DECAY,
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
     **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
     "num_processes": "--num_gpus N",
     **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
     **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
     "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), "--eval_steps N"),
-    "save_strategy": "--save_steps N",
+    "do_eval": "--eval_steps N",
     "do_train": "leave it out",
-    **dict.fromkeys(("logging_steps", "log_interval"), "--report_to tensorboard logs every step"),
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }

@@ -1,7 +1,6 @@
 """RunConfig: the flags of a run, one field each, which declares all that the toolkit knows of its flag."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from slm_toolkit.config.flag_metadata import (
 from slm_toolkit.config.loss_chunks import LossChunks
 
 SYNTHETIC = "synthetic"
+OWN_SCHEDULE = "cosine_to_tenth"
+"the default --lr_scheduler_type; the others are transformers'"
 REHEARSED_RANKS_PER_NODE = 8
 "at most; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
@@ -639,6 +640,39 @@ class RunConfig:
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
         estimate="ignores",
     )
+    lr_scheduler_type: str = Flag(
+        OWN_SCHEDULE,
+        "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
+        "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
+        "last --lr_decay_steps",
+        group="optimizer",
+        choices=(
+            *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
+            "warmup_stable_decay",
+        ),
+        other_names=("lr_scheduler", "lr_schedule"),
+        grid=True,
+        excludes=(Excludes("warmup_steps", "constant_with_warmup has a warm-up", own=("constant",)),),
+        estimate="ignores",
+        column="schedule",
+        label="schedule",
+        heading="schedule {}",
+    )
+    lr_decay_steps: int | None = Flag(
+        None,
+        "last steps, in which warmup_stable_decay lowers the learning rate to 0 (default: a tenth of the "
+        "steps)",
+        group="optimizer",
+        other_names=("num_decay_steps",),
+        least=1,
+        needs=("lr_scheduler_type",),
+        excludes=tuple(
+            Excludes("lr_scheduler_type", "only warmup_stable_decay has such steps", values=(kind,))
+            for kind in ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt")
+        ),
+        estimate="ignores",
+        column="decay steps",
+    )
     scale_lr: str = Flag(
         "none",
         "scale the learning rate with the sequences per step, relative to --base_batch_size. sqrt: by the "
@@ -689,6 +723,16 @@ class RunConfig:
         below=1,
         estimate="ignores",
     )
+    adam_epsilon: float = Flag(
+        1e-8,
+        "AdamW's epsilon, which is added to the root of the second moment",
+        group="optimizer",
+        other_names=("adam_eps", "eps"),
+        above=0,
+        most=1,
+        estimate="ignores",
+        column="epsilon",
+    )
     max_grad_norm: float | None = Flag(
         None,
         "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
@@ -730,6 +774,14 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
+    eval_strategy: str | None = Flag(
+        None,
+        "no: never evaluate; steps: evaluate every --eval_steps (default: as --eval_steps is given)",
+        group="saving",
+        choices=("no", "steps"),
+        other_names=("evaluation_strategy",),
+        identity=False,
+    )
     eval_steps: int | None = Flag(
         None,
         "evaluate every N steps and at the end",
@@ -740,6 +792,13 @@ class RunConfig:
         column="",
     )
     eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
+    save_strategy: str | None = Flag(
+        None,
+        "no: write no checkpoints; steps: write one every --save_steps (default: as --save_steps is given)",
+        group="saving",
+        choices=("no", "steps"),
+        identity=False,
+    )
     save_steps: int | None = Flag(
         None,
         "write a checkpoint every N steps",
@@ -826,6 +885,15 @@ class RunConfig:
         identity=False,
         estimate="ignores",
     )
+    logging_steps: int | None = Flag(
+        None,
+        "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
+        "print a line every ten seconds)",
+        group="saving",
+        other_names=("log_interval", "log_every", "log_every_n_steps"),
+        least=1,
+        identity=False,
+    )
     report_to: str = Flag(
         "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
     )
@@ -909,7 +977,13 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """A sentence for each value that makes no sense, alone or beside another flag's."""
-        return [*field_problems(self), *_size_problems(self), *_source_problems(self), *_name_problems(self)]
+        return [
+            *field_problems(self),
+            *_size_problems(self),
+            *_step_problems(self),
+            *_source_problems(self),
+            *_name_problems(self),
+        ]
 
     def check(self) -> None:
         """Raises one ValueError with all `problems`."""
@@ -929,14 +1003,6 @@ FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient
 "flags whose columns stand before those of the others"
 
 
-def learning_rate(peak: float, warmup_steps: int, step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    share_done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
-
-
 def _size_problems(config: RunConfig) -> list[str]:
     num_tokens = config.per_device_train_batch_size * (config.seq_len or FP8_MULTIPLE)
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
@@ -945,6 +1011,22 @@ def _size_problems(config: RunConfig) -> list[str]:
         f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
         f"multiple of {FP8_MULTIPLE}"
     ]
+
+
+def _step_problems(config: RunConfig) -> list[str]:
+    problems = []
+    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
+        has_steps = getattr(config, steps) is not None
+        if getattr(config, strategy) == ("no" if has_steps else "steps"):
+            with_or_without = "with" if has_steps else "without"
+            problems.append(f"--{strategy} {getattr(config, strategy)} {with_or_without} --{steps}")
+    num_special = config.warmup_steps + (config.lr_decay_steps or 0)
+    if config.lr_decay_steps is not None and config.max_steps is not None and num_special > config.max_steps:
+        problems.append(
+            f"--warmup_steps {config.warmup_steps} and --lr_decay_steps {config.lr_decay_steps} with "
+            f"--max_steps {config.max_steps}: together they are at most as many"
+        )
+    return problems
 
 
 def _source_problems(config: RunConfig) -> list[str]:

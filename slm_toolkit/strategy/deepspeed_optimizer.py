@@ -8,12 +8,11 @@ _SECTIONS = ("optimizer", "scheduler")
 _FLAGS = {  # a key of `params`: the flags that say the same
     "lr": ("learning_rate",),
     "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
     "weight_decay": ("weight_decay",),
     "warmup_max_lr": ("learning_rate",),
     "warmup_num_steps": ("warmup_steps",),
 }
-_NO_FLAG = {"eps": 1e-8}
-"keys of the optimizer that no flag sets, with the value that the script's AdamW has"
 _REQUIRED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
 "keys of the optimizer whose other values make another optimizer than the script's AdamW"
 _CHANGES_NOTHING = ("torch_adam",)  # which of two implementations
@@ -38,7 +37,7 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
     kind, params = str(section.get("type")), section.get("params") or {}
     if kind.lower() not in ("adam", "adamw"):
         return [f"the DeepSpeed JSON's optimizer is {kind}, the script has AdamW only: remove the section"]
-    known = (*_FLAGS, *_NO_FLAG, *_REQUIRED, *_CHANGES_NOTHING)
+    known = (*_FLAGS, *_REQUIRED, *_CHANGES_NOTHING)
     return [
         f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW has not: remove it"
         for key, value in params.items()
@@ -66,9 +65,9 @@ def without_optimizer(
         words.append('(all "auto")' * (bool(values) and not said))
         described.append(" ".join(filter(None, words)))
     line = f"note: taken out of {name}: {'; '.join(described)}. The flags decide, for all strategies alike: "
-    used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "warmup_steps")
+    used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps")
     line += " ".join(f"--{flag} {getattr(config, flag):g}" for flag in used)
-    line += " and a cosine to a tenth of the rate" * ("scheduler" in found)
+    line += f" --lr_scheduler_type {config.lr_scheduler_type}" * ("scheduler" in found)
     if wanted:
         line += f". The JSON's values: {' '.join(f'--{flag} {value}' for flag, value in wanted.items())}"
     return {key: value for key, value in deepspeed.items() if key not in found}, line
@@ -79,9 +78,7 @@ def _described(key: str, value: Any, config: RunConfig, wanted: dict[str, str]) 
     flags = _FLAGS.get(key, ())
     values = value if isinstance(value, list) else [value]
     if len(values) != len(flags):
-        if value == (used := _NO_FLAG.get(key, value)):
-            return f"{key} {value}"
-        return f"{key} {value} ({used:g} is used, no flag sets it)"
+        return f"{key} {value}"
     other = {flag: one for flag, one in zip(flags, values, strict=True) if getattr(config, flag) != one}
     wanted.update({flag: str(one) for flag, one in other.items()})
     used = " ".join(f"--{flag} {getattr(config, flag):g}" for flag in other)
