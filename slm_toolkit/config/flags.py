@@ -1,4 +1,4 @@
-"""The command line: a flag for each field of RunConfig, the same under every verb."""
+"""The flags of RunConfig on a command line: one per field, the same for every verb and the script."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = ()) ->
 
 
 def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, Any]:
-    """argparse's options for a field."""
+    """Return argparse's options for a field."""
     kind = _value_type(f.type)
     default = str(f.default).lower() if kind is bool else f.default
     text = flag.help + ("" if f.default is None else f" (default: {default})")
@@ -51,24 +51,24 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:
-    """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
+    """Return the RunConfig of parsed flags; flags that were not given keep their defaults."""
     return RunConfig(**given_flags(args))
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """RunConfig's fields that were given as flags, each a value or a list of values."""
+    """Return the fields of RunConfig that were given as flags, each a value or a list of values."""
     return {name: value for name, value in vars(args).items() if name in FLAGS and value is not None}
 
 
 def every_config(given: dict[str, Any]) -> list[RunConfig]:
-    """The grid of `given`, field name to a value or a list of values: a RunConfig for each combination."""
+    """Return a RunConfig for each combination of `given`, which maps field names to a value or a list."""
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     combinations = itertools.product(*several.values())
     return [RunConfig(**dict(zip(several, values, strict=True))) for values in combinations]
 
 
 def flags_of(config: RunConfig) -> list[str]:
-    """The command line that stands for `config`: each field that differs from its default."""
+    """Return the flags that make `config`: one for each field that differs from its default."""
     given = []
     for f in dataclasses.fields(RunConfig):
         value = getattr(config, f.name)
@@ -97,7 +97,7 @@ def training_config(words: list[str]) -> RunConfig:
 
 
 class _Several(argparse.Action):
-    """A list of values; of a flag without any, what the flag alone stands for."""
+    """Stores a list of values; for a flag without a value, the value that the flag alone means."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
@@ -106,7 +106,7 @@ class _Several(argparse.Action):
 
 
 def _value_type(annotation: Any) -> type:
-    """int of `int | None`."""
+    """Return the type without None: int for `int | None`."""
     if get_origin(annotation) is None:
         return annotation
     return next(kind for kind in get_args(annotation) if kind is not type(None))

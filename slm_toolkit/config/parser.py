@@ -16,7 +16,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 from slm_toolkit.config.run_config import FLAGS
 
-_OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has: its other names
+_OF_THE_LAUNCH = {  # flags of `slm train` and `compare` outside RunConfig: their other names
     "strategy": ("config_file",),
     "num_machines": ("nnodes", "num_nodes"),
     "machine_rank": ("node_rank",),
@@ -24,15 +24,15 @@ _OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has:
     "main_process_port": ("master_port",),
 }
 SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
-"our flag: its other names"
+"our flag: other trainers' names for it"
 
 _BATCH = (
-    "--per_device_train_batch_size N: sequences of one process and micro-step; a step has that times "
-    "--gradient_accumulation_steps times the processes"
+    "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
+    "--gradient_accumulation_steps x the number of processes"
 )
 _PRECISION = (
-    "--numerics: aligned (the default) computes in bf16 with fp32 master weights, stock as accelerate's "
-    "mixed_precision bf16, fp32 without low precision"
+    "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
+    "mixed_precision bf16; fp32 has no low precision"
 )
 _SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
 _DECAY = "--lr_decay_steps N: the last steps of --lr_scheduler_type warmup_stable_decay"
@@ -40,10 +40,12 @@ _SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or yo
 _RANKS = "--num_processes N: ranks of all machines together"
 _ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
 _FLASH = "--attn_implementation flash_attention_2; sdpa, the default, has PyTorch's own flash kernel"
-_OF_THE_LAUNCHER = "it is the launcher's: `slm train` takes it; `accelerate launch` takes its own before -m"
+_OF_THE_LAUNCHER = (
+    "this is a flag of the launch: `slm train` takes it; for `accelerate launch` put it before -m"
+)
 _HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
 
-HINTS = {  # a name that is refused: what to write instead
+HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(
         ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
     ),
@@ -69,7 +71,10 @@ _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() 
 
 
 def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
-    """`--lr 1e-3` as `--learning_rate 1e-3`, where only the latter is among the flags that a parser knows."""
+    """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
+
+    A name that is itself among the parser's flags, `known`, stays.
+    """
     return [_in_our_name(word, known) for word in words]
 
 
@@ -80,7 +85,7 @@ def _in_our_name(word: str, known: Collection[str]) -> str:
 
 
 def hint_for(words: list[str], known: Collection[str]) -> str:
-    """What the unknown flags among `words` may mean in a parser with the flags `known`; empty if nothing."""
+    """Return hints for the unknown flags among `words`, in a parser with the flags `known`; may be empty."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     return "; ".join(filter(None, (_hint(flag, known) for flag in dict.fromkeys(flags))))
 
@@ -155,7 +160,7 @@ def _words_of_setting(flag: str, value: Any, action: argparse.Action, path: str)
 
 
 def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`; after `--` or `-m` come another command's words."""
+    """Spell `--seq-len` as `--seq_len`. Words after `--` or `-m` are another command's, and stay."""
     words = []
     ours = min((argv.index(mark) for mark in ("--", "-m") if mark in argv), default=len(argv))
     for word in argv[:ours]:
@@ -303,9 +308,9 @@ def positive_number(text: str) -> float:
 
 
 def price_per_hour(text: str) -> float:
-    """A price that a report can show: no less than a millionth, no more than a million."""
+    """Parse a price per GPU-hour from a millionth to a million dollars, which reports can show."""
     if not 1e-6 <= float(text) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
+        raise argparse.ArgumentTypeError(f"{text} is not a price per GPU-hour: 0.000001 to 1000000")
     return float(text)
 
 

@@ -37,7 +37,7 @@ FILES = {
         (["--num_processes", "0"], "--num_processes is 0"),
         (
             ["--usd_per_gpu_hour", "-1"],
-            "argument --usd_per_gpu_hour: -1 is no price per GPU-hour: 0.000001 to 1000000",
+            "argument --usd_per_gpu_hour: -1 is not a price per GPU-hour: 0.000001 to 1000000",
         ),
         (["--timeout", "soon"], "invalid positive_number value: 'soon'"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),
