@@ -1,4 +1,4 @@
-"""`slm compare`: launches of a grid, one after another, side by side or as Slurm jobs, and their table."""
+"""`slm compare`: launch a grid of runs, one by one, side by side or as Slurm jobs, and print their table."""
 
 import argparse
 import json
@@ -172,18 +172,18 @@ _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("probe_network", _SLURM, ": sbatch the command of slm_toolkit.run.network_probe"),
-    Pair("largest_batch", "slurm_only_write", ", but each trial depends on the one before"),
-    Pair("gpus_per_run", _SLURM, ", where --gpus_per_node says how many a run gets"),
-    Pair("runs_at_once", _SLURM, ", where runs go on side by side as the cluster has room"),
-    Pair("dry_run", _SLURM, ", where --slurm_only_write shows what would be submitted"),
-    Pair("skip_oom", _SLURM, ", where the nodes' GPU is not known before a run ends"),
+    Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
+    Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
+    Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
+    Pair("runs_at_once", _SLURM, ": the cluster decides how many jobs run at the same time"),
+    Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
+    Pair("skip_oom", _SLURM, ": the GPU of the nodes is not known before a run ends"),
 )
 _MEASURES_NOTHING = tuple(Pair(name, "dry_run", ", which measures nothing") for name in EXPORTS)
 
 
 def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
-    """What the flags ask of Slurm; None for runs on this machine. Raises ValueError where they contradict."""
+    """Return the Slurm nodes; None for runs on this machine. Raises ValueError for flags that contradict."""
     if args.launcher == "local":
         check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
@@ -193,9 +193,11 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
         num_processes = num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
-        problems.append(f"{num_processes} processes on {num_nodes} nodes: give --num_processes a multiple")
+        problems.append(
+            f"{num_processes} processes on {num_nodes} nodes: make --num_processes a multiple of the nodes"
+        )
     if args.rehearse and num_nodes > 1:
-        problems.append("--rehearse with --num_nodes, but a rehearsal is one process")
+        problems.append("--rehearse with --num_nodes: a rehearsal is one process")
     problems += pair_problems(flags_given(args), _SLURM_PAIRS)
     if problems:
         raise ValueError("\n".join(problems) + "\nhint: `slm compare --help all` explains each flag")
@@ -210,7 +212,7 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
 def print_scripts(
     runs: list[PlannedRun], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
 ) -> int:
-    """Write each run's script and print how to submit it; `slm compare` finds the jobs again."""
+    """Write the script of each run and print how to submit it. `slm compare` finds the jobs again."""
     for run in runs:
         script = write_script(run, nodes, timeout_seconds=timeout_seconds)
         print(f"sbatch {shlex.quote(str(script))}")
@@ -221,7 +223,7 @@ def print_scripts(
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm compare`, and what it does."""
+    """Add the flags of `slm compare`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     add_grid_flags(parser)
     add_probe_flags(parser)
@@ -237,11 +239,11 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.supervisor import locked
     from slm_toolkit.compare.torch_checks import check_with_torch
 
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
+    for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
         number = getattr(signal, name, None)
-        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs outlive a login
+        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs must outlive the login
             continue
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)
     with user_errors():
         nodes = nodes_asked(args)
@@ -251,7 +253,7 @@ def _compare(args: argparse.Namespace) -> int:
     with ExitStack() as until_the_end:
         with user_errors():
             if args.memory and not (args.trace_memory or args.rehearse):
-                raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+                raise ValueError("--memory needs traced allocations\nhint: add --trace_memory")
             check_exports(args)
             check_pairs(flags_given(args), _MEASURES_NOTHING)
             baseline = read_baseline(args.baseline)
@@ -264,7 +266,7 @@ def _compare(args: argparse.Namespace) -> int:
             else:
                 machine = nodes.machine
             runs, slots = _plan(args, machine, nodes)
-            check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
+            check_with_torch(runs, console)  # reports a missing GPU before a missing package
             launches = [(run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs]
             taken_out = [run.taken_out for run in runs if run.taken_out is not None]
             found = check_launches(launches, machine, is_here=nodes is None)
@@ -282,7 +284,7 @@ def _compare(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _print_commands(runs, args)
         if num_left_over:
-            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         if machine.num_gpus == 0 and nodes is None and not args.rehearse:  # Slurm's jobs have their own
             advise(console)
         return _run(runs, slots, machine, args, jobs=jobs, console=console, baseline=baseline)
@@ -291,7 +293,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _plan(
     args: argparse.Namespace, machine: Machine, nodes: "SlurmNodes | None"
 ) -> tuple[list["PlannedRun"], list["Slot"]]:
-    """All runs, and where they go on side by side. Raises ValueError with what can't be asked."""
+    """Return all runs, and the slots in which they run side by side. Raises ValueError for invalid flags."""
     from slm_toolkit.compare.grid import plan_runs
     from slm_toolkit.compare.largest_batch import flags_of_trials
     from slm_toolkit.compare.local import Slot, slots_of
@@ -300,9 +302,9 @@ def _plan(
 
     given = given_flags(args)
     if given.get("save_final_model") is None:
-        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+        given["save_final_model"] = False  # six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
-        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
+        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not continue
     strategies, left_out = strategies_asked(args.strategy, given, has_gpu=machine.num_gpus > 0)
     for note in left_out:
         print(note, file=sys.stderr)
@@ -314,7 +316,7 @@ def _plan(
             runs_at_once=args.runs_at_once,
             num_processes=args.num_processes,
         )
-    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
+    else:  # Slurm decides how many run at the same time; this process waits for them one by one
         slots = [Slot()]
         strategies = [strategy_on_nodes(strategy, nodes) for strategy in strategies]
     if args.largest_batch:
@@ -324,7 +326,7 @@ def _plan(
             max_batch=args.max_batch,
             has_gpu=machine.num_gpus > 0,
         )
-    of_rehearsal = "rehearse" in given  # which is one process, and says itself how many ranks it plays
+    of_rehearsal = "rehearse" in given  # one process, whose flag has the number of ranks
     num_processes = args.num_processes
     if num_processes is None and not of_rehearsal:
         num_processes = args.gpus_per_run
@@ -355,7 +357,7 @@ def _run(
     console: Console,
     baseline: list[tuple[Path, RunRecord]],
 ) -> int:
-    """Do what is not done yet, then print the table of all."""
+    """Do the runs that are not done yet, then print the table of all runs."""
     from slm_toolkit.compare import local
     from slm_toolkit.compare.display import Display
     from slm_toolkit.compare.largest_batch import BatchSearch, find_largest_batch
@@ -378,9 +380,9 @@ def _run(
         kept = record is not None
         if kept:
             with suppress(OSError):
-                local.clear(run.folder)  # a kill between the record and the end leaves some
+                local.clear(run.folder)  # a kill after the record was written leaves files
         if record is None and args.skip_oom and (record := skipped_record(run)) is not None:
-            with suppress(OSError):  # on a full disk it is a row all the same
+            with suppress(OSError):  # on a full disk the row is still shown
                 write_record(record, run.folder)
         if record is None:
             display.begin(run)
@@ -409,7 +411,7 @@ def _run(
         runs,
         console,
         searching=args.largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
+        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
         usd_so_far=_usd_so_far(runs, machine, jobs, len(slots), usd_per_gpu_hour=args.usd_per_gpu_hour),
     )
     interrupted = False
@@ -426,7 +428,7 @@ def _run(
             with user_errors():
                 jobs.cancel()
         again = "the same command, without --force," if args.force else "the same command"
-        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
+        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
     shown = [done[index] for index in sorted(done)]
     records = [(run.folder / RECORD_FILE, record) for run, record, _ in shown]
     searches = {str(run.folder / RECORD_FILE): found for run, _, found in shown if found is not None}
@@ -452,8 +454,11 @@ def _usd_so_far(
     *,
     usd_per_gpu_hour: float | None,
 ) -> Callable[[], float] | None:
-    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
-    Under Slurm, of what jobs used."""
+    """Return a function for the dollars spent so far; None without a price.
+
+    It counts every GPU of this machine, idle ones included; on a CPU every process; under Slurm the GPU
+    seconds of the jobs.
+    """
     price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     if price is None:
         return None
@@ -465,7 +470,7 @@ def _usd_so_far(
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
-    """What would be launched, to paste: by the strategies' own files, since none is written now."""
+    """Print the commands of the runs to do. They name the strategies' own files, since none is written."""
     from slm_toolkit.compare.local import kept_record, launch_command
     from slm_toolkit.compare.outcome import as_typed
     from slm_toolkit.compare.predicted import skipped_record

@@ -1,4 +1,4 @@
-"""`slm configs`: the accelerate YAMLs that this package ships, listed or written out."""
+"""`slm configs`: list or copy the accelerate YAMLs of this package."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ _PAIRS = (
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm configs`, and what it does."""
+    """Add the flags of `slm configs`."""
     parser.description = (
         "List or copy the accelerate YAMLs of this package, and the DeepSpeed JSONs they name."
     )
@@ -67,7 +67,7 @@ def _configs(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ValueError for counts that can't be, or that nothing would be done with."""
+    """Raise ValueError for counts that are impossible or unused."""
     hint = "--copy DIR --num_machines 2 --gpus_per_node 8"
     check_pairs(flags_given(args), _PAIRS, hint=hint)
     for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
@@ -76,7 +76,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _texts(args: argparse.Namespace) -> dict[Path, str] | None:
-    """Shipped files for several machines, without those that can't be on them; None: as they are."""
+    """Return the shipped files as changed for several machines; None to copy them unchanged.
+
+    Files that can't run on several machines are left out, with a note.
+    """
     if args.num_machines is None:
         return None
     texts = {}

@@ -1,4 +1,4 @@
-"""`slm convert`: one way to say how a model is sharded, said in another, with an account of every key."""
+"""`slm convert`: convert sharding configurations, with an account of every key."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from slm_toolkit.convert.read import read_source
 from slm_toolkit.convert.settings import FATES, KeyAccount
 from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json, write_trainer
 
-_FORMS = {  # name: (engine, None for the source's; writer; what it is)
+_FORMS = {  # name: (engine, or None for the source's; writer; description)
     "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
     "accelerate_deepspeed": (
         "deepspeed",
@@ -30,7 +30,7 @@ _FORMS = {  # name: (engine, None for the source's; writer; what it is)
     "training_arguments": (
         None,
         write_trainer,
-        "Hugging Face TrainingArguments and what --fsdp_config or --deepspeed take",
+        "Hugging Face TrainingArguments, and the file of --fsdp_config or --deepspeed",
     ),
 }
 _OTHER_NAMES = {
@@ -67,7 +67,7 @@ _WIDTH = 110
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm convert`, and what it does."""
+    """Add the flags of `slm convert`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
     parser.epilog = _EPILOG.format(forms=forms)
@@ -90,7 +90,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _form(text: str) -> str:
-    """A name of _FORMS, of another name of it. Raises ArgumentTypeError with a hint for others."""
+    """Return the name in _FORMS of a form or its other name. Raises ArgumentTypeError for unknown names."""
     typed = text.lower().replace("-", "_")
     name = _OTHER_NAMES.get(typed, typed)
     if name in _FORMS:
@@ -103,13 +103,13 @@ def _form(text: str) -> str:
         )
     elif close := get_close_matches(typed, [*_FORMS, *_OTHER_NAMES], n=1):
         hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
-    raise argparse.ArgumentTypeError(f"{text!r} is no form\nhint: {hint}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a form\nhint: {hint}")
 
 
 def convert(
     source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
 ) -> Converted:
-    """The source in another form. Raises ValueError for what can't be read or has nothing like it there."""
+    """Convert the source. Raises ValueError if it can't be read, or has no counterpart in that form."""
     engine, write, _ = _FORMS[form]
     source = source[1:] if source[0] == "--" else source
     draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
@@ -154,14 +154,14 @@ def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:
 
 
 def _account(written: Converted) -> list[str]:
-    """The rows by what became of them, each with its reason, and the command to launch."""
+    """Return the account: keys grouped by their fate, with reasons, and the launch command."""
     lines = []
     for fate, title in FATES.items():
         of_fate = [row for row in written.rows if row.fate == fate]
         if not of_fate:
             continue
         lines.append(f"{title}:")
-        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that need no line of their own
+        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that share a line
         for index, row in enumerate(of_fate):
             is_alone = row.to and row.key and row.to != (_said(row),)
             together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
@@ -173,7 +173,7 @@ def _account(written: Converted) -> list[str]:
 
 
 def _lines(rows: list[KeyAccount]) -> list[str]:
-    """One entry for rows with the same reason: what was said, what it became, why."""
+    """Return the lines of one entry for rows with the same reason: old setting, new setting, why."""
     said, to = ", ".join(_said(row) for row in rows if row.key), ", ".join(rows[0].to)
     if len(rows) == 1 and said and to and said != to:
         said, to = f"{said} -> {to}", ""

@@ -1,4 +1,4 @@
-"""What `slm estimate`, `recommend` and `doctor` are told of prices and the network between GPUs."""
+"""Flags for prices and the network between GPUs, of `slm estimate`, `recommend` and `doctor`."""
 
 import argparse
 from collections.abc import Callable
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from slm_toolkit.hardware.network import MeasuredNetwork
     from slm_toolkit.predict.setup.setup import Deployment
 
-_KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes its time
+_KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose import takes time
 _PRICE_PAIRS = (
     *(
-        Pair(own, of_table, ", which asks our table")
+        Pair(own, of_table, ", which chooses from the shipped table")
         for own in ("usd_per_gpu_hour", "prices")
         for of_table in ("price_kind", "provider")
     ),
-    Pair("usd_per_gpu_hour", "prices", ": both give prices"),
+    Pair("usd_per_gpu_hour", "prices", ": both set prices"),
 )
 
 
@@ -65,7 +65,7 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def deployments_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployment]":
-    """The Deployment of each GPU under these flags.
+    """Return a function that gives the Deployment of a GPU under these flags.
 
     Raises ValueError for flags that contradict each other, files that can't be read, and a measured network
     of other GPUs.
@@ -87,7 +87,7 @@ def deployments_of(args: argparse.Namespace) -> "Callable[[Gpu | None], Deployme
         measured = read_network(args.network)
     if measured is not None and args.inter_node_gbps is not None and measured.num_nodes > 1:
         raise ValueError(
-            f"--inter_node_gbps with --network {args.network}, which was measured between nodes\n"
+            f"--inter_node_gbps with --network {args.network}, which has a measurement between nodes\n"
             "hint: give one"
         )
     if provider is not None:
@@ -121,5 +121,5 @@ def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu", path: Path) -> None
         of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
         raise ValueError(
             f"--network {path} was measured {of}, not {gpu.name}\n"
-            "hint: `slm compare --probe_network` on the GPUs that are meant"
+            "hint: `slm compare --probe_network` on these GPUs"
         )

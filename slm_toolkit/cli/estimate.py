@@ -1,4 +1,4 @@
-"""`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
+"""`slm estimate`: flags, a grid, and an Estimate of each of its configurations. Nothing runs."""
 
 import argparse
 import itertools
@@ -36,7 +36,7 @@ _EXAMPLES = """\
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm estimate`, and what it does."""
+    """Add the flags of `slm estimate`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "--strategy",
@@ -118,7 +118,7 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
-    """Where a user's own file asks for something that the estimate does not follow."""
+    """Return notes on settings of a user's own file that the estimate ignores."""
     found = []
     for strategy in strategies:
         in_bf16 = [name for name in numerics if name != "fp32"]
@@ -133,7 +133,7 @@ def _notes(strategies: list[Strategy], numerics: list[str]) -> list[str]:
 
 
 def _notes_on_models(given: dict[str, Any]) -> list[str]:
-    """Where a model's own configuration has something that the estimate does not follow."""
+    """Return notes on settings of a model's own configuration that the estimate ignores."""
     pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
     configs = [
         RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs

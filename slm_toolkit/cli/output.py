@@ -1,4 +1,4 @@
-"""What `slm compare` and `slm report` print of records: flags, rows, notes, and the exit code."""
+"""Output of `slm compare` and `slm report`: flags, rows, exports, notes and the exit code."""
 
 import argparse
 import dataclasses
@@ -50,29 +50,29 @@ def exports_asked(args: argparse.Namespace) -> list[str]:
 
 
 def on_stdout(args: argparse.Namespace) -> list[str]:
-    """The flags that want stdout for themselves."""
+    """Return the flags that write to stdout."""
     named = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
     return [*named, *(["json"] if args.json else [])]
 
 
 def check_exports(args: argparse.Namespace) -> None:
-    """Raises ValueError for a file that can't be written, before anything runs, and for two on stdout."""
+    """Raise ValueError for a file that can't be written, or two exports on stdout, before anything runs."""
     problems = []
     if args.parquet == STDOUT:
-        problems.append("--parquet -: Parquet is no text\nhint: --parquet rows.parquet")
+        problems.append("--parquet -: Parquet is not text\nhint: --parquet rows.parquet")
     elif len(taken := on_stdout(args)) > 1:
         problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
     for name in exports_asked(args):
         path = getattr(args, name)
         if path != STDOUT and (path.is_dir() or not path.parent.is_dir()):
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(f"--{name} {path}: {what}\nhint: a file in a folder that is there")
+            problems.append(f"--{name} {path}: {what}\nhint: name a file in an existing folder")
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """All that was asked for; returns whether it took stdout. `content`: the objects of `--json`."""
+    """Write all exports; return True if one of them used stdout. `content`: the objects of `--json`."""
     from slm_toolkit.report.tables.export import csv_text, json_text, latex_text, markdown_text, write_parquet
 
     texts = {
@@ -92,7 +92,9 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
                 else:
                     path.write_text(texts[name](), encoding="utf-8")
             except OSError as error:
-                raise ValueError(f"--{name} {path}: {error}\nhint: another folder, or more space") from None
+                raise ValueError(
+                    f"--{name} {path}: {error}\nhint: use another folder, or free some space"
+                ) from None
         print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json_text(content))
@@ -100,7 +102,7 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
 
 
 FOLDER = "comparisons"
-"beside the folder of the first record"
+"a folder next to that of the first record"
 
 
 def add_report_to(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,7 @@ def add_report_to(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report_to(args: argparse.Namespace) -> None:
-    """Raises ValueError for a tracker that is not installed."""
+    """Raise ValueError for a tracker that is not installed."""
     from slm_toolkit.report.tables.export import TRACKERS, check_installed
 
     if args.report_to in TRACKERS:
@@ -122,12 +124,15 @@ def check_report_to(args: argparse.Namespace) -> None:
 def track_rows(
     rows: dict[str, "Row"], records: list[tuple[Path, RunRecord]], args: argparse.Namespace
 ) -> None:
-    """Each labelled row as a run; says on stderr how to look at them."""
+    """Send each labelled row to a tracker as a run, and print on stderr how to view them."""
     from slm_toolkit.report.tables.export import TRACKERS, track, tracked_run
 
-    if args.report_to not in TRACKERS:  # `slm compare` knows all of accelerate's
+    if args.report_to not in TRACKERS:  # `slm compare` accepts every tracker of accelerate
         known = ", ".join(TRACKERS)
-        print(f"the runs are in {args.report_to}, their comparison is not: only {known}", file=sys.stderr)
+        print(
+            f"the runs are in {args.report_to}, but the comparison is not: that needs one of {known}",
+            file=sys.stderr,
+        )
         return
     by_path = {str(path): record for path, record in records}
     runs = [tracked_run(label, row, by_path[row.record]) for label, row in rows.items()]
@@ -176,7 +181,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
-    """The records to hold others against, read before those are written. Raises ValueError for none."""
+    """Read the records of --baseline, before new records are written. Raises ValueError if there are none."""
     if folder is None:
         return []
     records, problems = find_records([folder])
@@ -196,10 +201,10 @@ def print_records(
     *,
     baseline: list[tuple[Path, RunRecord]],
 ) -> int:
-    """Rows to stdout; returns 1 where one failed, broke parity or is worse than its baseline, else 0.
+    """Print the rows; return 1 if a row failed, broke parity or is worse than its baseline, else 0.
 
-    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
-    memory that was followed.
+    Also returns 1 if requested results are missing: no parity check, no run in common with the baseline, or
+    no traced memory.
     """
     from slm_toolkit.record.step_breakdown import Anatomy
     from slm_toolkit.report.rows import labelled
@@ -223,7 +228,7 @@ def print_records(
         )
     parity_due = getattr(args, "parity", None) and not _failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
-        unchecked.append("no parity check: no row ended ok, or none had a reference")
+        unchecked.append("no parity check: no row is ok, or no row has a reference")
     content = json_rows(rows) if args.json or exports_asked(args) else []
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
@@ -238,7 +243,7 @@ def print_records(
         if hidden := rows[len(shown) :]:
             bad = sum(row.status in ("failed", "timeout") for row in hidden)
             said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
-            console.print(Text(f"{said}: a pipe, --csv and --markdown have all"))
+            console.print(Text(f"{said}: a pipe, --csv and --markdown show all"))
         for note in (*(Text(line, style="red") for line in unchecked), *parity_notes(named)):
             console.print(note)
         if several := {label: row for label, row in named.items() if has_several(row)}:
@@ -251,7 +256,10 @@ def print_records(
         if anatomies:
             console.print(anatomy_table(anatomies, width=width), crop=False)
             console.print(
-                Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
+                Text(
+                    "the traces of each rank are next to the records; open them at https://ui.perfetto.dev",
+                    style="dim",
+                )
             )
         if baseline:
             labels = {row.record: label for label, row in named.items()}
@@ -266,7 +274,7 @@ def print_records(
 
 
 def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
-    """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
+    """Print the prediction ledger; return 1 if no record can be compared with an estimate, else 0."""
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.ledger import ledger_of, ledger_table, summaries
 
@@ -289,7 +297,7 @@ def asked_rows(
     *,
     problems: list[str] | None = None,
 ) -> list["Row"]:
-    """The rows of records, by the flags of `add_output_flags`."""
+    """Return the rows of records, by the flags of `add_output_flags`."""
     from slm_toolkit.report.rows import rows_of
 
     return rows_of(
@@ -302,7 +310,7 @@ def asked_rows(
 
 
 def pictures_of(rows: dict[str, "Row"]) -> dict[str, "MemoryPicture"]:
-    """Of each labelled row whose allocations were followed."""
+    """Return the memory picture of each labelled row with traced allocations."""
     from slm_toolkit.report.tables.memory import memory_picture
 
     found = {}

@@ -1,4 +1,4 @@
-"""`slm recipes`: the shell scripts that this package ships, each of which answers one question."""
+"""`slm recipes`: the shell scripts of this package, each of which answers one question."""
 
 import argparse
 import json
@@ -29,21 +29,21 @@ more examples:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script's text, and what its first lines say of it; of the figures, what was estimated on `as_of`."""
+    """A script, and the facts in its first lines. Memory, time and cost were estimated on `as_of`."""
 
     name: str
     question: str
     hardware: str
     memory: str
     time: str
-    "as `6.1 h` or `12 min`; a dash, and why in parentheses, where no estimate says it"
+    "`6.1 h` or `12 min`; without an estimate a dash, with the reason in parentheses"
     cost: str
     as_of: str
     text: str
 
     @property
     def estimate(self) -> list[str]:
-        """The words of the script's first `slm recommend` or `slm estimate`, of which the figures are."""
+        """The words of the script's first `slm recommend` or `slm estimate`, which gave the figures."""
         text = self.text.replace("\\\n", " ")
         return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
 
@@ -59,7 +59,7 @@ class Recipe:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm recipes`, and what it does."""
+    """Add the flags of `slm recipes`."""
     parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
     parser.add_argument(
@@ -70,12 +70,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def shipped_recipes() -> list[Recipe]:
-    """By name."""
+    """Return all recipes, sorted by name."""
     return [read_recipe(path) for path in sorted(_folder().glob("*.sh"))]
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Raises KeyError or AttributeError where the head is not one."""
+    """Read a recipe. Raises KeyError, TypeError or AttributeError if its first lines lack a fact."""
     text = path.read_text()
     said = dict(re.findall(r"^# (hardware|memory|time|cost): (.+)$", text, re.M))
     as_of = re.search(r"^# estimated on (\d{4}-\d\d-\d\d) by the first command below$", text, re.M)[1]
@@ -84,7 +84,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _folder() -> Path:
-    """In the wheel, else in the checkout."""
+    """Return the folder of the recipes: in the wheel, else in the checkout."""
     package = Path(__file__).parents[1]
     return package / "recipes_sh" if (package / "recipes_sh").is_dir() else package.parent / "recipes"
 

@@ -1,4 +1,4 @@
-"""`slm recommend`: which GPUs, how many, which strategy and batch for a job, and the commands to start it."""
+"""`slm recommend`: GPUs, their number, strategy and batch for a job, and the commands to start it."""
 
 import argparse
 import itertools
@@ -41,7 +41,7 @@ GRID: dict[str, list[Any]] = {
     "loss_kernel": ["hf", "fused_linear"],
     "norm_kernel": ["fused"],
 }
-"what is tried where the flags don't say; kernels that change no result but its rounding"
+"values to try for flags that are not given; the kernels change results only by rounding"
 GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
@@ -138,7 +138,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
-    """Raises one ValueError with all that can't be read or had."""
+    """Return the offers of --gpu. Raises one ValueError with all offers that are invalid."""
     from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
     from slm_toolkit.hardware.prices import Price
     from slm_toolkit.predict.setup.setup import Deployment
@@ -159,22 +159,27 @@ def offers_of(args: argparse.Namespace) -> list["GpuOffer"]:
         deployment = deployment_of(gpu)
         if usd is not None:
             if usd <= 0:
-                problems.append(f"--gpu {text}: a price is above 0")
+                problems.append(f"--gpu {text}: the price must be above 0")
                 continue
             deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
         for number in counts:
             if number < 1 or (number > args.gpus_per_node and number % args.gpus_per_node):
                 problems.append(
-                    f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {args.gpus_per_node}"
+                    f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {args.gpus_per_node}"
                 )
         found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
-        raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
+        raise ValueError(
+            "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
+        )
     return found
 
 
 def workloads_of(args: argparse.Namespace) -> tuple[list["Workload"], list[str]]:
-    """One for each model, and notes on models that never reach the target. Raises ValueError if none does."""
+    """Return a Workload for each model, and notes on models that never reach the target.
+
+    Raises ValueError if no model does.
+    """
     from slm_toolkit.recommend.plans import Workload
     from slm_toolkit.recommend.scaling_laws import (
         LAWS,
@@ -183,12 +188,12 @@ def workloads_of(args: argparse.Namespace) -> tuple[list["Workload"], list[str]]
         tokens_for_loss,
     )
 
-    check_pairs(flags_given(args), [Pair("tokens", "target_loss", ": both say how long to train")])
+    check_pairs(flags_given(args), [Pair("tokens", "target_loss", ": both set the length of the training")])
     adapters = [name for name in args.peft or () if name != "none"]
     if adapters and args.tokens is None:
         raise ValueError(
-            f"--peft {adapters[0]} without --tokens: the scaling laws are of training from scratch\n"
-            "hint: --tokens 50M, what of the data the adapter is to see"
+            f"--peft {adapters[0]} without --tokens: scaling laws are about training from scratch\n"
+            "hint: --tokens 50M, the tokens to train the adapter on"
         )
     law = LAWS[args.law]
     found, unreached, notes = [], [], []
@@ -215,7 +220,7 @@ def workloads_of(args: argparse.Namespace) -> tuple[list["Workload"], list[str]]
 
 
 def configs_of(args: argparse.Namespace) -> list[RunConfig]:
-    """The grid of flags given and GRID's for the rest, batches ascending."""
+    """Return the grid of the given flags, and of GRID for the rest; batches ascending."""
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
         for name, value in {**GRID, **given_flags(args)}.items()
@@ -231,18 +236,18 @@ def configs_of(args: argparse.Namespace) -> list[RunConfig]:
 
 
 def _tokens(text: str) -> float:
-    """20B, 300M, 1.5T, 2e10 or a plain number."""
+    """Parse 20B, 300M, 1.5T, 2e10 or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
     value = (
         float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
     )
     if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: 20B, 300M, 2e10")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B, 300M or 2e10")
     return value
 
 
 _MOST_LEFT_OUT = 6
-"reasons that are printed"
+"most reasons to print"
 _DESCRIPTION = """\
 Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
 strategies, batches and checkpointing by estimate, or by your own records if they match."""
@@ -254,14 +259,14 @@ _EXAMPLES = """\
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm recommend`, and what it does."""
+    """Add the flags of `slm recommend`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     add_recommend_flags(parser)
     parser.set_defaults(verb=_recommend)
 
 
 def _recommend(args: argparse.Namespace) -> int:
-    """Exit code 0: a plan was found; 1: none is within the limits."""
+    """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
         offers = offers_of(args)
         workloads, notes = workloads_of(args)
@@ -283,12 +288,12 @@ def _recommend(args: argparse.Namespace) -> int:
             written = write_launch(ranked[0], args.write)
             notes += [f"written: {path}" for path in written]
             if args.write / SKYPILOT_FILE not in written:
-                notes.append(f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU")
+                notes.append(f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown")
     notes += [f"left out: {reason}" for reason in left_out[:_MOST_LEFT_OUT]]
     if len(left_out) > _MOST_LEFT_OUT:
         notes.append(f"left out: {len(left_out) - _MOST_LEFT_OUT} more")
     notes += [
-        f"{offer.gpu.name}: no price known: give one as {offer.gpu.name}@USD, or with --prices"
+        f"{offer.gpu.name}: the price is unknown: give it as {offer.gpu.name}@USD, or with --prices"
         for offer in offers
         if offer.deployment.price is None
     ]
@@ -313,7 +318,7 @@ def _recommend(args: argparse.Namespace) -> int:
 
 
 def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Namespace) -> list[str]:
-    """What aligned widths would give on each GPU type, and what else would move the first plan."""
+    """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
     from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
     from slm_toolkit.predict.setup.setup import Setup
 
@@ -342,7 +347,7 @@ def _advice(ranked: list["Plan"], offers: list["GpuOffer"], args: argparse.Names
         )
     bound = ranked[0].estimate.bottleneck.replace("_", " ")
     for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
-        if not lever.change.startswith("--per_device"):  # that would make other steps of it
+        if not lever.change.startswith("--per_device"):  # another batch would make other steps
             lines.append(
                 f"the first is bound by {bound}: {lever.change} should give {lever.speedup - 1:+.0%}"
             )
@@ -356,7 +361,7 @@ def _search(
     strategies: list[Strategy],
     configs: list[RunConfig],
 ) -> tuple[list["Plan"], list[str]]:
-    """All plans that fit, and what was left out and why."""
+    """Return all plans that fit, and reasons for those left out."""
     from slm_toolkit.recommend.plans import observations_of, search
 
     observations = observations_of(args.records)

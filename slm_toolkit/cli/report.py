@@ -1,4 +1,4 @@
-"""`slm report`: the table of recorded runs, its pictures and exports, and the study's pages."""
+"""`slm report`: the table of recorded runs, with charts and exports, and the tables of the study."""
 
 import argparse
 import dataclasses
@@ -46,12 +46,12 @@ _EXAMPLES = """\
 """
 PICTURES = ("html", "figures", "plot")
 _ERRORS_ALONE = tuple(
-    Pair(name, "errors", ", which prints errors alone")
+    Pair(name, "errors", ", which prints only errors")
     for name in ("baseline", "memory", "phases", "strict", *PICTURES, *EXPORTS, "report_to")
 )
-_TEXT_ALONE = tuple(Pair("plot", name, ", of which stdout holds nothing else") for name in (*EXPORTS, "json"))
+_TEXT_ALONE = tuple(Pair("plot", name, ", which must be alone on stdout") for name in (*EXPORTS, "json"))
 _PLOT_WIDTH = 80
-"columns where stdout has no width"
+"columns if stdout is not a terminal"
 
 
 def add_picture_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,10 @@ def write_pictures(
     *,
     left_out: list[str],
 ) -> None:
-    """The files that flags ask for; their names go to stderr. `left_out`: records that could not be read."""
+    """Write the files of --html and --figures, and print their names on stderr.
+
+    left_out: lines about records that could not be read.
+    """
     from slm_toolkit.report.charts.files import html_page, write_images
     from slm_toolkit.report.rows import labelled
 
@@ -103,14 +106,16 @@ def write_pictures(
                 written = write_images(panels, args.figures)
                 print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
         except OSError as error:
-            raise ValueError(f"can't write: {error}\nhint: a place where you may, with room") from None
+            raise ValueError(
+                f"can't write: {error}\nhint: choose a writable folder with free space"
+            ) from None
     for panel in panels:
         if panel.missing:
             print(f"left out: {panel.title}: {panel.missing}", file=sys.stderr)
 
 
 def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> list["Panel"]:
-    """All panels of labelled rows, in the order of a page."""
+    """Return all panels of labelled rows, in the order of the page."""
     from slm_toolkit.report.charts import figures
     from slm_toolkit.report.charts import memory as memory_figures
     from slm_toolkit.report.recorded_estimate import estimate_of
@@ -134,7 +139,7 @@ def panels_of(records: list[tuple[Path, RunRecord]], rows: dict[str, "Row"]) -> 
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm report`, and what it does."""
+    """Add the flags of `slm report`."""
     parser.description = "Print the table of recorded runs, with charts and exports."
     parser.examples = _EXAMPLES
     parser.add_argument(
@@ -175,7 +180,7 @@ def _report(args: argparse.Namespace) -> int:
     broken = 1 if problems else 0
     if args.errors:
         return max(print_errors(records, args), broken)
-    if args.html or args.figures:  # first: whoever reads the table may stop, as `| head` does
+    if args.html or args.figures:  # before the table, whose reader may stop early, as `| head` does
         write_pictures(rows, records, args, left_out=[f"left out: {problem}" for problem in problems])
     code = print_records(rows, records, args, baseline=baseline)
     if args.plot:
@@ -186,13 +191,13 @@ def _report(args: argparse.Namespace) -> int:
 def _print_schema(args: argparse.Namespace) -> int:
     with user_errors():
         if others := sorted({*flags_given(args)} - {"schema"}):
-            raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
+            raise ValueError(f"--schema with {', '.join(others)}\nhint: --schema prints only the schema")
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0
 
 
 def _order(found: tuple[Path, RunRecord]) -> tuple:
-    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
+    """Sort key: size of the model, flags, ranks of a rehearsal, then strategies in the order of the study."""
     record = found[1]
     known = [*STUDIED_STRATEGIES, record.strategy]
     asked = {**record.asked["config"]}
@@ -200,7 +205,7 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        _sortable(msgspec.json.encode(asked)),  # text, for settings of several types have no order
+        _sortable(msgspec.json.encode(asked)),  # as text, since settings of several types can't be ordered
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
@@ -209,7 +214,7 @@ def _order(found: tuple[Path, RunRecord]) -> tuple:
 
 @cache
 def _sortable(asked: bytes) -> bytes:
-    """JSON with its whole numbers equally long, so that it sorts as they do."""
+    """Pad the whole numbers of a JSON, so that its text sorts like the numbers."""
     return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)
 
 
@@ -218,7 +223,7 @@ def _sortable(asked: bytes) -> bytes:
 _DEFAULT_GPU = "h100-80gb"
 _TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps")
 _TEXT_WIDTH = 110
-"columns of a paragraph, at most"
+"most columns of a paragraph"
 
 
 def add_paper_flags(parser: argparse.ArgumentParser) -> None:
@@ -243,14 +248,14 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def print_paper(args: argparse.Namespace) -> int:
-    """Figures, answers and best configurations to stdout; returns 1 where a given record can't be read."""
+    """Print figures, answers and best configurations; return 1 if a given record can't be read."""
     from slm_toolkit.study.answers import answers
     from slm_toolkit.study.comparison import comparisons, measured_cells
     from slm_toolkit.study.tables import best_configurations
 
     with user_errors():
         _check(args)
-        given = args.records is not args.parser.get_default("records")  # that folder was not asked for
+        given = args.records is not args.parser.get_default("records")  # the default folder was not asked for
         records, problems = find_records(args.records) if given else ([], [])
         best = best_configurations(
             args.gpu or _DEFAULT_GPU,
@@ -284,7 +289,7 @@ def _check(args: argparse.Namespace) -> None:
     if unused := [name for name in flags_given(args) if name not in (*_TAKEN, "parser", "verb")]:
         taken = ", ".join(f"--{name}" for name in _TAKEN[2:])
         raise ValueError(
-            f"--{unused[0]} with --paper, which prints the paper's figures\nhint: beside it there are {taken}"
+            f"--{unused[0]} with --paper, which prints the paper's figures\nhint: combine it with {taken}"
         )
 
 

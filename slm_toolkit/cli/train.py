@@ -1,4 +1,4 @@
-"""`slm train`: one training run under a strategy, by the `accelerate launch` that it prints."""
+"""`slm train`: one training run under one strategy. It prints and runs an `accelerate launch`."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ from slm_toolkit.strategy.strategy import (
     shipped_strategies,
 )
 
-_CPU_PROCESSES = 2  # and four for a hybrid shard, which keeps two copies of two
+_CPU_PROCESSES = 2  # a hybrid shard uses four: two copies of two
 _DESCRIPTION = """\
 Train one model under one strategy. Checkpoints, the model and record.json go to runs/NAME."""
 _EXAMPLES = """\
@@ -48,7 +48,7 @@ Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the code of th
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm train`: those of the launch, then the script's."""
+    """Add the flags of `slm train`: those of the launch, then those of the script."""
     parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.usage = "slm train [--strategy NAME|FILE] [flags]"
     launching = parser.add_argument_group("launching")
@@ -82,7 +82,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from slm_toolkit.cli.launch import start  # `--help` waits for no psutil
+    from slm_toolkit.cli.launch import start  # so `--help` does not import psutil
 
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
@@ -98,7 +98,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -> list[str]:
-    """Notes on what is wrong and trains all the same. Raises ValueError for all else that is wrong."""
+    """Return notes on wrong settings that don't stop the run. Raises ValueError for those that do."""
     from slm_toolkit.cli.before_launch import check_launches
 
     gpus = gpus_here()
@@ -109,12 +109,15 @@ def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -
 
 
 def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> list[str]:
-    """What follows `accelerate launch`. Raises ValueError for ranks that a hybrid shard can't divide."""
+    """Return the words after `accelerate launch`.
+
+    Raises ValueError if a hybrid shard can't divide the ranks.
+    """
     num_processes = processes_asked(strategy, config, args)
     groups = []
     if is_shipped(Path(strategy.path)) and args.num_machines in (None, 1) and config.rehearse is None:
         fitted = fit_groups(strategy, num_ranks=num_processes, ranks_per_node=num_processes)
-        groups = group_options(fitted)  # on several machines `slm launch` does it
+        groups = group_options(fitted)  # on several machines `slm launch` adds them
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return [
@@ -127,8 +130,11 @@ def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace
 
 
 def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> int:
-    """`--num_processes`; else one for `single` and a rehearsal, what a user's own YAML says, a rank for each
-    GPU, or on a CPU two."""
+    """Return the number of ranks.
+
+    `--num_processes` decides; else 1 for `single` and a rehearsal, the number in a user's own YAML, one per
+    GPU, or two on a CPU.
+    """
     if args.num_processes is not None:
         return args.num_processes
     if strategy.is_single or config.rehearse is not None:
@@ -140,7 +146,7 @@ def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namesp
 
 
 def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> Path:
-    """The strategy's own file; for a DeepSpeed JSON, a YAML under `output_dir` that names it."""
+    """Return the strategy's own file; for a DeepSpeed JSON, write a YAML under `output_dir` that names it."""
     if not strategy.is_bare_json:
         return Path(strategy.path)
     folder = output_dir / f"launch-{strategy.name}"

@@ -1,4 +1,4 @@
-"""RunConfig: the flags of a run, one field each, which declares all that the toolkit knows of its flag."""
+"""RunConfig: the flags of a run, one field each. A field declares all metadata of its flag."""
 
 import dataclasses
 from pathlib import Path
@@ -21,16 +21,16 @@ SYNTHETIC = "synthetic"
 OWN_SCHEDULE = "cosine_to_tenth"
 "the default --lr_scheduler_type; the others are transformers'"
 REHEARSED_RANKS_PER_NODE = 8
-"at most; a rehearsal has no nodes to count them on"
+"most ranks of a node; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
-"cuBLAS multiplies float8 matrices of widths that are multiples of it"
+"cuBLAS multiplies float8 matrices if their widths are multiples of 16"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
-"--gradient_checkpointing was a switch once: scripts and records still say so"
-ESTIMATED_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+"--gradient_checkpointing was a switch once; old scripts and records still have these values"
+ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
@@ -42,9 +42,9 @@ _NO_MATRICES = (Excludes("peft", "it has no matrices", values=("ia3",)),)
 _NO_CHECKPOINTS = (
     ExcludesStrategy(
         "is_fsdp1",
-        "no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: fsdp_version: 2",
+        "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2",
     ),
-    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: DDP has them"),
+    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
     ExcludesStrategy(
         "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
     ),
@@ -55,7 +55,7 @@ _OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
 @dataclass_of_flags
 class RunConfig:
-    """What one run is asked to do, in the order of --help. None: decided by the machine, see `with_defaults`.
+    """The flags of one run, in the order of --help. None: the machine decides, see `with_defaults`.
 
     `flag_metadata.Flag` explains what a field may declare.
     """
@@ -169,7 +169,7 @@ class RunConfig:
         excludes_strategies=(
             ExcludesStrategy(
                 "checkpoints_activations",
-                "fsdp_activation_checkpointing is full checkpointing already, with {flag}",
+                "fsdp_activation_checkpointing already checkpoints every layer: leave out {flag}",
             ),
         ),
         losses="same",
@@ -272,7 +272,7 @@ class RunConfig:
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
-        excludes=(_NO_LOW_PRECISION, Excludes("peft", "it trains none of the weights that fp8 is for")),
+        excludes=(_NO_LOW_PRECISION, Excludes("peft", "adapters freeze the weights that fp8 is for")),
         extra="fp8",
         losses="rounded",
         estimate="counts",
@@ -544,7 +544,7 @@ class RunConfig:
         group="data",
         least=1,
         most=50,
-        excludes=(Excludes("eval_dataset", "that is held out instead"),),
+        excludes=(Excludes("eval_dataset", "the held-out sets replace the split"),),
         may_change_on_resume=False,
     )
     fp32_steps: int = Flag(
@@ -581,8 +581,8 @@ class RunConfig:
         other_names=("epochs", "num_epochs", "max_epochs"),
         above=0,
         excludes=(
-            Excludes("max_steps", "both say how long, give one"),
-            Excludes("dataset", "synthetic tokens never end, give --max_steps", values=(SYNTHETIC,)),
+            Excludes("max_steps", "give one of them"),
+            Excludes("dataset", "synthetic tokens never end: give --max_steps", values=(SYNTHETIC,)),
         ),
     )
     timing_warmup_steps: int | None = Flag(
@@ -856,7 +856,7 @@ class RunConfig:
             *_LEARNS_NOTHING,
             Excludes(
                 "resume_from_checkpoint",
-                "the first starts from the beginning, the second goes on; give one",
+                "one starts from the beginning, the other resumes: give one of them",
             ),
         ),
         identity=False,
@@ -881,7 +881,7 @@ class RunConfig:
         group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
-        range_note="seconds, after which collectives give up by themselves",
+        range_note="seconds: after that, collectives time out by themselves",
         identity=False,
         estimate="ignores",
     )
@@ -931,13 +931,13 @@ class RunConfig:
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps without profiled ones, None where epochs decide; by default 30 after a warm-up."""
+        """Optimizer steps without profiled ones; None if epochs decide. By default 30 after the warm-up."""
         if self.max_steps is None and self.num_train_epochs is None:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
 
     def learning_rate_of(self, sequences_per_step: int) -> float:
-        """The peak learning rate of steps of so many sequences, over all ranks and micro-steps."""
+        """Return the peak learning rate for steps of this many sequences, over all ranks and micro-steps."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
         base = self.base_batch_size or self.per_device_train_batch_size
         return self.learning_rate * (sequences_per_step / base) ** power
@@ -949,12 +949,12 @@ class RunConfig:
 
     @property
     def records_graphs(self) -> bool:
-        """Whether torch.compile records CUDA graphs, which reuse their memory."""
+        """True if torch.compile records CUDA graphs, which reuse their memory."""
         return self.torch_compile_mode in _RECORD_GRAPHS
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What `--dataset` names. Raises ValueError where some have weights and some have none."""
+        """The sources of `--dataset`. Raises ValueError if only some of them have weights."""
         found = sources_of(self.dataset)
         if len({source.weight is None for source in found}) > 1:
             raise ValueError(
@@ -964,7 +964,7 @@ class RunConfig:
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """What `--eval_dataset` names. Raises ValueError for weights, which mean nothing there."""
+        """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
         found = sources_of(self.eval_dataset) if self.eval_dataset else ()
         if any(source.weight is not None for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
@@ -972,11 +972,11 @@ class RunConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that make this another run than one with other values."""
+        """The fields that identify the run: other values make another run."""
         return {name: getattr(self, name) for name, of_flag in FLAGS.items() if of_flag.identity}
 
     def problems(self) -> list[str]:
-        """A sentence for each value that makes no sense, alone or beside another flag's."""
+        """Return a sentence for each value that is invalid, alone or together with another flag."""
         return [
             *field_problems(self),
             *_size_problems(self),
@@ -986,21 +986,21 @@ class RunConfig:
         ]
 
     def check(self) -> None:
-        """Raises one ValueError with all `problems`."""
+        """Raise one ValueError with all `problems`."""
         if problems := self.problems():
             raise ValueError("\n".join(problems) + "\nhint: `--help all` explains each flag")
 
 
 FLAGS = flags_of_fields(RunConfig)
-"by the name of its field, in the order of --help"
+"each flag by its name, in the order of --help"
 COLUMN_TITLES = {
     name: flag.column or name.replace("_", " ")
     for name, flag in FLAGS.items()
     if flag.identity and flag.column != ""
 }
-"of the flags that tables have a column for"
+"titles of the flags that have a column in tables"
 FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-"flags whose columns stand before those of the others"
+"flags whose columns come first"
 
 
 def _size_problems(config: RunConfig) -> list[str]:
@@ -1008,7 +1008,7 @@ def _size_problems(config: RunConfig) -> list[str]:
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
         return []
     return [
-        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
+        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products need a "
         f"multiple of {FP8_MULTIPLE}"
     ]
 
@@ -1046,11 +1046,11 @@ def _name_problems(config: RunConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint == "":
         problems.append(
-            "--resume_from_checkpoint is empty: an unset variable? auto starts where there is none"
+            "--resume_from_checkpoint is empty: is a variable unset? auto may start from the beginning"
         )
     name = config.run_name
     if name is not None and (Path(name).name != name or name in ("", "..")):
-        problems.append(f"--run_name is {name!r}: a name, no path; --output_dir says where")
+        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
     elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
         problems.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
     return problems

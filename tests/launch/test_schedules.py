@@ -1,5 +1,6 @@
 """--lr_scheduler_type, --adam_epsilon and --logging_steps, read off the live optimizers of two engines."""
 
+import json
 import re
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_each_engine_steps_with_the_rate_and_epsilon_asked(both: Comparison) -> 
         assert row["status"] == "ok", row["reason"]
         # a warm-up from 0; at the last step, half of 1 + cos(3 pi / 4) of the peak
         for line, rate in (("optimizer_settings", 0), ("optimizer_settings_at_end", 1.46447e-4)):
-            groups = row["numerics"][line].split("; ")
+            groups = json.loads(Path(row["record"]).read_text())["numerics"][line].split("; ")
             assert len(groups) == 2
             for group in groups:
                 assert float(re.search(r"lr ([-.e\d]+)", group)[1]) == pytest.approx(rate, rel=1e-5)
