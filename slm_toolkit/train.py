@@ -68,6 +68,7 @@ from slm_toolkit.run.engine.engine import optimizer_step
 from slm_toolkit.run.evaluate import Evaluations, lm_eval, lm_eval_described
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
+from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 from slm_toolkit.run.observe.watch import RunWatch
@@ -178,8 +179,14 @@ def run(
         torch.cuda.empty_cache()
         with user_errors():
             results = lm_eval(config.lm_eval_tasks, Path(record.model_dir), run_dir / "lm_eval")
-        write_record(dataclasses.replace(record, lm_eval=results), run_dir)
+        record = dataclasses.replace(record, lm_eval=results)
+        write_record(record, run_dir)
         print(lm_eval_described(results), file=sys.stderr)
+    if config.push_to_hub and accelerator.is_main_process:
+        with user_errors():
+            url = upload_model(Path(record.model_dir), config, run_name=run_dir.name)
+        write_record(dataclasses.replace(record, hub_url=url), run_dir)
+        print(f"uploaded: {url}", file=sys.stderr)
 
 
 def train(

@@ -168,6 +168,8 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_OF_ONE_RUN = (*("run_name", "resume_from_checkpoint"), *("push_to_hub", "hub_model_id", "hub_private_repo"))
+"flags that make no sense for several runs"
 _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
 _SLURM_PAIRS = (
@@ -229,7 +231,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
-    add_flags(parser, grid=True, leave_out=("run_name", "resume_from_checkpoint"))
+    add_flags(parser, grid=True, leave_out=_OF_ONE_RUN)
     parser.set_defaults(verb=_compare)
 
 

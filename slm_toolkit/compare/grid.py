@@ -180,6 +180,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # in stock the script asks for none
         save_steps=None,
+        save_strategy=None,
         resume_from_checkpoint=None,
         save_final_model=False,
         merge_adapter=False,

@@ -873,6 +873,31 @@ class RunConfig:
         ),
         identity=False,
     )
+    push_to_hub: bool = Flag(
+        False,
+        "upload the saved model to the Hugging Face hub at the end. Needs `hf auth login` or HF_TOKEN",
+        group="saving",
+        excludes=(
+            *_LEARNS_NOTHING,
+            Excludes("save_final_model", "it needs a saved model", values=(False,)),
+        ),
+        identity=False,
+    )
+    hub_model_id: str | None = Flag(
+        None,
+        "repository for --push_to_hub, such as me/my-model (default: the run's name, in your account)",
+        group="saving",
+        is_printable=True,
+        needs=("push_to_hub",),
+        identity=False,
+    )
+    hub_private_repo: bool | None = Flag(
+        None,
+        "whether a new repository is private (default: as your account or organization sets it)",
+        group="saving",
+        needs=("push_to_hub",),
+        identity=False,
+    )
     ddp_timeout: float = Flag(
         600.0,
         "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
@@ -926,7 +951,12 @@ class RunConfig:
             save_final_model=self.save_final_model
             if self.save_final_model is not None
             else self.rehearse is None
-            and (self.dataset != SYNTHETIC or self.merge_adapter or self.lm_eval_tasks is not None),
+            and (
+                self.dataset != SYNTHETIC
+                or self.merge_adapter
+                or self.push_to_hub
+                or self.lm_eval_tasks is not None
+            ),
         )
 
     @property

@@ -50,6 +50,8 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
     for config in configs:
         if config.model in specs:
             check_adapter_base(config, specs[config.model])
+    if any(config.push_to_hub for config in configs):
+        _check_hub_token()
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
 
@@ -60,6 +62,15 @@ def _check_open_files() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _FEWEST_OPEN_FILES:  # below 0: no limit
         raise ValueError(f"only {soft} files may be open at once in this shell\nhint: `ulimit -n 1024`")
+
+
+def _check_hub_token() -> None:
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("--push_to_hub with HF_HUB_OFFLINE\nhint: unset HF_HUB_OFFLINE")
+    if get_token() is None:
+        raise ValueError("--push_to_hub without a token\nhint: `hf auth login`, or set HF_TOKEN")
 
 
 def _is_here(model: str) -> bool:

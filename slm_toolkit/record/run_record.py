@@ -266,6 +266,8 @@ class RunRecord:
     "with adapters; None: all"
     lm_eval: dict[str, Any] | None = None
     "lm-eval's results by task, of the saved model"
+    hub_url: str | None = None
+    "repository of --push_to_hub that has the saved model"
     step_seconds: list[list[Positive]] = field(default_factory=list)
     """of each rank, of each step: from the end of the step before to its own end, or from its own beginning
     after an evaluation, a checkpoint or a probed step, and in older records always"""
