@@ -159,7 +159,7 @@ def run(
     except RunEnded as ended:
         if job.accelerator.is_main_process:
             write_failure(record, ended, job.run_dir, mark=mark)
-            print(f"error: {ended}", file=sys.stderr)
+            print(f"{'error' if ended.exit_code else 'note'}: {ended}", file=sys.stderr)
         raise SystemExit(ended.exit_code) from None
     except Exception as error:
         watchdog.settle(error)

@@ -21,9 +21,9 @@ STOPPED_AFTER = "stopped after"
 class RunEnded(RuntimeError):
     """Ends a run that had begun, on all ranks alike: one message, a record that says why, no traceback."""
 
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+    def __init__(self, message: str, *, exit_code: int = 1, status: str = "failed") -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.status = exit_code, status
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """RunConfig: the flags of a run, one field each. A field declares all metadata of its flag."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -817,6 +818,15 @@ class RunConfig:
         losses="same",
         column="",
     )
+    max_time: str | None = Flag(
+        None,
+        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
+        "and exits with 0; --resume_from_checkpoint latest continues",
+        group="length",
+        needs=("save_steps",),
+        excludes=_LEARNS_NOTHING,
+        identity=False,
+    )
     save_total_limit: int = Flag(
         2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
     )
@@ -966,6 +976,18 @@ class RunConfig:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
 
+    @property
+    def max_seconds(self) -> float | None:
+        """The seconds of --max_time. Raises ValueError if it is not a time above 0."""
+        if self.max_time is None:
+            return None
+        if not re.fullmatch(r"(\d+:){0,3}\d+", self.max_time) or not any(map(int, self.max_time.split(":"))):
+            raise ValueError(
+                f"--max_time is {shortened(self.max_time)!r}: use DD:HH:MM:SS, HH:MM:SS or seconds"
+            )
+        numbers = map(int, reversed(self.max_time.split(":")))
+        return float(sum(number * unit for number, unit in zip(numbers, (1, 60, 3600, 86400), strict=False)))
+
     def learning_rate_of(self, sequences_per_step: int) -> float:
         """Return the peak learning rate for steps of this many sequences, over all ranks and micro-steps."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
@@ -1050,6 +1072,10 @@ def _step_problems(config: RunConfig) -> list[str]:
         if getattr(config, strategy) == ("no" if has_steps else "steps"):
             with_or_without = "with" if has_steps else "without"
             problems.append(f"--{strategy} {getattr(config, strategy)} {with_or_without} --{steps}")
+    try:
+        _ = config.max_seconds
+    except ValueError as error:
+        problems.append(str(error))
     num_special = config.warmup_steps + (config.lr_decay_steps or 0)
     if config.lr_decay_steps is not None and config.max_steps is not None and num_special > config.max_steps:
         problems.append(

@@ -46,7 +46,7 @@ def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, mark: i
 
     `mark`: of the record that lay there before. A full disk takes no record: what is said has to do.
     """
-    status = "oom" if is_out_of_memory(error) else "failed"
+    status = "oom" if is_out_of_memory(error) else getattr(error, "status", "failed")
     first = record_mark(run_dir) == mark
     if first or (status == "oom" and read_record(run_dir / RECORD_FILE).status != "oom"):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
