@@ -39,8 +39,8 @@ from transformers.models.llama import modeling_llama as llama
 from slm_toolkit import train
 from slm_toolkit.compare.grid import PlannedRun, plan_runs
 from slm_toolkit.compare.local import free_port, launch_command, write_resolved
+from slm_toolkit.config.flags import training_config
 from slm_toolkit.hardware.gpus import this_machine
-from slm_toolkit.launch.command_line import training_config
 from slm_toolkit.record.files import read_record
 from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import judge

@@ -30,7 +30,10 @@ Names = str | Path | Sequence[str | Path]
 "one name or path, or several"
 GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
-NOT_OF_A_COMPARISON = ("run_name", "resume_from_checkpoint")
+NOT_OF_A_COMPARISON = (
+    *("run_name", "resume_from_checkpoint", "max_time"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
+)
 "flags that make no sense for several runs"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"

@@ -26,12 +26,18 @@ if __name__ == "__main__":
     leave_out_working_folder()
 
 # isort: split
-from slm_toolkit.launch.command_line import check_command_line, training_config
+from slm_toolkit.config.flags import training_config
 
 if __name__ == "__main__":
     # torch.cuda.is_available() would open CUDA here otherwise, and no forked child could use a GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     end_at_once()  # importing torch and building the model take seconds
+    training_config(sys.argv[1:])  # --help and unknown flags end here
+
+# isort: split
+from slm_toolkit.launch.command_line import check_command_line
+
+if __name__ == "__main__":
     check_command_line(sys.argv[1:])  # report a typo before the slow import of torch
 
 # isort: split
@@ -48,7 +54,7 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
-from slm_toolkit.config.run_config import learning_rate
+from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.measurement_warnings import warnings_of
@@ -64,6 +70,7 @@ from slm_toolkit.run.engine.engine import optimizer_step
 from slm_toolkit.run.evaluate import Evaluations, lm_eval, lm_eval_described
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
+from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 from slm_toolkit.run.observe.watch import RunWatch
@@ -154,7 +161,7 @@ def run(
     except RunEnded as ended:
         if job.accelerator.is_main_process:
             write_failure(record, ended, job.run_dir, mark=mark)
-            print(f"error: {ended}", file=sys.stderr)
+            print(f"{'error' if ended.exit_code else 'note'}: {ended}", file=sys.stderr)
         raise SystemExit(ended.exit_code) from None
     except Exception as error:
         watchdog.settle(error)
@@ -174,8 +181,14 @@ def run(
         torch.cuda.empty_cache()
         with user_errors():
             results = lm_eval(config.lm_eval_tasks, Path(record.model_dir), run_dir / "lm_eval")
-        write_record(dataclasses.replace(record, lm_eval=results), run_dir)
+        record = dataclasses.replace(record, lm_eval=results)
+        write_record(record, run_dir)
         print(lm_eval_described(results), file=sys.stderr)
+    if config.push_to_hub and accelerator.is_main_process:
+        with user_errors():
+            url = upload_model(Path(record.model_dir), config, run_name=run_dir.name)
+        write_record(dataclasses.replace(record, hub_url=url), run_dir)
+        print(f"uploaded: {url}", file=sys.stderr)
 
 
 def train(
@@ -192,7 +205,7 @@ def train(
     progress = NoProgress()
     if accelerator.is_main_process:
         sweep(job.run_dir)
-        progress = TrainingProgress(job.run_dir, record.first_step, num_steps)
+        progress = TrainingProgress(job.run_dir, record.first_step, num_steps, config.logging_steps)
     progress.say(job.batch_described)
     if job.checkpoint is not None:
         conversion = record.resumed_from["conversion"]
@@ -229,7 +242,7 @@ def train(
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
-            lr = learning_rate(config.learning_rate, config.warmup_steps, step, num_steps)
+            lr = learning_rate(config, step, num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             step_loss, norm = train_step(job, prepared, batches, watch)

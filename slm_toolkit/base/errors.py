@@ -21,9 +21,9 @@ STOPPED_AFTER = "stopped after"
 class RunEnded(RuntimeError):
     """Ends a started run on all ranks: prints one message, records the reason, shows no traceback."""
 
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+    def __init__(self, message: str, *, exit_code: int = 1, status: str = "failed") -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.status = exit_code, status
 
 
 @contextmanager
@@ -108,6 +108,7 @@ SAYS_DISK_FULL = re.compile(
 # The optional packages, by the extras of pyproject.toml. Messages name the packages: the extras themselves
 # install from a checkout only (`pip install -e ".[peft]"`).
 PACKAGES = {
+    "completion": "shtab",
     "figures": "kaleido",
     "fp8": "torchao",
     "liger": "liger-kernel",

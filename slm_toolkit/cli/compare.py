@@ -1,4 +1,4 @@
-"""`slm compare`: launches of a grid, one after another, side by side or as Slurm jobs, and their table."""
+"""`slm compare`: launch a grid of runs, one by one, side by side or as Slurm jobs, and print their table."""
 
 import argparse
 import json
@@ -32,68 +32,88 @@ if TYPE_CHECKING:
     from slm_toolkit.compare.grid import PlannedRun
 
 
+_DESCRIPTION = """\
+Train under each strategy with its own `accelerate launch`, then print one table. Finished runs of an earlier
+comparison are kept, not repeated. Without a GPU it runs two CPU processes and a 10M model."""
+_EXAMPLES = """\
+  slm compare --max_steps 10                              six strategies on this machine
+  slm compare --strategy ddp ds_zero2 --model slm-1m --per_device_train_batch_size 4 8
+  slm compare --model slm-1m --seq_len 64 --parity 20     do all strategies compute the same?
+"""
+
+
 def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         nargs="+",
         metavar="NAME|YAML|JSON",
         help=help_of_strategies(),
+    ).basic = True
+    parser.add_argument(
+        "--num_processes", type=int, help="ranks (default: one per GPU; two without a GPU)"
+    ).basic = True
+    parser.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=3600,
+        metavar="SECONDS",
+        help="time limit of one run (default: 3600)",
     )
     parser.add_argument(
-        "--num_processes", type=int, help="ranks (default: all GPUs; without a GPU two processes)"
-    )
-    parser.add_argument(
-        "--timeout", type=positive_number, default=3600, metavar="SECONDS", help="per run (default: 3600)"
-    )
-    parser.add_argument(
-        "--retry", type=whole_number, default=0, metavar="N", help="try a failed run again up to N times"
+        "--retry", type=whole_number, default=0, metavar="N", help="retry a failed run up to N times"
     )
     parser.add_argument(
         "--repeats",
         type=count,
         default=1,
         metavar="N",
-        help="launch each run N times; with 3 or more, intervals are those of the launches (default: 1)",
+        help="launch each run N times. With 3 or more, the intervals are over launches (default: 1)",
     )
     parser.add_argument(
         "--parity",
         type=count,
         metavar="K",
-        help="do K steps of a task that shows faults, in one process too (in fp32, and in the numerics "
-        "asked), and of each strategy the first five in fp32; compare losses and gradient norms: exit code 1 "
-        "where they differ",
-    )
+        help="check that all strategies compute the same. K steps of a task that shows faults are "
+        "compared with one process, and five steps in fp32. Exit code 1 if losses or gradient "
+        "norms differ",
+    ).basic = True
     parser.add_argument(
         "--largest_batch",
         action="store_true",
-        help="find the largest --per_device_train_batch_size that runs, by short runs from the estimate on",
-    )
+        help="find the largest --per_device_train_batch_size that runs, by short runs that start from "
+        "the estimate",
+    ).basic = True
     parser.add_argument(
-        "--max_batch", type=count, metavar="N", help="try none above N; needed without a GPU, which says when"
+        "--max_batch",
+        type=count,
+        metavar="N",
+        help="largest batch to try (required on CPU, where nothing runs out of memory)",
     )
     parser.add_argument(
         "--gpus_per_run",
         type=count,
         metavar="K",
-        help="run several side by side, each on K GPUs of its own (default: one at a time, on all)",
+        help="run several at the same time, each on K GPUs (default: one at a time, on all GPUs)",
     )
     parser.add_argument(
         "--runs_at_once",
         type=count,
         metavar="N",
-        help="without a GPU: run N side by side on shares of the cores, which slow each other down",
+        help="without a GPU: run N at the same time. They share the cores and slow each other down",
     )
     parser.add_argument(
         "--skip_oom",
         action="store_true",
-        help="launch no run that will not fit this GPU by the estimate: its row says so, and by how much",
+        help="don't launch runs that will not fit this GPU by the estimate. Their rows show by how much",
     )
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="launch nothing: print the commands of the runs to do, one per line (with --json as a list)",
-    )
-    parser.add_argument("--force", action="store_true", help="run all again, earlier records are replaced")
+        help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
+    ).basic = True
+    parser.add_argument(
+        "--force", action="store_true", help="run everything again, and replace earlier records"
+    ).basic = True
 
 
 def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,29 +122,32 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("local", "slurm"),
         default="local",
-        help="where runs are launched: on this machine one after another, or each as a Slurm job "
-        "(default: local)",
+        help="local: runs on this machine, one after another. slurm: each run is a Slurm job (default: "
+        "local)",
     )
     group.add_argument("--num_nodes", type=count, metavar="N", help="nodes of each job (default: 1)")
     group.add_argument(
         "--gpus_per_node",
         type=whole_number,
         metavar="N",
-        help="GPUs of each node (default: 0, CPU processes)",
+        help="GPUs of each node (default: 0, which runs on CPU)",
     )
     group.add_argument(
         "--slurm_options",
         metavar="OPTIONS",
-        help='sbatch\'s own, as in --slurm_options="--partition=gpu --account=me --time=2:00:00"; '
-        "--timeout is the time limit where this has none",
+        help='options for sbatch, such as --slurm_options="--partition=gpu --account=me '
+        '--time=2:00:00". Without --time, --timeout is the limit',
     )
     group.add_argument(
-        "--slurm_template", type=Path, metavar="FILE", help=f"the job's script, after {SLURM_TEMPLATE}"
+        "--slurm_template",
+        type=Path,
+        metavar="FILE",
+        help=f"template of the job's script, instead of {SLURM_TEMPLATE}",
     )
     group.add_argument(
         "--slurm_only_write",
         action="store_true",
-        help="write the scripts, print how to submit them, submit nothing",
+        help="write the scripts and print how to submit them; submit nothing",
     )
 
 
@@ -132,18 +155,18 @@ _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
-    Pair("probe_network", _SLURM, ": sbatch the command of slm_toolkit.run.network_probe"),
-    Pair("largest_batch", "slurm_only_write", ", but each trial depends on the one before"),
-    Pair("gpus_per_run", _SLURM, ", where --gpus_per_node says how many a run gets"),
-    Pair("runs_at_once", _SLURM, ", where runs go on side by side as the cluster has room"),
-    Pair("dry_run", _SLURM, ", where --slurm_only_write shows what would be submitted"),
-    Pair("skip_oom", _SLURM, ", where the nodes' GPU is not known before a run ends"),
+    Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
+    Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
+    Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
+    Pair("runs_at_once", _SLURM, ": the cluster decides how many jobs run at the same time"),
+    Pair("dry_run", _SLURM, ": --slurm_only_write shows what would be submitted"),
+    Pair("skip_oom", _SLURM, ": the GPU of the nodes is not known before a run ends"),
 )
 _MEASURES_NOTHING = tuple(Pair(name, "dry_run", ", which measures nothing") for name in EXPORTS)
 
 
 def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
-    """What the flags ask of Slurm; None for runs on this machine. Raises ValueError where they contradict."""
+    """Return the Slurm nodes; None for runs on this machine. Raises ValueError for flags that contradict."""
     if args.launcher == "local":
         check_pairs(flags_given(args), _SLURM_PAIRS)
         return None
@@ -153,12 +176,14 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
         num_processes = num_nodes * gpus_per_node or 2
     problems = []
     if num_processes % num_nodes:
-        problems.append(f"{num_processes} processes on {num_nodes} nodes: give --num_processes a multiple")
+        problems.append(
+            f"{num_processes} processes on {num_nodes} nodes: make --num_processes a multiple of the nodes"
+        )
     if args.rehearse and num_nodes > 1:
-        problems.append("--rehearse with --num_nodes, but a rehearsal is one process")
+        problems.append("--rehearse with --num_nodes: a rehearsal is one process")
     problems += pair_problems(flags_given(args), _SLURM_PAIRS)
     if problems:
-        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help` explains each flag")
+        raise ValueError("\n".join(problems) + "\nhint: `slm compare --help all` explains each flag")
     return slurm_nodes(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
@@ -170,7 +195,7 @@ def nodes_asked(args: argparse.Namespace) -> SlurmNodes | None:
 def print_scripts(
     runs: list["PlannedRun"], nodes: SlurmNodes, console: Console, *, timeout_seconds: float
 ) -> int:
-    """Write each run's script and print how to submit it; `slm compare` finds the jobs again."""
+    """Write the script of each run and print how to submit it. `slm compare` finds the jobs again."""
     for run in runs:
         script = write_script(run, nodes, timeout_seconds=timeout_seconds)
         print(f"sbatch {shlex.quote(str(script))}")
@@ -181,11 +206,8 @@ def print_scripts(
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm compare`, and what it does."""
-    parser.description = (
-        "Run each strategy through its own `accelerate launch`, then compare. Without a GPU: two "
-        "CPU processes and a 10M model. Runs that an earlier comparison finished are kept, not repeated."
-    )
+    """Add the flags of `slm compare`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     add_grid_flags(parser)
     add_probe_flags(parser)
     add_slurm_flags(parser)
@@ -199,11 +221,11 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.slurm import SlurmJobs
     from slm_toolkit.doctor.before_launch import check_launches
 
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the ranks must end with us
+    for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
         number = getattr(signal, name, None)
-        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs outlive a login
+        if number is None or (name, args.launcher) == ("SIGHUP", "slurm"):  # jobs must outlive the login
             continue
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)
     with user_errors():
         nodes = nodes_asked(args)
@@ -256,7 +278,7 @@ def _request(args: argparse.Namespace, nodes: SlurmNodes | None) -> "Request":
 
 
 def _print_commands(runs: list["PlannedRun"], args: argparse.Namespace) -> int:
-    """What would be launched, to paste: by the strategies' own files, since none is written now."""
+    """Print the commands of the runs to do. They name the strategies' own files, since none is written."""
     from slm_toolkit.compare.local import kept_record, launch_command
     from slm_toolkit.compare.outcome import as_typed
     from slm_toolkit.compare.predicted import skipped_record

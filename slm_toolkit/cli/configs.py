@@ -1,4 +1,4 @@
-"""`slm configs`: the accelerate YAMLs that this package ships, listed or written out."""
+"""`slm configs`: list or copy the accelerate YAMLs of this package."""
 
 import argparse
 import json
@@ -10,6 +10,11 @@ from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.strategy.groups import text_for_machines
 from slm_toolkit.strategy.strategy import copy_configs, find_strategy, shipped_files, shipped_strategies
 
+_EXAMPLES = """\
+  slm configs                   list them
+  slm configs --copy mine       write them, to change and to launch
+  slm configs --copy mine --num_machines 2 --gpus_per_node 8
+"""
 _PAIRS = (
     Pair("gpus_per_node", "num_machines", is_needed=True),
     Pair("num_machines", "copy", is_needed=True),
@@ -17,16 +22,25 @@ _PAIRS = (
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm configs`, and what it does."""
-    parser.description = "The accelerate YAMLs that this package ships, and the DeepSpeed JSONs they name."
+    """Add the flags of `slm configs`."""
+    parser.description = (
+        "List or copy the accelerate YAMLs of this package, and the DeepSpeed JSONs they name."
+    )
+    parser.examples = _EXAMPLES
     parser.add_argument(
-        "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ under DIR"
+        "--copy", type=Path, metavar="DIR", help="write accel_configs/ and ds_configs/ into DIR"
     )
     parser.add_argument(
-        "--num_machines", type=int, metavar="N", help="with --copy: for N machines, to `slm launch` on each"
+        "--num_machines",
+        type=int,
+        metavar="N",
+        help="with --copy: write them for N machines; run `slm launch` on each",
     )
     parser.add_argument(
-        "--gpus_per_node", type=int, metavar="K", help="with --num_machines: each with K GPUs (default: 8)"
+        "--gpus_per_node",
+        type=int,
+        metavar="K",
+        help="with --num_machines: GPUs of each machine (default: 8)",
     )
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(verb=_configs)
@@ -53,7 +67,7 @@ def _configs(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ValueError for counts that can't be, or that nothing would be done with."""
+    """Raise ValueError for counts that are impossible or unused."""
     hint = "--copy DIR --num_machines 2 --gpus_per_node 8"
     check_pairs(flags_given(args), _PAIRS, hint=hint)
     for name, least in (("num_machines", 2), ("gpus_per_node", 1)):
@@ -62,7 +76,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _texts(args: argparse.Namespace) -> dict[Path, str] | None:
-    """Shipped files for several machines, without those that can't be on them; None: as they are."""
+    """Return the shipped files as changed for several machines; None to copy them unchanged.
+
+    Files that can't run on several machines are left out, with a note.
+    """
     if args.num_machines is None:
         return None
     texts = {}

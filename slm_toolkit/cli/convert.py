@@ -1,4 +1,4 @@
-"""`slm convert`: one way to say how a model is sharded, said in another, with an account of every key."""
+"""`slm convert`: convert sharding configurations, with an account of every key."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from slm_toolkit.convert.read import read_source
 from slm_toolkit.convert.settings import FATES, KeyAccount
 from slm_toolkit.convert.write import Converted, write_accelerate, write_deepspeed_json, write_trainer
 
-_FORMS = {  # name: (engine, None for the source's; writer; what it is)
+_FORMS = {  # name: (engine, or None for the source's; writer; description)
     "accelerate_fsdp": ("fsdp", write_accelerate, "an accelerate YAML for FSDP2"),
     "accelerate_deepspeed": (
         "deepspeed",
@@ -30,7 +30,7 @@ _FORMS = {  # name: (engine, None for the source's; writer; what it is)
     "training_arguments": (
         None,
         write_trainer,
-        "Hugging Face TrainingArguments and what --fsdp_config or --deepspeed take",
+        "Hugging Face TrainingArguments, and the file of --fsdp_config or --deepspeed",
     ),
 }
 _OTHER_NAMES = {
@@ -41,51 +41,56 @@ _OTHER_NAMES = {
     **dict.fromkeys(("trainer", "training_args", "trainingarguments", "transformers"), "training_arguments"),
 }
 _DESCRIPTION = """\
-Says in another form how a model is sharded: accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and the
-TrainingArguments of transformers. The files go to stdout, or into --output DIR, where nothing is overwritten;
-what became of every key goes to stderr.
-Exit codes: 0 every key has a counterpart, 1 at least one has none, 2 bad input.
+Convert accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and transformers' TrainingArguments into
+one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr says what
+became of each key, and why."""
+_EXAMPLES = """\
+  slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
+  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
+  slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           what FSDP has of it
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
-YAML, what --fsdp_config takes, or a training command, behind --
+YAML, a file for --fsdp_config, or a training command after --
 forms:
 {forms}
-examples:
-  slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
-  slm convert my_ds.json --to accelerate_fsdp --num_processes 8         what FSDP has and has not of it
+more examples:
   slm convert my_ds.json --to accelerate_deepspeed                      a YAML that names the JSON
-  slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
   slm convert --to accelerate_fsdp -- torchrun --nproc_per_node 8 train.py --fsdp "full_shard offload" --bf16
+exit codes:
+  0  every key has a counterpart
+  1  at least one key has none
+  2  bad input
 docs/doctor_and_convert.md has the table of counterparts.
 """
 _WIDTH = 110
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm convert`, and what it does."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = _DESCRIPTION
+    """Add the flags of `slm convert`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     forms = "\n".join(f"  {name:22}{what}" for name, (_, _, what) in _FORMS.items())
     parser.epilog = _EPILOG.format(forms=forms)
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="see below")
-    parser.add_argument("--to", required=True, type=_form, metavar="FORM", help="see below")
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="what to convert; see below")
+    parser.add_argument(
+        "--to", required=True, type=_form, metavar="FORM", help="form to convert to; see below"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the files into DIR")
     parser.add_argument(
-        "--num_processes", type=count, metavar="N", help="ranks in all (default: as the source says)"
+        "--num_processes", type=count, metavar="N", help="ranks in total (default: as in the source)"
     )
     parser.add_argument(
         "--gpus_per_node",
         type=count,
         metavar="K",
-        help='what hpZ of "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
+        help='GPUs that hpZ "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
     )
-    parser.add_argument("--json", action="store_true", help="files, command and account as one object")
+    parser.add_argument("--json", action="store_true", help="print files, command and account as one object")
     parser.set_defaults(verb=_convert)
 
 
 def _form(text: str) -> str:
-    """A name of _FORMS, of another name of it. Raises ArgumentTypeError with a hint for others."""
+    """Return the name in _FORMS of a form or its other name. Raises ArgumentTypeError for unknown names."""
     typed = text.lower().replace("-", "_")
     name = _OTHER_NAMES.get(typed, typed)
     if name in _FORMS:
@@ -98,13 +103,13 @@ def _form(text: str) -> str:
         )
     elif close := get_close_matches(typed, [*_FORMS, *_OTHER_NAMES], n=1):
         hint = f"did you mean {_OTHER_NAMES.get(close[0], close[0])}? {hint}"
-    raise argparse.ArgumentTypeError(f"{text!r} is no form\nhint: {hint}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a form\nhint: {hint}")
 
 
 def convert(
     source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
 ) -> Converted:
-    """The source in another form. Raises ValueError for what can't be read or has nothing like it there."""
+    """Convert the source. Raises ValueError if it can't be read, or has no counterpart in that form."""
     engine, write, _ = _FORMS[form]
     source = source[1:] if source[0] == "--" else source
     draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
@@ -149,14 +154,14 @@ def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:
 
 
 def _account(written: Converted) -> list[str]:
-    """The rows by what became of them, each with its reason, and the command to launch."""
+    """Return the account: keys grouped by their fate, with reasons, and the launch command."""
     lines = []
     for fate, title in FATES.items():
         of_fate = [row for row in written.rows if row.fate == fate]
         if not of_fate:
             continue
         lines.append(f"{title}:")
-        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that need no line of their own
+        together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that share a line
         for index, row in enumerate(of_fate):
             is_alone = row.to and row.key and row.to != (_said(row),)
             together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
@@ -168,7 +173,7 @@ def _account(written: Converted) -> list[str]:
 
 
 def _lines(rows: list[KeyAccount]) -> list[str]:
-    """One entry for rows with the same reason: what was said, what it became, why."""
+    """Return the lines of one entry for rows with the same reason: old setting, new setting, why."""
     said, to = ", ".join(_said(row) for row in rows if row.key), ", ".join(rows[0].to)
     if len(rows) == 1 and said and to and said != to:
         said, to = f"{said} -> {to}", ""

@@ -1,4 +1,4 @@
-"""What `slm estimate`, `recommend` and `doctor` are told of prices and the network between GPUs."""
+"""Flags for prices and the network between GPUs, of `slm estimate`, `recommend` and `doctor`."""
 
 import argparse
 from pathlib import Path
@@ -12,16 +12,23 @@ _KINDS = ("on-demand", "spot", "reserved", "community")  # prices.KINDS, whose i
 def add_price_flags(parser: argparse.ArgumentParser) -> None:
     prices = parser.add_argument_group("prices")
     prices.add_argument(
-        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, of every --gpu"
+        "--usd_per_gpu_hour",
+        type=price_per_hour,
+        metavar="USD",
+        help="your price per GPU-hour, for every --gpu",
     )
     prices.add_argument(
         "--prices",
         type=Path,
         metavar="YAML",
-        help="your prices by GPU, as `h100-80gb: 2.49`, with kind, provider, as_of, source if you like",
+        help="your prices by GPU, such as `h100-80gb: 2.49`; kind, provider, as_of and source are optional",
     )
-    prices.add_argument("--price_kind", choices=_KINDS, help="of the table's prices (default: on-demand)")
-    prices.add_argument("--provider", metavar="NAME", help="of the table's prices (default: their median)")
+    prices.add_argument(
+        "--price_kind", choices=_KINDS, help="kind of price in the shipped table (default: on-demand)"
+    )
+    prices.add_argument(
+        "--provider", metavar="NAME", help="provider in the shipped table (default: the median of all)"
+    )
 
 
 def add_network_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +37,14 @@ def add_network_flags(parser: argparse.ArgumentParser) -> None:
         "--inter_node_gbps",
         type=positive_number,
         metavar="GBIT",
-        help="a node's network in gigabit per second (default: as AWS rents the GPU, A100 400, H100 3200 of "
-        "eight GPUs; of smaller nodes their share)",
+        help="network of one node in gigabit per second (default: as AWS rents eight GPUs: A100 400, "
+        "H100 3200; smaller nodes get their share)",
     )
     network.add_argument(
         "--network",
         type=Path,
         metavar="JSON",
-        help="what `slm compare --probe_network` measured, used in place of data sheets",
+        help="measurement of `slm compare --probe_network`, which replaces data sheets",
     )
 
 

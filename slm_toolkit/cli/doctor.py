@@ -1,4 +1,4 @@
-"""`slm doctor`: what is wrong or unwise in a model and its configuration on the GPUs meant for it."""
+"""`slm doctor`: what is wrong or unwise in a model and its configuration, on given GPUs."""
 
 import argparse
 import json
@@ -42,80 +42,87 @@ if TYPE_CHECKING:
 _GPUS = ("a100-40gb", "a100-80gb", "h100-80gb")
 _NUM_GPUS = 8
 _FIXED = "doctor-fixed"
-_SEEN = ("save_final_model",)  # flags of a run that no estimate needs, but a finding does
+_SEEN = ("save_final_model",)  # flags that findings need and estimates don't
 _DESCRIPTION = """\
-Looks at a model, the accelerate YAMLs and DeepSpeed JSONs of strategies, the flags, the GPUs, this shell's
-environment and the installed versions, and says what is wrong or unwise, why, and what to change. Nothing
-runs, and a file that a launch would refuse is looked at to its end.
-
-wrong: does not run, does other than it says, or wastes most of what is paid; unwise; could be faster."""
-_EPILOG = """\
-examples:
+Find what is wrong or unwise in a model, its flags, accelerate YAMLs, DeepSpeed JSONs, this shell's
+environment and the installed versions. Says why, and what to change. Nothing runs."""
+_EXAMPLES = """\
   slm doctor --model slm-500m                                     six strategies on three GPU types
   slm doctor --model slm-1b --strategy my.yaml --gpu h100-80gb --num_gpus 16
-  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix fixed        corrected copies into the folder fixed
+"""
+_EPILOG = """\
+more examples:
+  slm doctor --model slm-1b --strategy my_deepspeed.json          a DeepSpeed JSON by itself
   slm doctor --model slm-1b --strategy my.yaml --fix . --overwrite    in place
   slm doctor --strategy my.yaml --json --strict                   for CI
+severities:
+  wrong            does not run, does not do what it says, or wastes most of the money
+  unwise           runs, but costs more or risks more than needed
+  could be faster  a change that saves time
 exit codes:
   0  nothing wrong; with --strict, nothing unwise either
-  1  something is; after --fix: something that no file mends is left
+  1  something is wrong; after --fix: something that no file can fix is left
   2  bad input: no such file, not YAML, a flag that makes no sense
 """
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm doctor`, and what it does."""
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Add the flags of `slm doctor`."""
+    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.add_argument(
         "--gpu",
         nargs="+",
         metavar="NAME",
-        help="the GPUs meant, of another machine, whose disks, RAM and libraries are not looked at (default: "
-        f"this machine's, and all of it; where it has none {' '.join(_GPUS)})",
-    )
+        help="GPU types of another machine, whose disks, RAM and libraries are not checked "
+        f"(default: this machine; {' '.join(_GPUS)} if it has no GPU)",
+    ).basic = True
     parser.add_argument(
         "--num_gpus",
         type=count,
         metavar="N",
-        help="in all (default: this machine's, or a file's own num_processes, or 8)",
-    )
+        help="number of GPUs in total (default: this machine's, else the file's num_processes, else 8)",
+    ).basic = True
     parser.add_argument(
-        "--gpus_per_node", type=count, metavar="K", help="at most (default: this machine's, or 8)"
+        "--gpus_per_node",
+        type=count,
+        metavar="K",
+        help="most GPUs in one node (default: this machine's, else 8)",
     )
     parser.add_argument(
         "--strategy",
         nargs="+",
         default=list(STUDIED_STRATEGIES),
         metavar="NAME|YAML|JSON",
-        help="shipped names, accelerate YAMLs, DeepSpeed JSONs (default: the six)",
-    )
+        help="shipped names, accelerate YAMLs or DeepSpeed JSONs (default: the six strategies of the study)",
+    ).basic = True
     parser.add_argument(
         "--host_ram_gib",
         type=positive_number,
         metavar="GIB",
-        help="RAM of each node (default: this machine's, where its GPUs are meant; else it is not looked at)",
+        help="RAM of each node (default: this machine's if its GPUs are checked; else RAM is not checked)",
     )
     parser.add_argument(
         "--versions",
         nargs="+",
         default=[],
         metavar="PACKAGE=VERSION",
-        help="what is installed where it will run, such as torch=2.12 (default: what is installed here)",
+        help="versions where it will run, such as torch=2.12 (default: those installed here)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for what is unwise, too")
+    parser.add_argument(
+        "--strict", action="store_true", help="also exit with 1 if something is unwise"
+    ).basic = True
     parser.add_argument(
         "--fix",
         nargs="?",
         const=_FIXED,
         type=Path,
         metavar="DIR",
-        help=f"write corrected copies of the files into a folder (default: {_FIXED}), and say what was "
-        "changed and what no file mends",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="let --fix replace files that are there")
-    parser.add_argument("--json", action="store_true", help="print a list of findings")
+        help=f"write corrected copies of the files into a folder (default: {_FIXED}). Prints what "
+        "changed, and what no file can fix",
+    ).basic = True
+    parser.add_argument("--overwrite", action="store_true", help="let --fix replace existing files")
+    parser.add_argument("--json", action="store_true", help="print a list of findings").basic = True
     add_software_flag(parser)
     add_network_flags(parser)
     leave_out = tuple(name for name in NOT_OF_AN_ESTIMATE if name not in _SEEN)
@@ -150,16 +157,16 @@ def _doctor(args: argparse.Namespace) -> int:
     left = [finding for finding in found if args.fix is None or not finding.is_mended_by_files]
     if args.fix is not None:
         for finding in (f for f in left if f.severity != "could be faster"):
-            print(f"no file mends {finding.name}: {finding.change}", file=sys.stderr)
+            print(f"no file can fix {finding.name}: {finding.change}", file=sys.stderr)
     failing = ("wrong", "unwise") if args.strict else ("wrong",)
     return 1 if any(finding.severity in failing for finding in left) else 0
 
 
 def _checked_config(args: argparse.Namespace) -> RunConfig:
-    """The flags of the run. Raises ValueError for those that make no sense by themselves."""
+    """Return the flags of the run. Raises ValueError for invalid flags."""
     config = config_from_args(args)
     problems = config.problems()
-    no_fix = Pair("overwrite", "fix", ", which would write", is_needed=True)
+    no_fix = Pair("overwrite", "fix", ": only --fix writes files", is_needed=True)
     problems += pair_problems(flags_given(args), [no_fix])
     if problems:
         raise all_of(problems, verb="doctor")
@@ -179,7 +186,7 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     else:
         names = tuple(here) if host.gpu_names else _GPUS
     if host.is_meant and host.gpu_names and not here:
-        print(f"note: no figures of {host.gpu_names[0]}: memory and speed are not looked at", file=sys.stderr)
+        print(f"note: {host.gpu_names[0]} is unknown: memory and speed are not checked", file=sys.stderr)
     cases = []
     for word in dict.fromkeys(args.strategy):
         path = strategy_path(word)
@@ -193,7 +200,10 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
 
 
 def _host(args: argparse.Namespace) -> "Host":
-    """This machine, which is meant unless --gpu names others; its RAM counts where its GPUs are meant."""
+    """Return the facts of this machine. It is the target unless --gpu names other GPUs.
+
+    Its RAM is checked only if its GPUs are the target.
+    """
     from slm_toolkit.doctor.case import PACKAGES, look_here
     from slm_toolkit.hardware.gpus import gpus_here
     from slm_toolkit.hardware.machine import look_at_host_ram
@@ -217,7 +227,7 @@ def _host(args: argparse.Namespace) -> "Host":
 
 
 def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[int, int]:
-    """GPUs in all, and of a node: as asked, as they are here, as a user's own file has them, or eight."""
+    """Return the GPUs in total and per node: from flags, this machine, a user's own file, or eight."""
     said = {key: files.config.get(key) for key in ("num_machines", "num_processes")}
     machines, processes = (n if isinstance(n, int) and n >= 1 else None for n in said.values())
     machines = machines or 1
@@ -225,7 +235,9 @@ def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[in
     if args.num_gpus is not None:
         per_node = args.gpus_per_node or here or _NUM_GPUS
         if args.num_gpus > per_node and args.num_gpus % per_node:
-            said = f"--num_gpus is {args.num_gpus}: full nodes of {per_node} (--gpus_per_node), or one node"
+            said = (
+                f"--num_gpus is {args.num_gpus}: use full nodes of {per_node} (--gpus_per_node), or one node"
+            )
             raise all_of([said], verb="doctor")
         return args.num_gpus, min(args.num_gpus, per_node)
     if here:
@@ -237,7 +249,7 @@ def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[in
 
 
 def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[str]:
-    """Write the corrected files; returns what was written and changed, a line each."""
+    """Write the corrected files. Returns a line for each file written and each change."""
     from slm_toolkit.doctor.fix import write_mended
 
     lines = []
@@ -260,19 +272,19 @@ def _print(found: list["Finding"], config: RunConfig) -> None:
     if found:
         console.print(finding_text(found, width=console.width), soft_wrap=True)
     else:
-        console.print(f"{config.model}: nothing to say against it")
+        console.print(f"{config.model}: no findings")
 
 
-# Findings as text: what it is, why, and the change, wrapped to the width there is.
+# Findings as text: the fault, why, and the change, wrapped to the width.
 
 _STYLE = {"wrong": "bold red", "unwise": "bold yellow", "could be faster": "green"}
 _INDENT = "    "
 
 
 def finding_text(found: list[Finding], *, width: int) -> Text:
-    """All findings, those of one cause and one change together, and how many of each severity.
+    """Return all findings as text, grouped by cause and change, and the count of each severity.
 
-    Lines break between words only, so that a flag or a path can be copied; print it with `soft_wrap=True`.
+    Lines break only between words, so that flags and paths can be copied. Print it with `soft_wrap=True`.
     """
     text = Text()
     groups: dict[tuple, list[Finding]] = {}
@@ -294,11 +306,11 @@ def count_line(found: list[Finding]) -> str:
     counts = Counter(finding.severity for finding in found)
     line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
     num_mended = sum(finding.is_mended_by_files for finding in found)
-    return line + (f"; --fix mends {num_mended}" if num_mended else "")
+    return line + (f"; --fix corrects {num_mended}" if num_mended else "")
 
 
 def _wrapped(words: str, width: int, *, indent: str = "", style: str = "") -> Text:
-    """A paragraph that hangs by `_INDENT`; `style` is of what stands before its first colon."""
+    """Return a paragraph with a hanging indent. `style` applies to the text before its first colon."""
     lines = textwrap.fill(
         words,
         width=max(width, 40),

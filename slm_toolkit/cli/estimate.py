@@ -1,4 +1,4 @@
-"""`slm estimate`: the flags, the grid, and one Estimate for each of its configurations; nothing runs."""
+"""`slm estimate`: flags, a grid, and an Estimate of each of its configurations. Nothing runs."""
 
 import argparse
 import json
@@ -11,52 +11,60 @@ from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_software_flag
 from slm_toolkit.strategy.groups import help_of_strategies
 
+_DESCRIPTION = """\
+Estimate peak memory per GPU and per host by closed forms: nothing runs. With --gpu also the speed, the
+bottleneck and the cost. Flags that change none of these (learning rate, steps, data) are accepted too."""
+_EXAMPLES = """\
+  slm estimate --model slm-2b --gpu a100-40gb             does it fit, how fast, for how much?
+  slm estimate --model slm-500m slm-1b --gpu h100-80gb --per_device_train_batch_size 8 16
+  slm estimate --model slm-2b --gpu a100-40gb --largest_batch
+"""
+
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm estimate`, and what it does."""
-    parser.description = (
-        "Peak memory per GPU and per node's host and, with --gpu, tokens per second, what binds "
-        "them and what they cost: by closed forms, no GPU, no torch, no network. Flags that change none of "
-        "it (learning rate, steps, data) are taken as in `slm compare`."
-    )
+    """Add the flags of `slm estimate`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "--strategy",
         nargs="+",
         metavar="NAME|YAML|JSON",
         help=help_of_strategies(),
-    )
+    ).basic = True
     parser.add_argument(
         "--gpu",
         nargs="+",
         metavar="NAME",
-        help="say whether it fits, and how fast it is, on a100-40gb, h200, ...",
-    )
+        help="GPU types, such as a100-40gb or h200. Adds speed, and whether it fits",
+    ).basic = True
     parser.add_argument(
         "--num_gpus",
         nargs="+",
         type=int,
         metavar="N",
-        help="GPUs, whatever a YAML says (default: 8); --gpu a100-40gb:8 says it, too",
-    )
+        help="GPUs, whatever a YAML has (default: 8). --gpu a100-40gb:8 means the same",
+    ).basic = True
     parser.add_argument(
-        "--gpus_per_node", type=int, default=8, metavar="K", help="at most so many in a node (default: 8)"
+        "--gpus_per_node", type=int, default=8, metavar="K", help="most GPUs in one node (default: 8)"
     )
     parser.add_argument(
         "--largest_batch",
         action="store_true",
-        help="the largest --per_device_train_batch_size that fits on --gpu, for each row, and the largest "
-        "that is not even tight (a tenth more activations would fit too)",
-    )
+        help="find the largest --per_device_train_batch_size that fits on --gpu, for each row. Also "
+        "the largest that would fit with a tenth more activations",
+    ).basic = True
     parser.add_argument(
         "--deepspeed",
         choices=("arithmetic", "live"),
         default="arithmetic",
-        help="DeepSpeed's own estimate: by its arithmetic, or live: by the installed DeepSpeed (seconds)",
+        help="DeepSpeed's own estimate. arithmetic: by its formulas. live: by the installed DeepSpeed, "
+        "which takes seconds",
     )
     add_software_flag(parser)
     add_price_flags(parser)
     add_network_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of rows; unknown values are null"
+    ).basic = True
     add_flags(parser, grid=True, leave_out=NOT_OF_AN_ESTIMATE)
     parser.set_defaults(verb=_estimate)
 

@@ -1,4 +1,4 @@
-"""`slm launch`: `accelerate launch` with clear ends and exit codes; several machines meet first."""
+"""`slm launch`: `accelerate launch` with clear errors and exit codes; several machines meet first."""
 
 import argparse
 import os
@@ -10,14 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from slm_toolkit.base.errors import shown, user_errors
-from slm_toolkit.launch.command_line import (
-    MODULE,
-    arguments_of,
-    check_training,
-    option,
-    shared_launch_facts,
-    training_config,
-)
+from slm_toolkit.config.flags import MODULE, flags_of, training_config
+from slm_toolkit.launch.command_line import arguments_of, check_training, option, shared_launch_facts
 from slm_toolkit.launch.processes import SAFE_PATH, safe_environment
 from slm_toolkit.launch.rendezvous import (
     PATIENCE_SECONDS,
@@ -40,23 +34,21 @@ from slm_toolkit.strategy.strategy import Strategy, check_passed_on, find_strate
 _DEFAULT_PORT = 29500  # accelerate's
 _LARGEST_PORT = 65535
 _TELL_SECONDS = 15.0
-"for machine 0 to be there, where another machine can't start and tells it why"
+"how long a machine that can't start waits for machine 0, to report its error there"
 _DESCRIPTION = f"""\
-What `accelerate launch` does, with its options. A run that ends badly ends with its own message and the exit
-code of the rank that ended first (143: told to stop, and saved), where `accelerate launch` shows a traceback
-and exits with 1.
+Run `accelerate launch`, with the same options. A failed run ends with its own message and the exit code of
+the rank that ended first (143: it was told to stop, and saved). `accelerate launch` alone prints a traceback
+and exits with 1. The command is printed on stderr.
 
-On several machines type the same on each, with its own --machine_rank. Before anything starts they meet at
---main_process_ip. Each says who is missing after {PATIENCE_SECONDS:g} s (or those of {PATIENCE_VARIABLE} in
-the environment), or in which options, files and versions they differ.
-`accelerate launch` alone waits 15 minutes without a word and then shows a traceback.
+On several machines run the same command on each, with its own --machine_rank. The machines meet at
+--main_process_ip before anything starts. After {PATIENCE_SECONDS:g} s (or {PATIENCE_VARIABLE}) each prints
+which machines are missing, or which options, files and versions differ.
+Missing settings for several machines are added: DeepSpeed's standard launcher, a copy of a shipped hybrid
+shard on each machine, and the network interface for gloo.
 
-`slm train --strategy NAME` is this with a shipped YAML and our script, from any folder.
-
-What several machines need is added where it is not said: DeepSpeed's standard launcher, a copy of a shipped
-hybrid shard on each machine, the network interface for gloo. The command that is run stands on stderr."""
+`slm train --strategy NAME` does the same with a shipped YAML and our script."""
 _EPILOG = """\
-on the first machine, 10.0.0.1, and on the second, eight GPUs each:
+two machines with eight GPUs each; the first is 10.0.0.1:
   slm launch --config_file accel_configs/fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 \\
       --main_process_ip 10.0.0.1 --machine_rank 0 -m slm_toolkit.train --model slm-1b
   slm launch --config_file accel_configs/fsdp_hybrid_shard.yaml --num_machines 2 --num_processes 16 \\
@@ -66,19 +58,19 @@ on the first machine, 10.0.0.1, and on the second, eight GPUs each:
 
 @dataclass(frozen=True)
 class PlannedLaunch:
-    """An `accelerate launch` on this machine, and how it finds the others."""
+    """An `accelerate launch` on this machine, and the address where machines meet."""
 
     words: tuple[str, ...]
-    "after `accelerate launch`, with what was added to the user's"
+    "the words after `accelerate launch`: the user's, and those that were added"
     machine: Machine
     address: str
-    "of machine 0; empty where there is one machine"
+    "address of machine 0; empty for one machine"
     port: int
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What accelerate's options say, or else the YAML; None where neither does."""
+    """Settings from accelerate's options, else from the YAML; None if neither has them."""
 
     words: tuple[str, ...]
     strategy: Strategy | None
@@ -91,11 +83,10 @@ class _Asked:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm launch`, which are accelerate's, and what it does."""
+    """Fill the parser of `slm launch`, whose flags are accelerate's."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "slm launch [accelerate launch's options] -m slm_toolkit.train [its flags]"
-    parser.prefix_chars = ""  # no word is an option of ours
+    parser.prefix_chars = ""  # all words belong to accelerate
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(verb=_launch)
 
@@ -108,8 +99,9 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def start(words: list[str]) -> int:
-    """Become `accelerate launch` with these words, once all machines have met."""
+    """Replace this process by `accelerate launch` with these words, once all machines have met."""
     with user_errors():
+        words = _with_flags_of_config_file(words)
         planned = plan_launch(words)
         if planned.machine.problem is not None:
             return _end_all(planned)
@@ -120,10 +112,10 @@ def start(words: list[str]) -> int:
     if own_address is not None and (interface := interface_of(own_address)) is not None:
         os.environ.setdefault(
             "GLOO_SOCKET_IFNAME", interface
-        )  # or gloo takes the loopback, by the host's name
+        )  # else gloo takes the loopback of the host's name
     command = [sys.executable, "-P", "-m", "slm_toolkit.launch.launcher", *planned.words]
     env = safe_environment()
-    if arguments_of(words, MODULE) is None:  # a user's script imports from its own folder
+    if arguments_of(words, MODULE) is None:  # a user's script may import from its own folder
         env = {name: value for name, value in env.items() if name in os.environ or name != SAFE_PATH}
     print(f"accelerate launch {shlex.join(planned.words)}", file=sys.stderr, flush=True)
     os.execve(command[0], command, env)
@@ -166,6 +158,14 @@ def plan_launch(words: list[str]) -> PlannedLaunch:
     return PlannedLaunch(command, me, asked.main_process_ip, asked.main_process_port or _DEFAULT_PORT)
 
 
+def _with_flags_of_config_file(words: list[str]) -> list[str]:
+    """The words, with the flags of our script's `--config FILE` in its place, which machines compare."""
+    arguments = arguments_of(words, MODULE)
+    if not any(word.partition("=")[0] == "--config" for word in arguments or ()):
+        return words
+    return [*words[: len(words) - len(arguments)], *flags_of(training_config(arguments))]
+
+
 def _check_script(words: list[str], asked: _Asked) -> None:
     if (arguments := arguments_of(words, MODULE)) is not None:
         check_training([training_config(arguments)], [] if asked.strategy is None else [asked.strategy])
@@ -174,7 +174,7 @@ def _check_script(words: list[str], asked: _Asked) -> None:
 
 
 def meet(planned: PlannedLaunch) -> str | None:
-    """Wait for all machines; returns this one's address among them, None where it is alone."""
+    """Wait for all machines; return the address of this machine, or None if there is only one."""
     me, address, port = planned.machine, planned.address, planned.port
     if me.num_machines == 1:
         return None
@@ -194,24 +194,26 @@ def meet(planned: PlannedLaunch) -> str | None:
     )
     store = open_store(address, port)
     peers = host(me, store, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))
-    return peers[0].reached_at  # `address` may be a name that stands for the loopback here
+    return peers[0].reached_at  # `address` may be a name of the loopback here
 
 
 def _check_port(port: int) -> None:
-    """Raises ValueError for a port that torch's launcher would trip over: one that a program has and does not
-    answer on. Where one answers, accelerate takes another port."""
+    """Raise ValueError for a port that a program holds without answering, which breaks torch's launcher.
+
+    If a program answers there, accelerate takes another port.
+    """
     if port and not is_answered(port):
         listen("localhost", port).close()
 
 
 def _asked(words: tuple[str, ...]) -> _Asked:
-    """Raises ValueError for a YAML that can't be read or passed on, and for a count that is no number."""
+    """Read the settings of a launch. Raises ValueError for a bad YAML, or a count that is not a number."""
     config_file, json_file = option(words, "config_file"), option(words, "deepspeed_config_file")
     strategy = read_strategy(Path(config_file).expanduser()) if config_file else None
     for each in (
         strategy,
         find_strategy(json_file) if json_file else None,
-    ):  # the option goes before the YAML
+    ):  # the option wins over the YAML
         if each is not None:
             check_passed_on(each)
     config = {} if strategy is None else strategy.accelerate_config
@@ -229,30 +231,31 @@ def _asked(words: tuple[str, ...]) -> _Asked:
 
     return _Asked(
         *(words, strategy, count("num_machines"), count("num_processes"), count("machine_rank")),
-        option(words, "main_process_ip"),  # no file chooses the host that this machine connects to
+        option(words, "main_process_ip"),  # never from a file: it chooses the host to connect to
         *(count("main_process_port"), text("deepspeed_multinode_launcher")),
     )
 
 
 def _problems(asked: _Asked) -> list[str]:
-    """Over which several machines would trip, or wait in vain."""
+    """Return the problems that would make several machines fail or hang."""
     found = []
     rank, num_machines, address = asked.machine_rank, asked.num_machines, asked.main_process_ip
     if num_machines < 1:
         return [f"--num_machines is {num_machines}: at least 1"]
     if rank is None or not 0 <= rank < num_machines:
-        found.append(f"--machine_rank is {rank}: 0 to {num_machines - 1}, another on each machine")
+        found.append(f"--machine_rank is {rank}: 0 to {num_machines - 1}, a different one on each machine")
     if address is None:
         found.append(
-            "no --main_process_ip on the command line: where machine 0 is found; this one is "
+            "no --main_process_ip on the command line: the address of machine 0; this machine is "
             f"{own_addresses()}"
         )
     elif rank == 0 and not is_own_address(address):
         found.append(
-            f"--machine_rank 0 is the machine at {address} (--main_process_ip); this one is {own_addresses()}"
+            f"--machine_rank 0 must be the machine at {address} (--main_process_ip); this machine is "
+            f"{own_addresses()}"
         )
     if asked.main_process_port == 0:
-        found.append("--main_process_port 0: the others can't know which port that will be")
+        found.append("--main_process_port 0: the other machines can't know that port")
     if not asked.num_processes or asked.num_processes % num_machines:
         found.append(
             f"--num_processes is {asked.num_processes}: ranks of all machines, equally many on each "
@@ -261,15 +264,15 @@ def _problems(asked: _Asked) -> list[str]:
     if asked.deepspeed_launcher not in (None, "standard"):
         found.append(
             f"deepspeed_multinode_launcher {asked.deepspeed_launcher} starts all machines from one: "
-            "say standard"
+            "use standard"
         )
     return found
 
 
 def _added(asked: _Asked) -> list[str]:
-    """Options that several machines need and nobody has said."""
+    """Return options that several machines need and that were not given."""
     words = []
-    if option(asked.words, "rdzv_conf") is None:  # accelerate's own wait, of 900 s, when all have met already
+    if option(asked.words, "rdzv_conf") is None:  # all have met, so accelerate need not wait 900 s
         words += ["--rdzv_conf", f"timeout={round(patience_seconds())}"]
     if asked.strategy is None:
         return words

@@ -1,4 +1,4 @@
-"""`slm compare --probe_network`, from its flags to what it prints."""
+"""`slm compare --probe_network`: its flags, its launch and its table."""
 
 import argparse
 import dataclasses
@@ -33,20 +33,20 @@ def add_probe_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe_network",
         action="store_true",
-        help="instead of comparing, measure all_reduce, all_gather and reduce_scatter among the ranks, into "
-        f"{NETWORK_FILE} of --output_dir",
+        help="compare nothing: measure all_reduce, all_gather and reduce_scatter among the ranks. "
+        f"Writes {NETWORK_FILE} into --output_dir",
     )
     parser.add_argument(
         "--probe_seconds",
         type=positive_number,
         metavar="S",
-        help="with --probe_network, no larger messages than fit into it, beside the ranks' start (default: "
-        f"{PROBE_SECONDS:g})",
+        help="time for --probe_network; larger messages than fit into it are left out. Starting the "
+        f"ranks is not counted (default: {PROBE_SECONDS:g})",
     )
 
 
 def print_probe(args: argparse.Namespace) -> int:
-    """Measure, then the table, or with --json the file's content, to stdout; returns the exit code."""
+    """Measure, then print the table, or with --json the file's content. Returns the exit code."""
     with ExitStack() as until_the_end:
         return _print_probe(args, until_the_end)
 
@@ -62,12 +62,12 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
     with user_errors():
         if unused := [name for name in flags_given(args) if name not in _TAKEN]:
             raise ValueError(
-                f"--{unused[0]} with --probe_network, which trains nothing\n"
-                f"hint: beside it there are {', '.join(f'--{name}' for name in _TAKEN[1:])}"
+                f"--{unused[0]} with --probe_network, which does not train\n"
+                f"hint: it can be combined with {', '.join(f'--{name}' for name in _TAKEN[1:])}"
             )
         with console.status("looking at this machine"):
             num_processes = num_ranks_to_probe(args.num_processes, this_machine())
-        until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would end it
+        until_the_end.enter_context(locked(output.parent.resolve()))  # a comparison would stop it
     console.print(
         f"measuring collectives among {num_processes} processes, up to {probe_seconds:g} s", highlight=False
     )
@@ -102,7 +102,7 @@ def _print_probe(args: argparse.Namespace, until_the_end: ExitStack) -> int:
 
 
 def network_table(network: MeasuredNetwork) -> RenderableType:
-    """Print it with `crop=False`."""
+    """Return the tables of a measured network. Print them with `crop=False`."""
     nodes = "1 node" if network.num_nodes == 1 else f"{network.num_nodes} nodes"
     ranks = f"{network.world_size} {network.gpu or 'CPU processes'}"
     return Group(
@@ -135,7 +135,7 @@ def _timings(network: MeasuredNetwork) -> Table:
 
 
 def _fits(network: MeasuredNetwork) -> list[Column]:
-    """The line fitted to each collective; its largest relative error says how far to trust it."""
+    """Return columns of the line fitted to each collective, with its largest relative error."""
     lines = [fit(network, collective) for collective in COLLECTIVES]
     bandwidths = [line.bus_bytes_per_second for line in lines]
     return [
@@ -156,5 +156,5 @@ def _largest_error(network: MeasuredNetwork, collective: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """With four figures: shares of a number of ranks that is no power of two add up to a little less."""
+    """Format with four digits: if the ranks are not a power of two, sizes are not round."""
     return f"{num_bytes / 2**20:.4g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.4g} KiB"

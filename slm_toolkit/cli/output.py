@@ -1,4 +1,4 @@
-"""What `slm compare` and `slm report` print of records: flags, rows, notes, and the exit code."""
+"""Output of `slm compare` and `slm report`: flags, rows, exports, notes and the exit code."""
 
 import argparse
 import dataclasses
@@ -23,12 +23,18 @@ EXPORTS = ("csv", "markdown", "latex", "svg", "parquet")
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("exports", "to a file beside the table, or with - instead of it")
-    group.add_argument("--csv", type=Path, metavar="FILE|-", help="the names and rows of --json")
-    group.add_argument("--parquet", type=Path, metavar="FILE", help="the same")
-    group.add_argument("--markdown", type=Path, metavar="FILE|-", help="the table, all columns of it")
+    group = parser.add_argument_group(
+        "exports", "write to a file, or print on stdout (-) instead of the table"
+    )
     group.add_argument(
-        "--latex", type=Path, metavar="FILE|-", help="without empty columns, with booktabs' rules"
+        "--csv", type=Path, metavar="FILE|-", help="write the rows of --json as CSV"
+    ).basic = True
+    group.add_argument("--parquet", type=Path, metavar="FILE", help="write the same rows as Parquet")
+    group.add_argument(
+        "--markdown", type=Path, metavar="FILE|-", help="write the table with all of its columns"
+    )
+    group.add_argument(
+        "--latex", type=Path, metavar="FILE|-", help="write the table without empty columns, for booktabs"
     )
     group.add_argument("--svg", type=Path, metavar="FILE|-", help="the table as a picture")
 
@@ -38,29 +44,29 @@ def exports_asked(args: argparse.Namespace) -> list[str]:
 
 
 def on_stdout(args: argparse.Namespace) -> list[str]:
-    """The flags that want stdout for themselves."""
+    """Return the flags that write to stdout."""
     named = [name for name in exports_asked(args) if getattr(args, name) == STDOUT]
     return [*named, *(["json"] if args.json else [])]
 
 
 def check_exports(args: argparse.Namespace) -> None:
-    """Raises ValueError for a file that can't be written, before anything runs, and for two on stdout."""
+    """Raise ValueError for a file that can't be written, or two exports on stdout, before anything runs."""
     problems = []
     if args.parquet == STDOUT:
-        problems.append("--parquet -: Parquet is no text\nhint: --parquet rows.parquet")
+        problems.append("--parquet -: Parquet is not text\nhint: --parquet rows.parquet")
     elif len(taken := on_stdout(args)) > 1:
         problems.append(f"--{' and --'.join(taken)} both go to stdout\nhint: give one of them a file")
     for name in exports_asked(args):
         path = getattr(args, name)
         if path != STDOUT and (path.is_dir() or not path.parent.is_dir()):
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(f"--{name} {path}: {what}\nhint: a file in a folder that is there")
+            problems.append(f"--{name} {path}: {what}\nhint: name a file in an existing folder")
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """All that was asked for; returns whether it took stdout. `content`: the objects of `--json`."""
+    """Write all exports; return True if one of them used stdout. `content`: the objects of `--json`."""
     from slm_toolkit.report.tables.export import (
         csv_text,
         json_text,
@@ -88,7 +94,9 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
                 else:
                     path.write_text(texts[name](), encoding="utf-8")
             except OSError as error:
-                raise ValueError(f"--{name} {path}: {error}\nhint: another folder, or more space") from None
+                raise ValueError(
+                    f"--{name} {path}: {error}\nhint: use another folder, or free some space"
+                ) from None
         print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json_text(content))
@@ -96,19 +104,19 @@ def write_exports(rows: list["Row"], content: list[dict[str, Any]], args: argpar
 
 
 FOLDER = "comparisons"
-"beside the folder of the first record"
+"a folder next to that of the first record"
 
 
 def add_report_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report_to",
         choices=("trackio", "tensorboard", "wandb"),
-        help="send each row to a tracker as a run, offline: all figures, losses and step_seconds by step",
+        help="send each row to a tracker as a run, offline: all numbers, and losses and step_seconds by step",
     )
 
 
 def check_report_to(args: argparse.Namespace) -> None:
-    """Raises ValueError for a tracker that is not installed."""
+    """Raise ValueError for a tracker that is not installed."""
     from slm_toolkit.report.tables.export import TRACKERS, check_installed
 
     if args.report_to in TRACKERS:
@@ -118,12 +126,15 @@ def check_report_to(args: argparse.Namespace) -> None:
 def track_rows(
     rows: dict[str, "Row"], records: list[tuple[Path, RunRecord]], args: argparse.Namespace
 ) -> None:
-    """Each labelled row as a run; says on stderr how to look at them."""
+    """Send each labelled row to a tracker as a run, and print on stderr how to view them."""
     from slm_toolkit.report.tables.export import TRACKERS, track, tracked_run
 
-    if args.report_to not in TRACKERS:  # `slm compare` knows all of accelerate's
+    if args.report_to not in TRACKERS:  # `slm compare` accepts every tracker of accelerate
         known = ", ".join(TRACKERS)
-        print(f"the runs are in {args.report_to}, their comparison is not: only {known}", file=sys.stderr)
+        print(
+            f"the runs are in {args.report_to}, but the comparison is not: that needs one of {known}",
+            file=sys.stderr,
+        )
         return
     by_path = {str(path): record for path, record in records}
     runs = [tracked_run(label, row, by_path[row.record]) for label, row in rows.items()]
@@ -133,40 +144,46 @@ def track_rows(
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
     parser.add_argument(
-        "--usd_per_gpu_hour", type=price_per_hour, metavar="USD", help="your price, instead of the table's"
+        "--json", action="store_true", help="print a list of rows; unknown values are null"
+    ).basic = True
+    parser.add_argument(
+        "--usd_per_gpu_hour",
+        type=price_per_hour,
+        metavar="USD",
+        help="your price, instead of the one in the table",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="give no rank to rows that were computed with other numerics"
+        "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
     )
     parser.add_argument(
         "--parity_tolerance",
         type=positive_number,
         metavar="X",
-        help="largest difference of a loss that passes (default by numerics: fp32 1e-5, aligned 0.01, stock "
-        "and pure_bf16 0.05; more where one process of the same numerics differs by more from fp32)",
+        help="largest loss difference that passes (default: 1e-5 for fp32, 0.01 for aligned, 0.05 for "
+        "stock and pure_bf16). It grows if one process of the same numerics differs more from "
+        "fp32",
     )
     parser.add_argument(
-        "--phases", action="store_true", help="print data, forward, backward and optimizer of a step too"
+        "--phases", action="store_true", help="also print the times of data, forward, backward and optimizer"
     )
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="print where the memory peak is, which modules own it, and the step as a chart, of runs with "
-        "--trace_memory or --rehearse",
+        help="print where the memory peak is, which modules own it, and a chart of the step. Needs "
+        "runs with --trace_memory or --rehearse",
     )
     parser.add_argument(
         "--baseline",
         type=Path,
         metavar="DIR",
-        help="earlier records: what got slower, bigger or less accurate since? exit code 1 if something did",
-    )
+        help="compare with earlier records. Exit code 1 if something became slower, larger or less accurate",
+    ).basic = True
     add_export_flags(parser)
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:
-    """The records to hold others against, read before those are written. Raises ValueError for none."""
+    """Read the records of --baseline, before new records are written. Raises ValueError if there are none."""
     if folder is None:
         return []
     records, problems = find_records([folder])
@@ -186,10 +203,10 @@ def print_records(
     *,
     baseline: list[tuple[Path, RunRecord]],
 ) -> int:
-    """Rows to stdout; returns 1 where one failed, broke parity or is worse than its baseline, else 0.
+    """Print the rows; return 1 if a row failed, broke parity or is worse than its baseline, else 0.
 
-    1 too where there is nothing of what was asked for: no parity check, no run that the baseline has, no
-    memory that was followed.
+    Also returns 1 if requested results are missing: no parity check, no run in common with the baseline, or
+    no traced memory.
     """
     from slm_toolkit.report.charts.panels import pictures_of
     from slm_toolkit.report.rows import labelled
@@ -206,7 +223,7 @@ def print_records(
         )
     parity_due = getattr(args, "parity", None) and not failed_references(records)
     if parity_due and all(row.parity_holds is None for row in rows):
-        unchecked.append("no parity check: no row ended ok, or none had a reference")
+        unchecked.append("no parity check: no row is ok, or no row has a reference")
     content = json_rows(rows) if args.json or exports_asked(args) else []
     if baseline:
         by_record = {change.record_now: dataclasses.asdict(change) for change in found}
@@ -242,7 +259,7 @@ def print_records(
 
 
 def print_errors(records: list[tuple[Path, RunRecord]], args: argparse.Namespace) -> int:
-    """The prediction ledger to stdout; returns 1 where no record can be held against an estimate, else 0."""
+    """Print the prediction ledger; return 1 if no record can be compared with an estimate, else 0."""
     from slm_toolkit.report.rows import labelled
     from slm_toolkit.report.tables.ledger import ledger_of, ledger_table, summaries
 
@@ -265,7 +282,7 @@ def asked_rows(
     *,
     problems: list[str] | None = None,
 ) -> list["Row"]:
-    """The rows of records, by the flags of `add_output_flags`."""
+    """Return the rows of records, by the flags of `add_output_flags`."""
     from slm_toolkit.report.rows import rows_of
 
     return rows_of(

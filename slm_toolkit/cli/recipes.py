@@ -1,4 +1,4 @@
-"""`slm recipes`: the shell scripts that this package ships, each of which answers one question."""
+"""`slm recipes`: the shell scripts of this package, each of which answers one question."""
 
 import argparse
 import json
@@ -12,14 +12,16 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import write_beside
 
 _DESCRIPTION = """\
-Shell scripts to copy, each for one question: what it takes, by estimate, and the commands. With a GPU a
-recipe does the real thing, as its first block of variables says, which the environment can change; without
-one, or with TRY=1, two steps of a tiny model."""
+List, print or copy shell scripts. Each answers one question, with commands and an estimated time and cost.
+With a GPU a recipe trains for real, by the variables in its first block, which the environment can change.
+Without a GPU, or with TRY=1, it trains two steps of a tiny model."""
+_EXAMPLES = """\
+  slm recipes                            list all recipes, with hardware, time and cost
+  slm recipes lora                       print one
+  slm recipes --copy mine                write all of them as files
+"""
 _EPILOG = """\
-examples:
-  slm recipes                            what there is, on which hardware, how long, for how much
-  slm recipes lora                       one, to read and to paste from
-  slm recipes --copy mine                all of them as files
+more examples:
   TRY=1 bash <(slm recipes lora)         two steps of it, on any computer
   MODEL=slm-500m-hw bash mine/cheapest_100m.sh
 """
@@ -27,21 +29,21 @@ examples:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script's text, and what its first lines say of it; of the figures, what was estimated on `as_of`."""
+    """A script, and the facts in its first lines. Memory, time and cost were estimated on `as_of`."""
 
     name: str
     question: str
     hardware: str
     memory: str
     time: str
-    "as `6.1 h` or `12 min`; a dash, and why in parentheses, where no estimate says it"
+    "`6.1 h` or `12 min`; without an estimate a dash, with the reason in parentheses"
     cost: str
     as_of: str
     text: str
 
     @property
     def estimate(self) -> list[str]:
-        """The words of the script's first `slm recommend` or `slm estimate`, of which the figures are."""
+        """The words of the script's first `slm recommend` or `slm estimate`, which gave the figures."""
         text = self.text.replace("\\\n", " ")
         return shlex.split(re.search(r"^slm (?:recommend|estimate) [^>|#\n]+", text, re.M)[0])
 
@@ -57,25 +59,23 @@ class Recipe:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm recipes`, and what it does."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("name", nargs="?", help="print this one (default: list them)")
+    """Add the flags of `slm recipes`."""
+    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
+    parser.add_argument("name", nargs="?", help="recipe to print (default: list all)")
     parser.add_argument(
-        "--copy", type=Path, metavar="DIR", help="write all of them, or the one named, to DIR"
+        "--copy", type=Path, metavar="DIR", help="write all recipes, or the named one, into DIR"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON, unknown is null")
+    parser.add_argument("--json", action="store_true", help="print as JSON; unknown values are null")
     parser.set_defaults(verb=_recipes)
 
 
 def shipped_recipes() -> list[Recipe]:
-    """By name."""
+    """Return all recipes, sorted by name."""
     return [read_recipe(path) for path in sorted(_folder().glob("*.sh"))]
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Raises KeyError or AttributeError where the head is not one."""
+    """Read a recipe. Raises KeyError, TypeError or AttributeError if its first lines lack a fact."""
     text = path.read_text()
     said = dict(re.findall(r"^# (hardware|memory|time|cost): (.+)$", text, re.M))
     as_of = re.search(r"^# estimated on (\d{4}-\d\d-\d\d) by the first command below$", text, re.M)[1]
@@ -84,7 +84,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _folder() -> Path:
-    """In the wheel, else in the checkout."""
+    """Return the folder of the recipes: in the wheel, else in the checkout."""
     package = Path(__file__).parents[1]
     return package / "recipes_sh" if (package / "recipes_sh").is_dir() else package.parent / "recipes"
 

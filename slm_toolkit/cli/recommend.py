@@ -1,4 +1,4 @@
-"""`slm recommend`: which GPUs, how many, which strategy and batch for a job, and the commands to start it."""
+"""`slm recommend`: GPUs, their number, strategy and batch for a job, and the commands to start it."""
 
 import argparse
 import json
@@ -19,51 +19,66 @@ _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint"
 
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
-    job.add_argument("--tokens", type=_tokens, metavar="N", help="to train on, as 20B or 300M")
     job.add_argument(
-        "--target_loss", type=positive_number, metavar="L", help="train until a scaling law expects this loss"
-    )
+        "--tokens", type=_tokens, metavar="N", help="tokens to train on, such as 20B or 300M"
+    ).basic = True
+    job.add_argument(
+        "--target_loss",
+        type=positive_number,
+        metavar="L",
+        help="train until a scaling law predicts this loss",
+    ).basic = True
     job.add_argument(
         "--law",
         choices=_LAWS,
         default="besiroglu",
-        help="scaling law that says what loss to expect and, without --tokens and --target_loss, how many "
-        "tokens are compute-optimal (default: besiroglu)",
+        help="scaling law for the predicted loss. Without --tokens and --target_loss it also gives the "
+        "compute-optimal number of tokens (default: besiroglu)",
     )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,
         default=api.GLOBAL_BATCH_TOKENS,
         metavar="N",
-        help="per optimizer step; micro-steps follow from it (default: 524288, as GPT-3's small models)",
+        help="tokens per optimizer step; the micro-steps follow from it (default: 524288, as GPT-3's "
+        "small models)",
     )
-    job.add_argument("--deadline_hours", type=positive_number, metavar="H", help="take no longer")
-    job.add_argument("--budget_usd", type=positive_number, metavar="USD", help="pay no more")
     job.add_argument(
-        "--objective", choices=("cost", "time"), default="cost", help="what to rank by (default: cost)"
-    )
+        "--deadline_hours", type=positive_number, metavar="H", help="longest time of the training"
+    ).basic = True
+    job.add_argument(
+        "--budget_usd", type=positive_number, metavar="USD", help="highest cost of the training"
+    ).basic = True
+    job.add_argument(
+        "--objective",
+        choices=("cost", "time"),
+        default="cost",
+        help="rank by cost or by time (default: cost)",
+    ).basic = True
     parser.add_argument(
         "--gpu",
         nargs="+",
         required=True,
         metavar="NAME[:N,N][@USD]",
-        help="offered, with how many and for how much each per hour: h100-80gb:8,16@2.49",
-    )
+        help="GPU types you can get, with their numbers and price per GPU-hour: h100-80gb:8,16@2.49",
+    ).basic = True
     parser.add_argument(
         "--num_gpus",
         nargs="+",
         type=count,
         metavar="N",
-        help="where --gpu doesn't say (default: 1 2 4 ... 64)",
+        help="numbers of GPUs, if --gpu has none (default: 1 2 4 ... 64)",
     )
-    parser.add_argument("--gpus_per_node", type=count, default=8, metavar="K", help="at most (default: 8)")
+    parser.add_argument(
+        "--gpus_per_node", type=count, default=8, metavar="K", help="most GPUs in one node (default: 8)"
+    )
     parser.add_argument(
         "--strategy",
         nargs="+",
         default=["single", *STUDIED_STRATEGIES],
         metavar="NAME|YAML|JSON",
-        help=f"of {', '.join(shipped_strategies())}, or a YAML or DeepSpeed JSON file (default: single,"
-        f" {', '.join(STUDIED_STRATEGIES)})",
+        help="shipped strategies, YAMLs or DeepSpeed JSONs (default: single, "
+        f"{', '.join(STUDIED_STRATEGIES)}). Shipped: {', '.join(shipped_strategies())}",
     )
     parser.add_argument(
         "--records",
@@ -71,37 +86,41 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="records of your runs and rehearsals, used before estimates where they match",
-    )
+        help="folders with records of your runs and rehearsals. A matching record replaces the estimate",
+    ).basic = True
     add_software_flag(parser)
-    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows shown (default: 10)")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
         "--write",
         type=Path,
         metavar="DIR",
-        help="write the first row's YAML, launch script and SkyPilot task there",
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of rows, unknown is null")
+        help="write the YAML, launch script and SkyPilot task of the first row into DIR",
+    ).basic = True
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of rows; unknown values are null"
+    ).basic = True
     add_price_flags(parser)
     add_network_flags(parser)
     add_flags(parser, grid=True, leave_out=(*NOT_OF_AN_ESTIMATE, *api.NOT_OF_A_RECOMMENDATION))
 
 
 def _tokens(text: str) -> float:
-    """20B, 300M, 1.5T, 2e10 or a plain number."""
+    """Parse 20B, 300M, 1.5T, 2e10 or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), flags=re.IGNORECASE)
     value = (
         float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
     )
     if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: 20B, 300M, 2e10")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B, 300M or 2e10")
     return value
 
 
 _MOST_LEFT_OUT = 6
-"reasons that are printed"
-_EPILOG = """\
-examples:
+"most reasons to print"
+_DESCRIPTION = """\
+Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
+strategies, batches and checkpointing by estimate, or by your own records if they match."""
+_EXAMPLES = """\
   slm recommend --model slm-1b --gpu a100-40gb h100-80gb
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
   slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
@@ -109,20 +128,14 @@ examples:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm recommend`, and what it does."""
-    parser.description = (
-        "Ranks GPU types and counts, strategies, batches and checkpointing for a whole training "
-        "run, by estimate, or by records of your own runs where there are any; says why, and writes what to "
-        "launch."
-    )
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Add the flags of `slm recommend`."""
+    parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     add_recommend_flags(parser)
     parser.set_defaults(verb=_recommend)
 
 
 def _recommend(args: argparse.Namespace) -> int:
-    """Exit code 0: a plan was found; 1: none is within the limits."""
+    """Return exit code 0 if a plan was found, 1 if no plan is within the limits."""
     with user_errors():
         if args.write is not None:
             from slm_toolkit.recommend.launch_files import check_folder

@@ -1,4 +1,4 @@
-"""`slm report`: the table of recorded runs, its pictures and exports, and the study's pages."""
+"""`slm report`: the table of recorded runs, with charts and exports, and the tables of the study."""
 
 import argparse
 import dataclasses
@@ -30,14 +30,19 @@ if TYPE_CHECKING:
     from slm_toolkit.study.tables import Best
 
 
+_EXAMPLES = """\
+  slm report                           the table of all records under runs
+  slm report runs --html report.html   the table and charts as one page
+  slm report runs --baseline old       what became slower or larger since the records under old?
+"""
 PICTURES = ("html", "figures", "plot")
 _ERRORS_ALONE = tuple(
-    Pair(name, "errors", ", which prints errors alone")
+    Pair(name, "errors", ", which prints only errors")
     for name in ("baseline", "memory", "phases", "strict", *PICTURES, *EXPORTS, "report_to")
 )
-_TEXT_ALONE = tuple(Pair("plot", name, ", of which stdout holds nothing else") for name in (*EXPORTS, "json"))
+_TEXT_ALONE = tuple(Pair("plot", name, ", which must be alone on stdout") for name in (*EXPORTS, "json"))
 _PLOT_WIDTH = 80
-"columns where stdout has no width"
+"columns if stdout is not a terminal"
 
 
 def add_picture_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +50,17 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write the table and all charts as one page that needs no network",
-    )
+        help="write the table and all charts as one page that works offline",
+    ).basic = True
     parser.add_argument(
         "--figures",
         type=Path,
         metavar="DIR",
-        help="write each chart as PNG and SVG; needs kaleido and a Chrome, see CHROME_PATH",
-    )
-    parser.add_argument("--plot", action="store_true", help="draw bars and curves below the table")
+        help="write each chart as PNG and SVG. Needs kaleido and Chrome (see CHROME_PATH)",
+    ).basic = True
+    parser.add_argument(
+        "--plot", action="store_true", help="draw bars and curves below the table"
+    ).basic = True
 
 
 def write_pictures(report: api.Report, args: argparse.Namespace) -> None:
@@ -73,26 +80,27 @@ def write_pictures(report: api.Report, args: argparse.Namespace) -> None:
                 written = write_images(panels, args.figures)
                 print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
         except OSError as error:
-            raise ValueError(f"can't write: {error}\nhint: a place where you may, with room") from None
+            raise ValueError(
+                f"can't write: {error}\nhint: choose a writable folder with free space"
+            ) from None
     for panel in panels:
         if panel.missing:
             print(f"left out: {panel.title}: {panel.missing}", file=sys.stderr)
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm report`, and what it does."""
-    parser.description = "The table of records."
+    """Add the flags of `slm report`."""
+    parser.description = "Print the table of recorded runs, with charts and exports."
+    parser.examples = _EXAMPLES
     parser.add_argument(
         "records", nargs="*", type=Path, default=[Path("runs")], help="folders or files (default: runs)"
-    )
+    ).basic = True
     parser.add_argument(
         "--errors",
         action="store_true",
-        help="instead of the table, how far `slm estimate`'s memory is from that of each record, by part",
-    )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of record.json, and nothing else"
-    )
+        help="instead of the table: the error of `slm estimate`'s memory for each record, by part",
+    ).basic = True
+    parser.add_argument("--schema", action="store_true", help="print only the JSON schema of record.json")
     add_picture_flags(parser)
     add_paper_flags(parser)
     add_output_flags(parser)
@@ -139,7 +147,7 @@ def _report(args: argparse.Namespace) -> int:
 def _print_schema(args: argparse.Namespace) -> int:
     with user_errors():
         if others := sorted({*flags_given(args)} - {"schema"}):
-            raise ValueError(f"--schema with {', '.join(others)}\nhint: it prints the schema alone")
+            raise ValueError(f"--schema with {', '.join(others)}\nhint: --schema prints only the schema")
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
     return 0
 
@@ -149,39 +157,39 @@ def _print_schema(args: argparse.Namespace) -> int:
 _DEFAULT_GPU = "h100-80gb"
 _TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps")
 _TEXT_WIDTH = 110
-"columns of a paragraph, at most"
+"most columns of a paragraph"
 
 
 def add_paper_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="instead of the table, figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) beside our "
-        "predictions, or beside given records of the same configurations; their four questions, answered; "
-        "and the best configurations of the paper's models on 1 to 64 nodes",
-    )
+        help="instead of the table: figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) next to our "
+        "predictions, or next to your records of the same configurations. Also answers the "
+        "paper's four questions, and lists the best configurations for 1 to 64 nodes",
+    ).basic = True
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"with --paper, what the best configurations are for (default: {_DEFAULT_GPU})",
+        help=f"GPU of the best configurations of --paper (default: {_DEFAULT_GPU})",
     )
     parser.add_argument(
         "--inter_node_gbps",
         type=positive_number,
         metavar="GBIT",
-        help="with --paper, their nodes' network in gigabit per second (default: as AWS rents the GPU)",
+        help="network of one node of --paper, in gigabit per second (default: as AWS rents the GPU)",
     )
 
 
 def print_paper(args: argparse.Namespace) -> int:
-    """Figures, answers and best configurations to stdout; returns 1 where a given record can't be read."""
+    """Print figures, answers and best configurations; return 1 if a given record can't be read."""
     from slm_toolkit.study.answers import answers
     from slm_toolkit.study.comparison import comparisons, measured_cells
     from slm_toolkit.study.tables import best_configurations
 
     with user_errors():
         _check(args)
-        given = args.records is not args.parser.get_default("records")  # that folder was not asked for
+        given = args.records is not args.parser.get_default("records")  # the default folder was not asked for
         records, problems = find_records(args.records) if given else ([], [])
         best = best_configurations(
             args.gpu or _DEFAULT_GPU,
@@ -215,7 +223,7 @@ def _check(args: argparse.Namespace) -> None:
     if unused := [name for name in flags_given(args) if name not in (*_TAKEN, "parser", "verb")]:
         taken = ", ".join(f"--{name}" for name in _TAKEN[2:])
         raise ValueError(
-            f"--{unused[0]} with --paper, which prints the paper's figures\nhint: beside it there are {taken}"
+            f"--{unused[0]} with --paper, which prints the paper's figures\nhint: combine it with {taken}"
         )
 
 

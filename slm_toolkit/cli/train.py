@@ -1,4 +1,4 @@
-"""`slm train`: one training run under a strategy, by the `accelerate launch` that it prints."""
+"""`slm train`: one training run under one strategy. It prints and runs an `accelerate launch`."""
 
 import argparse
 import sys
@@ -8,11 +8,11 @@ import yaml
 
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.safe_files import make_folder, write_new
-from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
+from slm_toolkit.config.flags import MODULE, add_flags, config_from_args, flags_of
 from slm_toolkit.config.parser import count
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, gpus_here
-from slm_toolkit.launch.command_line import MODULE, check_training
+from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.names import find_model
 from slm_toolkit.strategy.groups import fit_groups, group_options
 from slm_toolkit.strategy.strategy import (
@@ -24,57 +24,65 @@ from slm_toolkit.strategy.strategy import (
     shipped_strategies,
 )
 
-_CPU_PROCESSES = 2  # and four for a hybrid shard, which keeps two copies of two
-_DESCRIPTION = f"""\
-Train one model under one strategy, from any folder: the same as
-  slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
-The `accelerate launch` that is run is printed on stderr. Checkpoints, the model and record.json go to
-runs/NAME (--output_dir, --run_name). Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the
-code of the rank that ended first."""
-_EPILOG = """\
-examples:
-  slm train --model slm-1m --dataset story.txt --max_steps 200            DDP on all GPUs, or on the CPU
-  slm train --strategy fsdp_full_shard --model slm-1b --dataset data/*.jsonl --num_train_epochs 1
+_CPU_PROCESSES = 2  # a hybrid shard uses four: two copies of two
+_DESCRIPTION = """\
+Train one model under one strategy. Checkpoints, the model and record.json go to runs/NAME."""
+_EXAMPLES = """\
+  slm train --model slm-1m --max_steps 20                        DDP on all GPUs, or on two CPU processes
+  slm train --strategy fsdp_full_shard --model slm-1m --seq_len 64 --max_steps 20
+  slm train --model slm-1m --max_steps 40 --save_steps 20 --run_name first --resume_from_checkpoint auto
+"""
+_EPILOG = f"""\
+more examples:
+  slm train --strategy fsdp_full_shard --model slm-1b --dataset 'data/*.jsonl' --num_train_epochs 1
   slm train --strategy ds_zero3 --model HuggingFaceTB/SmolLM2-135M --dataset chat.jsonl --peft lora
   slm train --strategy my_fsdp.yaml --model slm-500m                      your own accelerate YAML
-  slm train --strategy ddp --model slm-1m --dataset story.txt --max_steps 400 --save_steps 50 \\
-      --run_name story --resume_from_checkpoint auto                      goes on where it was stopped
   slm train --strategy ds_zero2 --model slm-1b --num_machines 2 --num_processes 16 \\
       --main_process_ip 10.0.0.1 --machine_rank 0                         on each machine with its own rank
-Names of other trainers are accepted where they mean the same: --lr, --epochs, --steps, --max_seq_length, ...
+Names of other trainers' flags work if they mean the same: --lr, --epochs, --steps, --max_seq_length, ...
+`slm train` is the same as
+  slm launch --config_file YAML_OF_THE_STRATEGY --num_processes N -m {MODULE} FLAGS
+It prints its `accelerate launch` on stderr.
+Exit codes: 0 trained, 2 bad input, 130 Ctrl-C, 143 SIGTERM, else the code of the rank that ended first.
 """
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm train`: those of the launch, then the script's."""
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Add the flags of `slm train`: those of the launch, then those of the script."""
+    parser.description, parser.examples, parser.epilog = _DESCRIPTION, _EXAMPLES, _EPILOG
     parser.usage = "slm train [--strategy NAME|FILE] [flags]"
     launching = parser.add_argument_group("launching")
     launching.add_argument(
         "--strategy",
         default="ddp",
         metavar="NAME|FILE",
-        help=f"of {', '.join(shipped_strategies())}, or your own file (default: ddp)",
-    )
+        help="a shipped strategy or your own file (default: ddp). Shipped: "
+        f"{', '.join(shipped_strategies())}",
+    ).basic = True
     launching.add_argument(
         "--num_processes",
         type=count,
         metavar="N",
-        help="ranks of all machines (default: a GPU each; without a GPU two; as your own YAML says)",
+        help="ranks of all machines together (default: one per GPU; two without a GPU; or the number "
+        "in your own YAML)",
+    ).basic = True
+    launching.add_argument(
+        "--num_machines", type=count, metavar="N", help="machines that train together (default: 1)"
     )
-    launching.add_argument("--num_machines", type=count, metavar="N", help="as `slm launch` (default: 1)")
-    launching.add_argument("--machine_rank", type=int, metavar="R", help="this machine's, from 0")
+    launching.add_argument("--machine_rank", type=int, metavar="R", help="number of this machine, from 0")
     launching.add_argument("--main_process_ip", metavar="IP", help="address of machine 0")
     launching.add_argument(
-        "--main_process_port", type=int, metavar="PORT", help="0: any free one (default: 29500)"
+        "--main_process_port",
+        type=int,
+        metavar="PORT",
+        help="port on machine 0; 0: any free port (default: 29500)",
     )
     add_flags(parser, grid=False)
     parser.set_defaults(verb=_train)
 
 
 def _train(args: argparse.Namespace) -> int:
-    from slm_toolkit.cli.launch import start  # `--help` waits for no psutil
+    from slm_toolkit.cli.launch import start  # so `--help` does not import psutil
 
     with user_errors():
         config, strategy = config_from_args(args), find_strategy(args.strategy)
@@ -101,12 +109,15 @@ def _found_by_doctor(strategy: Strategy, config: RunConfig, *, num_ranks: int) -
 
 
 def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> list[str]:
-    """What follows `accelerate launch`. Raises ValueError for ranks that a hybrid shard can't divide."""
+    """Return the words after `accelerate launch`.
+
+    Raises ValueError if a hybrid shard can't divide the ranks.
+    """
     num_processes = processes_asked(strategy, config, args)
     groups = []
     if is_shipped(Path(strategy.path)) and args.num_machines in (None, 1) and config.rehearse is None:
         fitted = fit_groups(strategy, num_ranks=num_processes, ranks_per_node=num_processes)
-        groups = group_options(fitted)  # on several machines `slm launch` does it
+        groups = group_options(fitted)  # on several machines `slm launch` adds them
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return [
@@ -119,8 +130,11 @@ def launch_words(strategy: Strategy, config: RunConfig, args: argparse.Namespace
 
 
 def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namespace) -> int:
-    """`--num_processes`; else one for `single` and a rehearsal, what a user's own YAML says, a rank for each
-    GPU, or on a CPU two."""
+    """Return the number of ranks.
+
+    `--num_processes` decides; else 1 for `single` and a rehearsal, the number in a user's own YAML, one per
+    GPU, or two on a CPU.
+    """
     if args.num_processes is not None:
         return args.num_processes
     if strategy.is_single or config.rehearse is not None:
@@ -132,7 +146,7 @@ def processes_asked(strategy: Strategy, config: RunConfig, args: argparse.Namesp
 
 
 def yaml_to_launch(strategy: Strategy, output_dir: Path, num_processes: int) -> Path:
-    """The strategy's own file; for a DeepSpeed JSON, a YAML under `output_dir` that names it."""
+    """Return the strategy's own file; for a DeepSpeed JSON, write a YAML under `output_dir` that names it."""
     if not strategy.is_bare_json:
         return Path(strategy.path)
     folder = output_dir / f"launch-{strategy.name}"

@@ -122,7 +122,7 @@ def plan_runs(
             problems += parallel_problems(strategy, num_ranks=config.rehearse or processes)
     if problems:
         raise ValueError(
-            "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help` explains each flag"
+            "\n".join(dict.fromkeys(problems)) + "\nhint: `slm compare --help all` explains each flag"
         )
 
     versions = installed_versions()
@@ -180,6 +180,7 @@ def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -
         profile=False,
         max_grad_norm=config.max_grad_norm or 0.0,  # with stock numerics the script does not clip
         save_steps=None,
+        save_strategy=None,
         resume_from_checkpoint=None,
         save_final_model=False,
         merge_adapter=False,

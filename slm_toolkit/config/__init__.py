@@ -1,1 +1,1 @@
-"""What must be equal for a fair comparison, and the command line made of it."""
+"""RunConfig: the flags that must be equal for a fair comparison, and the command line made of them."""

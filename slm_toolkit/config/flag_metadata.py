@@ -1,4 +1,4 @@
-"""What a field of RunConfig knows of its flag: text, range, other flags it excludes, where it counts."""
+"""Flag: the metadata of a RunConfig field, such as its help, range, and the flags it excludes."""
 
 import dataclasses
 import math
@@ -7,55 +7,57 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 LARGEST_NUMBER = 10**12
-"of any flag that has no smaller limit of its own"
+"limit of every flag that has no smaller one"
 _LONGEST_QUOTE = 40  # characters
 _Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
 class Excludes:
-    """Another flag that makes no sense beside this one: one sentence, written once."""
+    """A flag that can't be combined with this one, and the sentence that says why."""
 
     other: str
     why: str
     values: tuple[Any, ...] = ()
-    "of the other flag; empty: any but its default"
+    "values of the other flag that are excluded; empty: any but its default"
     own: tuple[Any, ...] = ()
     "values of this flag that exclude it; empty: any but the default"
 
 
 @dataclass(frozen=True)
 class ExcludesStrategy:
-    """Strategies that can't do what a flag asks."""
+    """Strategies under which a flag can't be used."""
 
     property: str
-    "of Strategy, true or false"
+    "name of a boolean property of Strategy"
     why: str
-    "the sentence; {flag}: as typed, {strategy}: its name"
+    "the sentence; {flag} becomes the flag as typed, {strategy} the strategy's name"
     own: tuple[Any, ...] = ()
-    "values of this flag that exclude them; empty: any but the default"
+    "values of this flag that exclude the strategies; empty: any but the default"
     unless: bool = False
-    "whether those are excluded that don't have the property"
+    "True: exclude the strategies without the property"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """All that is known of one flag; what only some places need has a default that means: nothing special."""
+    """All metadata of one flag. Defaults mean: nothing special."""
 
     default: Any
     help: str
     _: KW_ONLY
     group: str
     "heading of --help under which the flag stands"
+    basic: bool = False
+    "whether `--help` shows it; `--help all` shows every flag"
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     "other names, shown by --help"
     other_names: tuple[str, ...] = ()
-    "names that other trainers have for it: accepted, not shown"
+    "other trainers' names for it: accepted, but not shown by --help"
     bare: str | None = None
-    "the value of the flag without one"
+    "value if the flag is typed without one"
     synonyms: dict[str, str] = dataclasses.field(default_factory=dict)
-    "other words for values"
+    "other spellings of values"
     grid: bool = False
     "whether `slm compare` takes several values"
 
@@ -64,36 +66,36 @@ class Flag:
     above: float | None = None
     below: float | None = None
     range_note: str = ""
-    "follows the range where a value is outside it"
+    "follows the range in the message about a value outside of it"
     is_printable: bool = False
-    "whether a value must consist of characters that can be shown"
+    "whether a value must consist of printable characters"
     needs: tuple[str, ...] = ()
-    "flags that must be given beside it"
+    "flags that must be given with it"
     excludes: tuple[Excludes, ...] = ()
     excludes_strategies: tuple[ExcludesStrategy, ...] = ()
     extra: str | None = None
-    "the optional packages, as in base/errors.py, that any value but the default needs"
+    "extra of base/errors.py that any value but the default needs"
 
     identity: bool = True
     "whether another value makes another run"
     may_change_on_resume: bool = True
-    "False: decides which tensors a checkpoint has, or which sequences were already seen"
+    "False if the flag decides which tensors a checkpoint has, or which sequences were already trained on"
     losses: Literal["others", "rounded", "same"] = "others"
-    "that another value gives: those of another task; the same, rounded otherwise; the very same"
+    "losses under another value: of another task (others), equal up to rounding (rounded), or equal (same)"
 
     estimate: Literal["counts", "ignores", "refuses"] = "refuses"
-    "what closed forms of time and memory do with it; refuses: `slm estimate` has no such flag"
+    "what the closed forms do with it; refuses: `slm estimate` does not have the flag"
     no_closed_form: str | None = None
-    "of values that estimates don't cover: what to do instead"
+    "hint for values without a closed form: what to do instead"
     closed_form_for: tuple[Any, ...] = ()
-    "values that estimates cover, where that is not the default alone"
+    "values with a closed form; empty: only the default"
 
     column: str | None = None
-    "title of its column in tables; None: its name, '': it has none"
+    "title of its column in tables; None: the flag's name, '': no column"
     label: str | None = None
-    "its name in the label of a row; None: its name"
+    "its name in a row's label; None: the flag's name"
     heading: str | None = None
-    "above a table whose rows all have a value that is not the default; {}: the value"
+    "line above a table if all rows have the same value, not the default; {} becomes the value"
 
     def has_closed_form(self, value: Any) -> bool:
         return self.no_closed_form is None or value in (self.closed_form_for or (self.default,))
@@ -101,7 +103,7 @@ class Flag:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Flag,))
 def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
-    """A frozen dataclass of a class whose fields are Flags: each gets its Flag's default, and the Flag."""
+    """Make a frozen dataclass. Each field gets its Flag's default, and the Flag as metadata."""
     for name in cls.__annotations__:
         of_flag = vars(cls)[name]
         setattr(cls, name, dataclasses.field(default=of_flag.default, metadata={"flag": of_flag}))
@@ -109,17 +111,17 @@ def dataclass_of_flags(cls: type[_Config]) -> type[_Config]:
 
 
 def flags_of_fields(config: Any) -> dict[str, Flag]:
-    """By name, in order."""
+    """Return the Flag of each field, by name and in order."""
     return {f.name: f.metadata["flag"] for f in dataclasses.fields(config)}
 
 
 def shortened(text: str) -> str:
-    """A word of a command line as it can be quoted back."""
+    """Shorten a word of a command line for a message."""
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:20]}...{text[-10:]}"
 
 
 def field_problems(config: Any) -> list[str]:
-    """A sentence for each value out of its range or choices, and each pair of flags that makes no sense."""
+    """Return a sentence for each value outside its range or choices, and for each contradicting pair."""
     known = flags_of_fields(config)
     return [
         problem
@@ -132,7 +134,7 @@ def field_problems(config: Any) -> list[str]:
 
 
 def strategy_problems(config: Any, strategy: Any) -> list[str]:
-    """A sentence for each flag of a RunConfig that a Strategy can't do, with two flags of one reason once."""
+    """Return a sentence for each flag of a RunConfig that can't be used under a Strategy, without repeats."""
     known = flags_of_fields(config)
     sentences = [
         rule.why.format(flag=_as_typed(config, name, known), strategy=strategy.name)
@@ -151,7 +153,7 @@ def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
     if of_flag.choices and value not in of_flag.choices:
         yield f"--{name} is {value!r}: one of {', '.join(of_flag.choices)}"
     if of_flag.is_printable and not value.isprintable():
-        yield f"--{name} is {value!r}: it has characters that can't be shown"
+        yield f"--{name} is {value!r}: it has unprintable characters"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     number = f"{value:g}" if isinstance(value, float) else shortened(str(value))
@@ -163,7 +165,7 @@ def _value_problems(name: str, of_flag: Flag, value: Any) -> Iterator[str]:
 
 
 def _is_within(of_flag: Flag, value: float) -> bool:
-    """NaN is within any range that has no limit, and within no other."""
+    """True if the value is in the flag's range. NaN is only in a range without limits."""
     return (
         (of_flag.least is None or value >= of_flag.least)
         and (of_flag.above is None or value > of_flag.above)
@@ -174,7 +176,7 @@ def _is_within(of_flag: Flag, value: float) -> bool:
 
 
 def _range_text(of_flag: Flag) -> str:
-    """1 to 50, 0 to below 1, at least 1, not below 0, above 0, ..."""
+    """Return the range as text: 1 to 50, 0 to below 1, at least 1, not below 0, above 0, ..."""
     if of_flag.least is not None and of_flag.most is not None:
         return f"{of_flag.least} to {of_flag.most}"
     if of_flag.least is not None and of_flag.below is not None:
@@ -188,7 +190,7 @@ def _range_text(of_flag: Flag) -> str:
 
 
 def _meant(of_flag: Flag, value: float) -> str:
-    """3e4 for a number of at most 1 lacks a minus."""
+    """Suggest 3e-4 for 3e4 if the flag is at most 1: a minus is missing."""
     mantissa, _, power = f"{value:e}".partition("e+")
     is_typo = of_flag.most == 1 and value >= 10 and power
     return f"; did you mean {float(mantissa):g}e-{int(power)}?" if is_typo else ""
@@ -210,13 +212,13 @@ def _pair_problems(name: str, of_flag: Flag, config: Any, known: dict[str, Flag]
 
 
 def _is_given(config: Any, name: str) -> bool:
-    """Whether a flag asks for something: it has another value than its default, and is not off."""
+    """True if a flag has another value than its default, and is not None or false."""
     value = getattr(config, name)
     return value != getattr(type(config), name) and value is not None and value is not False
 
 
 def _as_typed(config: Any, name: str, known: dict[str, Flag], *, named: tuple[Any, ...] = ()) -> str:
-    """`--tf32`, `--fp8 rowwise`, `--rehearse 8`; of a path or another text `--eval_dataset` alone."""
+    """Return `--tf32`, `--fp8 rowwise` or `--rehearse 8`; without the value if it is free text, as a path."""
     value = getattr(config, name)
     if value is True or (isinstance(value, str) and not known[name].choices and value not in named):
         return f"--{name}"

@@ -1,4 +1,4 @@
-"""Pairs of a verb's own flags that make no sense, as tables. Flags of runs have `Excludes` instead."""
+"""Pair: two flags of a verb that contradict or need each other. Flags of runs have `Excludes` instead."""
 
 import argparse
 from collections.abc import Collection, Iterable, Mapping
@@ -8,17 +8,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pair:
-    """A flag that must not stand beside another, or not without it."""
+    """A flag that can't be combined with another flag, or that needs it."""
 
     flag: str
     other: str
-    "its name, with the value that is meant if there is one: `launcher slurm`"
+    "name of the other flag, with the value if only one value counts: `launcher slurm`"
     why: str = ""
-    "the rest of the sentence, with its comma or colon"
+    "rest of the sentence, beginning with a comma or colon"
     is_needed: bool = False
-    "whether the other flag must be there, not absent"
+    "True: the other flag is required; False: it is excluded"
     on_cpu: bool = False
-    "whether the rule holds only without a GPU"
+    "True: the rule holds only without a GPU"
 
     def problem(self, given: Collection[str]) -> str | None:
         has_other = self.other.split()[0] in given
@@ -32,18 +32,18 @@ class Pair:
 
 
 def flags_given(args: argparse.Namespace) -> list[str]:
-    """Names of a verb's flags that ask for something else than their default does."""
+    """Return the names of a verb's flags whose value is not the default."""
     default = args.parser.get_default
     return names_given({name: value for name, value in vars(args).items() if value != default(name)})
 
 
 def names_given(flags: Mapping[str, Any]) -> list[str]:
-    """Names of the flags that ask for something: None and false don't."""
-    return [name for name, value in flags.items() if _asks(value)]
+    """Return the names of the flags whose value is not None or false."""
+    return [name for name, value in flags.items() if _is_given(value)]
 
 
 def pair_problems(given: Collection[str], pairs: Iterable[Pair], *, has_gpu: bool = False) -> list[str]:
-    """A sentence for each pair that is broken by the flags `given`, by name."""
+    """Return a sentence for each pair that the flags `given` break."""
     broken = (pair.problem(given) for pair in pairs if not (pair.on_cpu and has_gpu))
     return [problem for problem in broken if problem is not None]
 
@@ -51,11 +51,11 @@ def pair_problems(given: Collection[str], pairs: Iterable[Pair], *, has_gpu: boo
 def check_pairs(
     given: Collection[str], pairs: Collection[Pair], *, has_gpu: bool = False, hint: str | None = None
 ) -> None:
-    """Raises one ValueError with all `pair_problems`."""
+    """Raise one ValueError with all `pair_problems`."""
     if problems := pair_problems(given, pairs, has_gpu=has_gpu):
         hints = dict.fromkeys(pair.hint for pair in pairs if pair.problem(given) in problems)
         raise ValueError("\n".join(problems) + f"\nhint: {hint or '; '.join(hints)}")
 
 
-def _asks(value: Any) -> bool:
-    return any(map(_asks, value)) if isinstance(value, list) else value is not None and value is not False
+def _is_given(value: Any) -> bool:
+    return any(map(_is_given, value)) if isinstance(value, list) else value is not None and value is not False

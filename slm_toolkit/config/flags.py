@@ -1,4 +1,4 @@
-"""The command line: a flag for each field of RunConfig, the same under every verb."""
+"""The flags of RunConfig on a command line: one per field, the same for every verb and the script."""
 
 import argparse
 import dataclasses
@@ -6,11 +6,16 @@ import itertools
 from typing import Any, get_args, get_origin
 
 from slm_toolkit.config.flag_metadata import Flag
+from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
 
-def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for every field of RunConfig; with `grid`, those that may take several values do."""
+def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
+    """Add a flag for every field of RunConfig but those to `leave_out`.
+
+    With `grid`, a flag whose `Flag.grid` is true takes several values.
+    """
+    parser.has_grid = grid
     groups = {
         name: parser.add_argument_group(name) for name in dict.fromkeys(f.group for f in FLAGS.values())
     }
@@ -18,11 +23,12 @@ def add_flags(parser: argparse.ArgumentParser, *, grid: bool, leave_out: tuple[s
         if f.name not in leave_out:
             flag = FLAGS[f.name]
             names = (f"--{name}" for name in (f.name, *flag.aliases))
-            groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
+            action = groups[flag.group].add_argument(*names, **_options(f, flag, several=grid and flag.grid))
+            action.basic = flag.basic and (flag.grid or not grid)
 
 
 def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, Any]:
-    """argparse's options for a field."""
+    """Return argparse's options for a field."""
     kind = value_type(f.type)
     default = str(f.default).lower() if kind is bool else f.default
     text = flag.help + ("" if f.default is None else f" (default: {default})")
@@ -32,7 +38,7 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
         "default": None,
         "choices": flag.choices,
         "metavar": None if flag.choices else "true|false" if kind is bool else kind.__name__.upper(),
-        "help": (text + "; several values make a grid" * several).replace("%", "%%"),
+        "help": text.replace("%", "%%"),
     }
     if flag.synonyms:
         options["type"] = lambda word: flag.synonyms.get(word.lower(), word)
@@ -45,24 +51,24 @@ def _options(f: dataclasses.Field, flag: Flag, *, several: bool) -> dict[str, An
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:
-    """The RunConfig of flags parsed by `add_flags`; what was not given keeps its default."""
+    """Return the RunConfig of parsed flags; flags that were not given keep their defaults."""
     return RunConfig(**given_flags(args))
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """RunConfig's fields that were given as flags, each a value or a list of values."""
+    """Return the fields of RunConfig that were given as flags, each a value or a list of values."""
     return {name: value for name, value in vars(args).items() if name in FLAGS and value is not None}
 
 
 def every_config(given: dict[str, Any]) -> list[RunConfig]:
-    """The grid of `given`, field name to a value or a list of values: a RunConfig for each combination."""
+    """Return a RunConfig for each combination of `given`, which maps field names to a value or a list."""
     several = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
     combinations = itertools.product(*several.values())
     return [RunConfig(**dict(zip(several, values, strict=True))) for values in combinations]
 
 
 def flags_of(config: RunConfig) -> list[str]:
-    """The command line that stands for `config`: each field that differs from its default."""
+    """Return the flags that make `config`: one for each field that differs from its default."""
     given = []
     for f in dataclasses.fields(RunConfig):
         value = getattr(config, f.name)
@@ -71,8 +77,27 @@ def flags_of(config: RunConfig) -> list[str]:
     return given
 
 
+MODULE = "slm_toolkit.train"
+_EXAMPLES = f"""\
+  python -m {MODULE} --model slm-1m --max_steps 20                   one process, nothing sharded
+  accelerate launch --config_file accel_configs/ddp.yaml -m {MODULE} --model slm-1m --max_steps 20
+  slm train --strategy fsdp_full_shard --model slm-1m --max_steps 20      the same launch with one command
+"""
+
+
+def training_config(words: list[str]) -> RunConfig:
+    """The RunConfig of the words after `-m slm_toolkit.train`; exits with code 2 on an unknown flag."""
+    parser = Parser(
+        prog=f"python -m {MODULE}",
+        description="Train one configuration, under `accelerate launch` or `slm train`, and record it.",
+    )
+    parser.examples = _EXAMPLES
+    add_flags(parser, grid=False)
+    return config_from_args(parser.parse_args(with_underscores(words)))
+
+
 class _Several(argparse.Action):
-    """A list of values; of a flag without any, what the flag alone stands for."""
+    """Stores a list of values; for a flag without a value, the value that the flag alone means."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
@@ -81,7 +106,7 @@ class _Several(argparse.Action):
 
 
 def value_type(annotation: Any) -> type:
-    """int of `int | None`."""
+    """Return the type without None: int for `int | None`."""
     if get_origin(annotation) is None:
         return annotation
     return next(kind for kind in get_args(annotation) if kind is not type(None))

@@ -1,4 +1,4 @@
-"""The command line's parsers: errors in one line with a hint, names of other trainers' flags.
+"""The command line's parsers: short help, one-line errors with a hint, other trainers' names of flags.
 
 The names are those of Hugging Face's Trainer and examples, accelerate, TRL, torchrun, DeepSpeed, torchtitan,
 litgpt, nanoGPT, axolotl and LLaMA-Factory.
@@ -7,15 +7,16 @@ litgpt, nanoGPT, axolotl and LLaMA-Factory.
 import argparse
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from slm_toolkit.base.errors import user_errors
+from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 from slm_toolkit.config.run_config import FLAGS
 
-_OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has: its other names
+_OF_THE_LAUNCH = {  # flags of `slm train` and `compare` outside RunConfig: their other names
     "strategy": ("config_file",),
     "num_machines": ("nnodes", "num_nodes"),
     "machine_rank": ("node_rank",),
@@ -23,25 +24,28 @@ _OF_THE_LAUNCH = {  # a flag of `slm train` and `compare` that no RunConfig has:
     "main_process_port": ("master_port",),
 }
 SAME_MEANING = {name: flag.other_names for name, flag in FLAGS.items() if flag.other_names} | _OF_THE_LAUNCH
-"our flag: its other names"
+"our flag: other trainers' names for it"
 
 _BATCH = (
-    "--per_device_train_batch_size N: sequences of one process and micro-step; a step has that times "
-    "--gradient_accumulation_steps times the processes"
+    "--per_device_train_batch_size N: sequences of one process and micro-step. A step has N x "
+    "--gradient_accumulation_steps x the number of processes"
 )
 _PRECISION = (
-    "--numerics: aligned (the default) computes in bf16 with fp32 master weights, stock as accelerate's "
-    "mixed_precision bf16, fp32 without low precision"
+    "--numerics: aligned (the default) computes in bf16 with fp32 master weights; stock uses accelerate's "
+    "mixed_precision bf16; fp32 has no low precision"
 )
-_SCHEDULE = "the schedule is a cosine to a tenth of --learning_rate after --warmup_steps steps"
+_SCHEDULE = "--lr_scheduler_type cosine_to_tenth ends at a tenth of --learning_rate, cosine and linear at 0"
+_DECAY = "--lr_decay_steps N: the last steps of --lr_scheduler_type warmup_stable_decay"
 _SHARDING = "--strategy NAME or FILE: ddp, fsdp_full_shard, ds_zero2, ..., or your own file"
 _RANKS = "--num_processes N: ranks of all machines together"
 _ADAPTERS = "--peft lora, or --peft qlora for weights in 4 bits"
 _FLASH = "--attn_implementation flash_attention_2; sdpa, the default, has PyTorch's own flash kernel"
-_OF_THE_LAUNCHER = "it is the launcher's: `slm train` takes it; `accelerate launch` takes its own before -m"
+_OF_THE_LAUNCHER = (
+    "this is a flag of the launch: `slm train` takes it; for `accelerate launch` put it before -m"
+)
 _HERE = "a run takes the GPUs of this machine, those of CUDA_VISIBLE_DEVICES; `slm estimate` takes any"
 
-HINTS = {  # a name that is refused: what to write instead
+HINTS = {  # a name that is refused: the hint, which says what to write instead
     **dict.fromkeys(
         ("batch_size", "bs", "train_batch_size", "global_batch_size", "total_batch_size"), _BATCH
     ),
@@ -49,17 +53,16 @@ HINTS = {  # a name that is refused: what to write instead
     "fp16": "--numerics aligned (the default) computes in bf16; fp16 needs --numerics stock, a GPU and a "
     "--strategy file with mixed_precision: fp16",
     "warmup_ratio": "--warmup_steps N: a number of steps",
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "min_lr"), _SCHEDULE),
+    "min_lr": _SCHEDULE,
+    "lr_scheduler_kwargs": _DECAY,
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "fsdp", "zero_stage"), _SHARDING),
     **dict.fromkeys(("num_gpus", "gpus", "nproc_per_node", "devices", "world_size"), _RANKS),
     "num_processes": "--num_gpus N",
     **dict.fromkeys(("lora", "use_lora", "use_peft", "qlora", "use_qlora", "load_in_4bit"), _ADAPTERS),
     **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attn", "use_flash_attention_2"), _FLASH),
     "per_device_eval_batch_size": "--eval_batches N: so many batches of --per_device_train_batch_size",
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), "--eval_steps N"),
-    "save_strategy": "--save_steps N",
+    "do_eval": "--eval_steps N",
     "do_train": "leave it out",
-    **dict.fromkeys(("logging_steps", "log_interval"), "--report_to tensorboard logs every step"),
     **dict.fromkeys(("wandb", "use_wandb"), "--report_to wandb"),
     "gpu": _HERE,
 }
@@ -68,7 +71,10 @@ _OUR_NAME = {f"--{other}": f"--{ours}" for ours, others in SAME_MEANING.items() 
 
 
 def in_our_names(words: list[str], known: Collection[str]) -> list[str]:
-    """`--lr 1e-3` as `--learning_rate 1e-3`, where only the latter is among the flags that a parser knows."""
+    """Return the words with other trainers' names replaced by ours: `--lr 1e-3` is `--learning_rate 1e-3`.
+
+    A name that is itself among the parser's flags, `known`, stays.
+    """
     return [_in_our_name(word, known) for word in words]
 
 
@@ -79,7 +85,7 @@ def _in_our_name(word: str, known: Collection[str]) -> str:
 
 
 def hint_for(words: list[str], known: Collection[str]) -> str:
-    """What the unknown flags among `words` may mean in a parser with the flags `known`; empty if nothing."""
+    """Return hints for the unknown flags among `words`, in a parser with the flags `known`; may be empty."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     return "; ".join(filter(None, (_hint(flag, known) for flag in dict.fromkeys(flags))))
 
@@ -95,8 +101,66 @@ def _hint(flag: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
+_CONFIG_HINT = "--config takes a YAML of flag names without -- and their values, such as learning_rate: 1e-3"
+
+
+def with_config_files(words: list[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """The words, with those of each `--config FILE` before all others, so that flags of the command line win.
+
+    Raises ValueError for a file that can't be read, a key that is no flag, or a value that no flag can take.
+    """
+    of_files, others = [], []
+    ours = words.index("--") if "--" in words else len(words)
+    left = iter(words[:ours])
+    for word in left:
+        name, equals, path = word.partition("=")
+        if name != "--config":
+            others.append(word)
+        elif path := path if equals else next(left, ""):
+            of_files += _words_of_file(path, actions)
+        else:
+            raise ValueError(f"--config without a file\nhint: {_CONFIG_HINT}")
+    return of_files + others + words[ours:]
+
+
+def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[str]:
+    text = read_text(typed_path(path), what="--config", hint=_CONFIG_HINT)
+    settings = yaml_of(text, path, hint=_CONFIG_HINT)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a mapping\nhint: {_CONFIG_HINT}")
+    flags = [f"--{key.value.replace('-', '_')}" for key, _ in yaml_node(text, path, hint=_CONFIG_HINT).value]
+    flags = in_our_names(flags, actions)
+    if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
+        hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or _CONFIG_HINT
+        raise ValueError(f"{path}: unknown {', '.join(flag[2:] for flag in unknown)}\nhint: {hint}")
+    if twice := [flag for flag in dict.fromkeys(flags) if flags.count(flag) > 1]:
+        raise ValueError(f"{path}: {', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
+    return [
+        word
+        for flag, value in zip(flags, settings.values(), strict=True)
+        for word in _words_of_setting(flag, value, actions[flag], path)
+    ]
+
+
+def _words_of_setting(flag: str, value: Any, action: argparse.Action, path: str) -> list[str]:
+    """`--seed=1`, or `--seed 1 2` of a list; nothing for null, and for false if the flag is a switch."""
+    if value is None or (action.nargs == 0 and value is False):
+        return []
+    if action.nargs == 0 and value is True:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    several = action.nargs in ("+", "*")
+    if action.nargs == 0 or (isinstance(value, list) and not (several and value)):
+        takes = "true or false" if action.nargs == 0 else "a list of values" if several else "one value"
+        raise ValueError(f"{path}: {flag[2:]} is {value!r}\nhint: it takes {takes}")
+    if any(isinstance(each, dict | list | None) for each in values):
+        raise ValueError(f"{path}: {flag[2:]} holds {value!r}\nhint: {_CONFIG_HINT}")
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    return [flag, *texts] if several else [f"{flag}={texts[0]}"]
+
+
 def with_underscores(argv: list[str]) -> list[str]:
-    """Accept `--seq-len` where the flag is `--seq_len`; after `--` or `-m` come another command's words."""
+    """Spell `--seq-len` as `--seq_len`. Words after `--` or `-m` are another command's, and stay."""
     words = []
     ours = min((argv.index(mark) for mark in ("--", "-m") if mark in argv), default=len(argv))
     for word in argv[:ours]:
@@ -108,44 +172,132 @@ def with_underscores(argv: list[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that accepts other trainers' names of flags, and ends errors with a hint and exit code 2."""
+    """argparse with two sizes of help, other trainers' names of flags, and errors that end with exit code 2.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    `--help` shows the flags whose action has `basic = True`, `--help all` shows every flag. A parser without
+    basic flags has one help, which shows every flag.
+    """
+
+    examples = ""
+    "three commands, shown by both sizes of help; `epilog` is shown by `--help all` alone"
+    has_grid = False
+    "whether flags of runs take several values"
+
+    def __init__(self, *, has_config_file: bool = True, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_HelpFormatter, **options)
+        self.add_argument("-h", "--help", action=_HelpAction)
+        if has_config_file:
+            self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_HELP)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions and self.prefix_chars:
+            with user_errors():
+                words = with_config_files(words, self._option_string_actions)
         return super().parse_known_args(in_our_names(words, self._option_string_actions), namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            parser = getattr(found, "parser", self)  # the verb's
+            parser = getattr(parsed, "parser", self)  # the verb's
             hint = hint_for(unknown, parser._option_string_actions)
             parser.error(f"unknown: {' '.join(unknown)}" + (f"\nhint: {hint}" if hint else ""))
-        return found
+        return parsed
 
     def error(self, message: str) -> None:
         problem, _, hint = message.partition("\nhint: ")
         with user_errors():
             raise ValueError(f"{problem}\nhint: {f'{hint}; ' if hint else ''}{self.prog} --help")
 
+    def format_help(self, *, every_flag: bool = False) -> str:
+        basic = {action for action in self._actions if getattr(action, "basic", False)}
+        every_flag = every_flag or not basic
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or self._short_usage(), self._actions, [])
+        formatter.add_text(self.description)
+        formatter.add_text(_GRID_NOTE if self.has_grid else None)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            shown = [a for a in group._group_actions if every_flag or a in basic or not a.option_strings]
+            formatter.add_text(group.description if shown else None)
+            formatter.add_arguments(shown)
+            formatter.end_section()
+        if self.examples:
+            formatter.add_text(f"examples:\n{self.examples}")
+        if every_flag:
+            formatter.add_text(self.epilog)
+        else:
+            formatter.add_text(f"flags from a file: --config FILE.yaml; every flag: {self.prog} --help all")
+        return formatter.format_help()
+
+    def _short_usage(self) -> str:
+        """`slm recommend --gpu NAME ... [flags]`: positional arguments and required flags alone."""
+        formatter = self._get_formatter()
+        needed = [
+            " ".join([*action.option_strings[:1], formatter._format_args(action, action.dest)])
+            for action in self._actions
+            if not action.option_strings or action.required
+        ]
+        return " ".join([self.prog, *needed, "[flags]"]).replace("%", "%%")
+
+
+_CONFIG_HELP = "YAML with values of these flags, by name without --; a flag of the command line wins"
+_GRID_NOTE = "Flags shown with ... take several values; every combination is a row."
+
+
+class _HelpAction(argparse.Action):
+    """`--help`, or `--help all` for every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(
+            option_strings,
+            dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            nargs="?",
+            metavar="all",
+            help="show this help, or every flag",
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, flag: Any = None) -> None:
+        parser._print_message(parser.format_help(every_flag=value == "all"), sys.stdout)
+        parser.exit()
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows several values as `N ...`, and a flag's metavar once, after all of its names."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs not in ("+", "*"):
+            return super()._format_args(action, default_metavar)
+        metavar = self._metavar_formatter(action, default_metavar)(1)[0]
+        return f"{metavar} ..." if action.nargs == "+" else f"[{metavar} ...]"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        return f"{names} {self._format_args(action, action.dest.upper())}".rstrip()
+
 
 class VerbParser(Parser):
     """A verb's parser, filled by `fill(parser)` of the module `filled_by` when the verb is used.
 
-    So `slm --help` loads no verb, and a verb none of the others.
+    So `slm --help` loads no verb, and a verb loads no other verb.
     """
 
     def __init__(self, *, filled_by: str, **options: Any) -> None:
         super().__init__(**options)
         self._filled_by: str | None = filled_by
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def fill(self) -> None:
+        """Add the verb's flags, once."""
         if self._filled_by is not None:
             import_module(self._filled_by).fill(self)
             self._filled_by = None
             self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
         return super().parse_known_args(args, namespace)
 
 
@@ -156,9 +308,9 @@ def positive_number(text: str) -> float:
 
 
 def price_per_hour(text: str) -> float:
-    """A price that a report can show: no less than a millionth, no more than a million."""
+    """Parse a price per GPU-hour from a millionth to a million dollars, which reports can show."""
     if not 1e-6 <= float(text) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no price per GPU-hour: 0.000001 to 1000000")
+        raise argparse.ArgumentTypeError(f"{text} is not a price per GPU-hour: 0.000001 to 1000000")
     return float(text)
 
 

@@ -1,7 +1,7 @@
-"""RunConfig: the flags of a run, one field each, which declares all that the toolkit knows of its flag."""
+"""RunConfig: the flags of a run, one field each. A field declares all metadata of its flag."""
 
 import dataclasses
-import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,19 @@ from slm_toolkit.config.flag_metadata import (
 from slm_toolkit.config.loss_chunks import LossChunks
 
 SYNTHETIC = "synthetic"
+OWN_SCHEDULE = "cosine_to_tenth"
+"the default --lr_scheduler_type; the others are transformers'"
 REHEARSED_RANKS_PER_NODE = 8
-"at most; a rehearsal has no nodes to count them on"
+"most ranks of a node; a rehearsal has no nodes to count them on"
 FP8_MULTIPLE = 16
-"cuBLAS multiplies float8 matrices of widths that are multiples of it"
+"cuBLAS multiplies float8 matrices if their widths are multiples of 16"
 MOST_DDP_TIMEOUT = 3600
 "seconds; torch's own timeout of a collective, see run/peers/machines.py"
 CHECKPOINTING_SYNONYMS = {"true": "full", "false": "none"}
-"--gradient_checkpointing was a switch once: scripts and records still say so"
-ESTIMATED_ATTENTION = (  # transformers 5.23's names; all but eager keep no scores
+"--gradient_checkpointing was a switch once; old scripts and records still have these values"
+ESTIMATED_ATTENTION = (  # names of transformers 5.23; all but eager keep no scores
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # and not sdpa_math, which keeps scores in its own way
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),  # sdpa_math is missing: it keeps scores in its own way
 )
 _LONGEST_NAME = 200  # of a folder: file systems take 255 bytes
 
@@ -41,9 +43,9 @@ _NO_MATRICES = (Excludes("peft", "it has no matrices", values=("ia3",)),)
 _NO_CHECKPOINTS = (
     ExcludesStrategy(
         "is_fsdp1",
-        "no checkpoints under FSDP1, whose flat parameters tell nobody what they hold: fsdp_version: 2",
+        "no checkpoints under FSDP1, whose flat parameters have no names: use fsdp_version: 2",
     ),
-    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: DDP has them"),
+    ExcludesStrategy("is_zero_0", "no checkpoints under ZeRO-0, which shards nothing: use DDP"),
     ExcludesStrategy(
         "offloads_part_of_optimizer", "no checkpoints with part of the optimizer offloaded: ratio 1.0"
     ),
@@ -54,15 +56,17 @@ _OWN_KERNELS = (Excludes("use_liger_kernel", "it has its own"),)
 
 @dataclass_of_flags
 class RunConfig:
-    """What one run is asked to do, in the order of --help. None: decided by the machine, see `with_defaults`.
+    """The flags of one run, in the order of --help. None: the machine decides, see `with_defaults`.
 
     `flag_metadata.Flag` explains what a field may declare.
     """
 
     model: str | None = Flag(
         None,
-        "preset, slm-<size> such as slm-700m, local folder or config.json, or hub id",
+        "preset, size such as slm-700m, local folder, config.json or hub id (default: slm-100m on a GPU, "
+        "slm-10m on CPU)",
         group="model",
+        basic=True,
         aliases=("model_name_or_path",),
         other_names=("model_name", "model_id", "pretrained_model_name_or_path"),
         grid=True,
@@ -73,8 +77,8 @@ class RunConfig:
     )
     attn_implementation: str = Flag(
         "sdpa",
-        "attention kernel, transformers' names: eager, sdpa, flex_attention, flash_attention_2, _3, _4; or "
-        "one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
+        "attention kernel by transformers' name: eager, sdpa, flex_attention, flash_attention_2, _3 or "
+        "_4. Or one backend of sdpa: sdpa_math, sdpa_flash, sdpa_efficient, sdpa_cudnn",
         group="model",
         other_names=("attention_implementation", "attn_impl"),
         grid=True,
@@ -88,8 +92,9 @@ class RunConfig:
     )
     loss_kernel: str = Flag(
         "hf",
-        "hf: transformers' own, fp32 copies of all logits; fused_logits: in chunks, the logits' gradient in "
-        "their place; fused_linear: head and loss in chunks of tokens, logits are never whole",
+        "hf: transformers' own loss, with fp32 copies of all logits. fused_logits: works in chunks and "
+        "writes the gradient over the logits. fused_linear: computes head and loss in chunks of tokens; "
+        "the whole logits never exist",
         group="model",
         choices=("hf", "fused_logits", "fused_linear"),
         grid=True,
@@ -100,8 +105,8 @@ class RunConfig:
     )
     loss_chunk_tokens: int | None = Flag(
         None,
-        "tokens per chunk of a fused --loss_kernel: of fused_linear's logits, of fused_logits' fp32 "
-        "probabilities; fewer take less memory (default: by vocabulary and hidden size)",
+        "tokens per chunk of a fused --loss_kernel. Fewer tokens take less memory (default: from "
+        "vocabulary and hidden size)",
         group="model",
         grid=True,
         least=1,
@@ -114,7 +119,7 @@ class RunConfig:
     )
     norm_kernel: str = Flag(
         "hf",
-        "hf: transformers' own RMSNorm; fused: one that keeps only its input for backward",
+        "hf: transformers' own RMSNorm. fused: a kernel that keeps only its input for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
@@ -126,7 +131,7 @@ class RunConfig:
     )
     mlp_kernel: str = Flag(
         "hf",
-        "hf: transformers' own SwiGLU; fused: one that does not keep the SiLU of the gate for backward",
+        "hf: transformers' own SwiGLU. fused: a kernel that does not keep the gate's SiLU for backward",
         group="model",
         choices=("hf", "fused"),
         grid=True,
@@ -139,8 +144,8 @@ class RunConfig:
     )
     use_liger_kernel: bool = Flag(
         False,
-        "Liger's Triton kernels for RMSNorm, RoPE and SwiGLU (the loss is --loss_kernel's); on a GPU, with "
-        f"`{pip_install('liger')}`",
+        "use Liger's Triton kernels for RMSNorm, RoPE and SwiGLU; --loss_kernel chooses the loss. Needs a "
+        f"GPU and `{pip_install('liger')}`",
         group="model",
         grid=True,
         extra="liger",
@@ -152,10 +157,11 @@ class RunConfig:
     )
     gradient_checkpointing: str = Flag(
         "none",
-        "compute activations again in backward. full, or the flag alone: all of every layer, least memory, "
-        "about a third more time; selective_layer: of every second; selective_op: all but attention and each "
-        "second matrix product",
+        "recompute activations in backward, which saves memory. full, or the flag alone: every layer; "
+        "about a third more time. selective_layer: every second layer. selective_op: all but attention "
+        "and every second matrix product",
         group="model",
+        basic=True,
         choices=("none", "full", "selective_op", "selective_layer"),
         other_names=("activation_checkpointing", "activation_checkpoint"),
         bare="full",
@@ -164,7 +170,7 @@ class RunConfig:
         excludes_strategies=(
             ExcludesStrategy(
                 "checkpoints_activations",
-                "fsdp_activation_checkpointing is full checkpointing already, with {flag}",
+                "fsdp_activation_checkpointing already checkpoints every layer: leave out {flag}",
             ),
         ),
         losses="same",
@@ -187,8 +193,8 @@ class RunConfig:
     )
     torch_compile_mode: str = Flag(
         "default",
-        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest (where no "
-        "parameters are gathered); max-autotune: try more kernels, and CUDA graphs",
+        "reduce-overhead: CUDA graphs, for models so small that launching kernels takes longest. They "
+        "need parameters that are never gathered. max-autotune: try more kernels, and use CUDA graphs",
         group="model",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         grid=True,
@@ -216,8 +222,8 @@ class RunConfig:
     )
     fsdp_prefetch: int = Flag(
         0,
-        "FSDP2: layers gathered ahead of the one that computes, forward and backward; each takes a layer's "
-        "memory; 0: PyTorch's own way, about one",
+        "FSDP2: gather this many layers ahead, in forward and backward. Each takes the memory of one "
+        "layer. 0: PyTorch's own way, about one layer",
         group="model",
         grid=True,
         least=0,
@@ -230,9 +236,9 @@ class RunConfig:
     )
     numerics: str = Flag(
         "aligned",
-        "aligned: the same bf16 compute, fp32 master weights and bf16 reduction under every engine; "
-        "stock: what accelerate gives each engine in the YAML's mixed_precision (default: bf16); "
-        "pure_bf16: as aligned, but weights and Adam's moments in bf16 only; fp32: no low precision",
+        "aligned: bf16 compute, fp32 master weights and bf16 reduction under every engine. stock: "
+        "accelerate's own numerics for the YAML's mixed_precision (bf16 if it has none). pure_bf16: like "
+        "aligned, but weights and Adam's moments in bf16 only. fp32: no low precision",
         group="model",
         choices=("aligned", "stock", "pure_bf16", "fp32"),
         grid=True,
@@ -246,8 +252,8 @@ class RunConfig:
     )
     reduce_dtype: str | None = Flag(
         None,
-        "what gradients are reduced in, with --numerics aligned or pure_bf16 (default: bf16); "
-        "ZeRO-1 can't do fp32",
+        "dtype of gradient reduction, with --numerics aligned or pure_bf16 (default: bf16). ZeRO-1 can't "
+        "use fp32",
         group="model",
         choices=("bf16", "fp32"),
         grid=True,
@@ -262,12 +268,12 @@ class RunConfig:
     )
     fp8: str = Flag(
         "none",
-        "matrix products of the decoder layers in float8 by torchao, a scale per tensor or per row; on a GPU "
-        f"of compute capability 8.9 or more, emulated elsewhere; with `{pip_install('fp8')}`",
+        "run matrix products of the decoder layers in float8, with a scale per tensor or per row. Emulated "
+        f"below compute capability 8.9 and on CPU. Needs torchao: `{pip_install('fp8')}`",
         group="model",
         choices=("none", "tensorwise", "rowwise"),
         grid=True,
-        excludes=(_NO_LOW_PRECISION, Excludes("peft", "it trains none of the weights that fp8 is for")),
+        excludes=(_NO_LOW_PRECISION, Excludes("peft", "adapters freeze the weights that fp8 is for")),
         extra="fp8",
         losses="rounded",
         estimate="counts",
@@ -276,7 +282,7 @@ class RunConfig:
     )
     tf32: bool = Flag(
         False,
-        "let fp32 matrix products round to TF32 on a GPU (--numerics fp32)",
+        "let a GPU round fp32 matrix products to TF32, with --numerics fp32",
         group="model",
         grid=True,
         excludes=(
@@ -290,9 +296,10 @@ class RunConfig:
     )
     peft: str = Flag(
         "none",
-        "lora: train low-rank matrices beside the frozen weights; qlora: beside weights in 4 bits (NF4); "
-        f"ia3: train a scale per channel; with `{pip_install('peft')}`",
+        "lora: freeze the weights and train low-rank matrices. qlora: the same, with the weights in 4 "
+        f"bits (NF4). ia3: train a scale per channel. Needs `{pip_install('peft')}`",
         group="adapters",
+        basic=True,
         choices=("none", "lora", "qlora", "ia3"),
         grid=True,
         excludes=(
@@ -328,7 +335,7 @@ class RunConfig:
     )
     lora_alpha: float = Flag(
         32.0,
-        "LoRA's scale, over its rank",
+        "LoRA's scale, before it is divided by the rank",
         group="adapters",
         grid=True,
         above=0,
@@ -350,8 +357,8 @@ class RunConfig:
     )
     lora_target_modules: str = Flag(
         "all-linear",
-        "modules that get an adapter, by commas (q_proj,v_proj); all-linear: all of the decoder layers "
-        "(ia3: keys, values and down projections)",
+        "modules that get an adapter, such as q_proj,v_proj. all-linear: every linear module of the "
+        "decoder layers (ia3: keys, values and down projections)",
         group="adapters",
         needs=("peft",),
         may_change_on_resume=False,
@@ -359,7 +366,7 @@ class RunConfig:
     )
     merge_adapter: bool = Flag(
         False,
-        "write the base model with the adapter merged in beside the adapter",
+        "also write the base model with the adapter merged in",
         group="adapters",
         needs=("peft",),
         excludes=(*_LEARNS_NOTHING, Excludes("save_final_model", "nothing is written", values=(False,))),
@@ -367,8 +374,9 @@ class RunConfig:
     )
     seq_len: int | None = Flag(
         None,
-        "tokens per sequence (1024 on a GPU, 128 on CPU)",
+        "tokens per sequence (default: 1024 on a GPU, 128 on CPU)",
         group="batch",
+        basic=True,
         aliases=("max_length",),
         other_names=(
             *("max_seq_length", "max_seq_len", "seq_length", "sequence_length", "sequence_len"),
@@ -386,6 +394,7 @@ class RunConfig:
         4,
         "sequences per process and micro-step",
         group="batch",
+        basic=True,
         other_names=(
             *("micro_batch_size", "local_batch_size", "device_batch_size", "per_device_batch_size"),
             *("per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_gpu"),
@@ -402,6 +411,7 @@ class RunConfig:
         1,
         "micro-steps per optimizer step",
         group="batch",
+        basic=True,
         other_names=(
             *("grad_accum", "grad_accum_steps", "grad_acc", "grad_acc_steps", "gradient_accumulation"),
             *("gradient_accumulation_iters", "accumulation_steps", "accumulate_grad_batches"),
@@ -416,18 +426,19 @@ class RunConfig:
     )
     find_batch_size: bool = Flag(
         False,
-        "where a step runs out of memory, start again with a smaller --per_device_train_batch_size and more "
-        "--gradient_accumulation_steps: the same sequences per step",
+        "after running out of memory, start again with a smaller --per_device_train_batch_size. "
+        "--gradient_accumulation_steps grows, so the sequences per step stay the same",
         group="batch",
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
     dataset: str = Flag(
         SYNTHETIC,
-        "hub id, or local .txt, .jsonl or .parquet files, a glob or a folder; several by commas, A=3,B=1 "
-        "with weights (else all of each), and each one's loss is told; "
-        "synthetic: a Markov chain, generated, the same on every machine",
+        "hub id, folder, glob, or local .txt, .jsonl or .parquet file. Several are mixed by weight: "
+        "A=3,B=1. Without weights all of each is used. The loss of each is reported. synthetic: a "
+        "generated Markov chain, the same on every machine",
         group="data",
+        basic=True,
         aliases=("dataset_name",),
         other_names=(
             *("train_file", "train_files", "train_data", "train_dataset", "data", "data_path", "data_files"),
@@ -439,16 +450,17 @@ class RunConfig:
     )
     parity_task: bool = Flag(
         False,
-        "synthetic tokens in which phrases come again, several documents in a sequence, and random weights "
-        "so large that attention, positions and norms all move the loss: what `slm compare --parity` trains",
+        "train on the task of `slm compare --parity`: synthetic tokens with repeated phrases and several "
+        "documents per sequence. Random weights are so large that attention, positions and norms all "
+        "change the loss",
         group="data",
         excludes=(_LOSSES_MEAN_NOTHING,),
         estimate="ignores",
     )
     eval_dataset: str | None = Flag(
         None,
-        "held-out sets by commas, loss and perplexity of each with --eval_steps (default: a share of each "
-        "--dataset)",
+        "held-out sets, separated by commas, for --eval_steps. Loss and perplexity of each are reported "
+        "(default: a share of each --dataset)",
         group="data",
         other_names=(
             *("validation_file", "eval_file", "eval_data", "val_data", "val_dataset", "valid_file"),
@@ -464,8 +476,8 @@ class RunConfig:
     )
     dataset_format: str = Flag(
         "auto",
-        "what a row holds: text; messages (role, content); prompt_completion; alpaca (instruction, input, "
-        "output); sharegpt (conversations); tokens (input_ids, labels too if there are); auto: by columns",
+        "format of a row. messages: role and content. alpaca: instruction, input, output. sharegpt: "
+        "conversations. tokens: input_ids, and labels if present. auto: decided by the columns",
         group="data",
         choices=("auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"),
         excludes=(_NO_DOCUMENTS,),
@@ -473,7 +485,7 @@ class RunConfig:
     )
     loss_on: str = Flag(
         "answers",
-        "tokens of chat data that have a loss: the answers, or all",
+        "tokens of chat data that count in the loss: the answers, or all",
         group="data",
         choices=("answers", "all"),
         grid=True,
@@ -481,10 +493,10 @@ class RunConfig:
     )
     packing: str = Flag(
         "auto",
-        "how documents fill sequences. concat: joined and cut, tokens attend across documents; "
-        "block_diagonal: the same, each document sees itself only; multipack: whole documents put together "
-        "so that little is padding, each sees itself only; none: one each, padded; auto: concat for text, "
-        "multipack for chat",
+        "how documents fill sequences. concat: joined and cut; tokens attend across documents. "
+        "block_diagonal: the same, but each document attends only to itself. multipack: whole documents, "
+        "combined to leave little padding; each attends only to itself. none: one document each, padded. "
+        "auto: concat for text, multipack for chat",
         group="data",
         choices=("auto", "concat", "block_diagonal", "multipack", "none"),
         grid=True,
@@ -498,14 +510,14 @@ class RunConfig:
     )
     text_column: str = Flag(
         "text",
-        "column that holds the documents",
+        "column with the documents",
         group="data",
         other_names=("dataset_text_field", "text_field"),
         may_change_on_resume=False,
     )
     tokenizer_name: str | None = Flag(
         None,
-        "hub id or folder; byte: needs no download (default: the model's own, else byte)",
+        "hub id or folder. byte: needs no download (default: the model's own, else byte)",
         group="data",
         other_names=("tokenizer", "tokenizer_name_or_path"),
         is_printable=True,
@@ -513,7 +525,7 @@ class RunConfig:
     )
     streaming: bool | None = Flag(
         None,
-        "read documents as they are needed (default: where they are over 1 GiB)",
+        "read documents as they are needed (default: if they are over 1 GiB)",
         group="data",
         may_change_on_resume=False,
     )
@@ -529,17 +541,17 @@ class RunConfig:
     )
     validation_split_percentage: int = Flag(
         5,
-        "share of the text kept for evaluation, with --eval_steps (of a stream: its first --eval_batches)",
+        "percent of the text held out for --eval_steps (of a stream: its first --eval_batches)",
         group="data",
         least=1,
         most=50,
-        excludes=(Excludes("eval_dataset", "that is held out instead"),),
+        excludes=(Excludes("eval_dataset", "the held-out sets replace the split"),),
         may_change_on_resume=False,
     )
     fp32_steps: int = Flag(
         0,
-        "first do so many steps in fp32, in processes of their own, and keep their losses in the record: "
-        "`slm compare --parity` compares them to five digits",
+        "first train this many steps in fp32, in separate processes, and record their losses. `slm "
+        "compare --parity` compares them to five digits",
         group="length",
         least=0,
         excludes=(
@@ -551,8 +563,9 @@ class RunConfig:
     )
     max_steps: int | None = Flag(
         None,
-        "optimizer steps (default: 33, of which the first, and all that warms up, are not timed)",
+        "optimizer steps (default: 33; warm-up steps are not timed)",
         group="length",
+        basic=True,
         other_names=(
             *("steps", "num_steps", "train_steps", "num_train_steps", "max_train_steps", "training_steps"),
             *("max_iters", "train_iters", "num_iterations"),
@@ -565,31 +578,33 @@ class RunConfig:
         None,
         "passes over the dataset, instead of --max_steps",
         group="length",
+        basic=True,
         other_names=("epochs", "num_epochs", "max_epochs"),
         above=0,
         excludes=(
-            Excludes("max_steps", "both say how long, give one"),
-            Excludes("dataset", "synthetic tokens never end, give --max_steps", values=(SYNTHETIC,)),
+            Excludes("max_steps", "give one of them"),
+            Excludes("dataset", "synthetic tokens never end: give --max_steps", values=(SYNTHETIC,)),
         ),
     )
     timing_warmup_steps: int | None = Flag(
         None,
-        "first steps of which the time is not counted (default: those seen to be slow or to compile)",
+        "first steps that are not timed (default: those that are slow or compile)",
         group="length",
         least=1,
         column="",
     )
     profile: bool = Flag(
         False,
-        "after the last timed step, four more under torch.profiler: where the time goes, and a trace",
+        "after the last timed step, run four more under torch.profiler. Shows where the time goes, and "
+        "writes a trace",
         group="length",
         losses="same",
         column="",
     )
     rehearse: int | None = Flag(
         None,
-        "let one process play rank 0 of so many: the real engine and sizes, nothing is sent and losses mean "
-        "nothing; without a GPU tensors take no memory, and every allocation is traced",
+        "let one process play rank 0 of N, with the real engine and sizes. Nothing is sent, and losses "
+        "mean nothing. Without a GPU tensors take no memory, and every allocation is traced",
         group="length",
         grid=True,
         least=1,
@@ -597,14 +612,15 @@ class RunConfig:
     )
     trace_memory: bool = Flag(
         False,
-        "after the last timed step, follow every allocation of two more: a memory timeline by part and "
-        "module (a rehearsal without a GPU always does)",
+        "after the last timed step, trace every allocation of two more: a memory timeline by part and "
+        "module. A rehearsal without a GPU always does this",
         group="length",
         column="",
     )
     optim: str = Flag(
         "adamw_torch_fused",
-        "AdamW with one kernel for all parameters, or with a temporary as large as the parameters",
+        "adamw_torch_fused: one kernel for all parameters. adamw_torch: takes a temporary as large as the "
+        "parameters",
         group="optimizer",
         choices=("adamw_torch", "adamw_torch_fused"),
         other_names=("optimizer",),
@@ -617,17 +633,51 @@ class RunConfig:
     )
     learning_rate: float = Flag(
         3e-4,
-        "peak learning rate; it falls to a tenth on a cosine",
+        "peak learning rate",
         group="optimizer",
+        basic=True,
         other_names=("lr", "max_lr", "peak_lr"),
         above=0,
         most=1,  # AdamW moves each weight by about the rate in a step; they begin with a deviation of 0.02
         estimate="ignores",
     )
+    lr_scheduler_type: str = Flag(
+        OWN_SCHEDULE,
+        "learning-rate schedule. cosine_to_tenth: after --warmup_steps a cosine to a tenth of the peak. The "
+        "others are transformers' own: cosine and linear fall to 0, warmup_stable_decay falls only in the "
+        "last --lr_decay_steps",
+        group="optimizer",
+        choices=(
+            *(OWN_SCHEDULE, "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"),
+            "warmup_stable_decay",
+        ),
+        other_names=("lr_scheduler", "lr_schedule"),
+        grid=True,
+        excludes=(Excludes("warmup_steps", "constant_with_warmup has a warm-up", own=("constant",)),),
+        estimate="ignores",
+        column="schedule",
+        label="schedule",
+        heading="schedule {}",
+    )
+    lr_decay_steps: int | None = Flag(
+        None,
+        "last steps, in which warmup_stable_decay lowers the learning rate to 0 (default: a tenth of the "
+        "steps)",
+        group="optimizer",
+        other_names=("num_decay_steps",),
+        least=1,
+        needs=("lr_scheduler_type",),
+        excludes=tuple(
+            Excludes("lr_scheduler_type", "only warmup_stable_decay has such steps", values=(kind,))
+            for kind in ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt")
+        ),
+        estimate="ignores",
+        column="decay steps",
+    )
     scale_lr: str = Flag(
         "none",
-        "change the learning rate with the batch of a step, over --base_batch_size: by the ratio's square "
-        "root (Adam) or by the ratio",
+        "scale the learning rate with the sequences per step, relative to --base_batch_size. sqrt: by the "
+        "ratio's square root, for Adam. linear: by the ratio",
         group="optimizer",
         choices=("none", "sqrt", "linear"),
         grid=True,
@@ -642,7 +692,7 @@ class RunConfig:
     )
     warmup_steps: int = Flag(
         0,
-        "steps over which the learning rate rises",
+        "steps over which the learning rate rises from near 0",
         group="optimizer",
         other_names=("num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
         least=0,
@@ -658,7 +708,7 @@ class RunConfig:
     )
     adam_beta1: float = Flag(
         0.9,
-        "AdamW's first moment decay",
+        "decay of AdamW's first moment",
         group="optimizer",
         other_names=("beta1",),
         least=0,
@@ -667,16 +717,27 @@ class RunConfig:
     )
     adam_beta2: float = Flag(
         0.95,
-        "AdamW's second moment decay",
+        "decay of AdamW's second moment",
         group="optimizer",
         other_names=("beta2",),
         least=0,
         below=1,
         estimate="ignores",
     )
+    adam_epsilon: float = Flag(
+        1e-8,
+        "AdamW's epsilon, which is added to the root of the second moment",
+        group="optimizer",
+        other_names=("adam_eps", "eps"),
+        above=0,
+        most=1,
+        estimate="ignores",
+        column="epsilon",
+    )
     max_grad_norm: float | None = Flag(
         None,
-        "gradient clipping, the same under every engine; 0: none (default: 1.0, in stock as the engine does)",
+        "gradient clipping, the same under every engine. 0: no clipping (default: 1.0; with --numerics "
+        "stock, the engine's own)",
         group="optimizer",
         other_names=(
             *("grad_clip", "clip_grad", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"),
@@ -687,8 +748,9 @@ class RunConfig:
     )
     on_bad_step: str = Flag(
         "stop",
-        "a loss or gradient that is no number, or a loss above --max_loss: stop, and name the step's "
-        "sequences; skip: leave the step out, at most 10 in a row (what is no number changes no weight)",
+        "on a NaN or infinite loss or gradient, or a loss above --max_loss. stop: end the run and name "
+        "the step's sequences. skip: skip the step, at most 10 in a row. Weights are never updated with a "
+        "NaN or infinite value",
         group="optimizer",
         choices=("stop", "skip"),
         losses="same",
@@ -696,8 +758,8 @@ class RunConfig:
     )
     max_loss: float | None = Flag(
         None,
-        "a step's loss above it has exploded, with --on_bad_step skip that of any micro-step on any rank "
-        "(default: twice that of guessing each token, ln of the vocabulary)",
+        "a step with a larger loss is bad. With --on_bad_step skip, so is any micro-step on any rank "
+        "(default: twice ln(vocabulary size), the loss of guessing)",
         group="optimizer",
         above=0,
         losses="same",
@@ -705,7 +767,7 @@ class RunConfig:
     )
     seed: int = Flag(
         0,
-        "of weights and data",
+        "random seed of weights and data",
         group="optimizer",
         grid=True,
         least=0,
@@ -713,20 +775,36 @@ class RunConfig:
         may_change_on_resume=False,
         estimate="ignores",
     )
+    eval_strategy: str | None = Flag(
+        None,
+        "no: never evaluate; steps: evaluate every --eval_steps (default: as --eval_steps is given)",
+        group="saving",
+        choices=("no", "steps"),
+        other_names=("evaluation_strategy",),
+        identity=False,
+    )
     eval_steps: int | None = Flag(
         None,
-        "evaluate every so many steps and at the end",
+        "evaluate every N steps and at the end",
         group="saving",
         other_names=("eval_interval", "eval_every", "eval_freq"),
         least=1,
         excludes=_LEARNS_NOTHING,
         column="",
     )
-    eval_batches: int = Flag(20, "batches per process of one evaluation", group="saving", least=1, column="")
+    eval_batches: int = Flag(20, "batches per process in one evaluation", group="saving", least=1, column="")
+    save_strategy: str | None = Flag(
+        None,
+        "no: write no checkpoints; steps: write one every --save_steps (default: as --save_steps is given)",
+        group="saving",
+        choices=("no", "steps"),
+        identity=False,
+    )
     save_steps: int | None = Flag(
         None,
-        "write a checkpoint every so many steps",
+        "write a checkpoint every N steps",
         group="saving",
+        basic=True,
         other_names=(
             "save_interval",
             "save_every",
@@ -740,29 +818,40 @@ class RunConfig:
         losses="same",
         column="",
     )
+    max_time: str | None = Flag(
+        None,
+        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
+        "and exits with 0; --resume_from_checkpoint latest continues",
+        group="length",
+        needs=("save_steps",),
+        excludes=_LEARNS_NOTHING,
+        identity=False,
+    )
     save_total_limit: int = Flag(
-        2, "checkpoints kept", group="saving", other_names=("keep_latest_k",), least=1, identity=False
+        2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
     )
     save_final_model: bool | None = Flag(
         None,
-        "write a Hugging Face model folder at the end (default: with a dataset yes, with synthetic no;"
-        " slm compare: no)",
+        "write a Hugging Face model folder at the end (default: yes with a dataset, no with synthetic "
+        "tokens; slm compare: no)",
         group="saving",
         excludes=_LEARNS_NOTHING,
         identity=False,
     )
     async_save: bool = Flag(
         False,
-        "write checkpoints while training goes on, from a copy in the host's RAM",
+        "write checkpoints while training goes on, from a copy in host RAM",
         group="saving",
         needs=("save_steps",),
         identity=False,
     )
     resume_from_checkpoint: str | None = Flag(
         None,
-        "a checkpoint's folder; a run's, for its newest; latest: the newest of this run; auto: that, or from "
-        "the start where there is none. The strategy and the number of processes may be others",
+        "folder of a checkpoint, or of a run for its newest one. latest: the newest of this run. auto: "
+        "the same, or start from the beginning if there is none. Strategy and number of processes may "
+        "differ",
         group="saving",
+        basic=True,
         other_names=("resume", "resume_from"),
         excludes=_LEARNS_NOTHING,
         excludes_strategies=_NO_CHECKPOINTS,
@@ -770,22 +859,22 @@ class RunConfig:
     )
     overwrite_output_dir: bool = Flag(
         False,
-        "start from the beginning in a folder that holds an earlier run, whose checkpoints, model and record "
-        "are deleted before the first step",
+        "start from the beginning in a folder with an earlier run. Its checkpoints, model and record are "
+        "deleted before the first step",
         group="saving",
         excludes=(
             *_LEARNS_NOTHING,
             Excludes(
                 "resume_from_checkpoint",
-                "the first starts from the beginning, the second goes on; give one",
+                "one starts from the beginning, the other resumes: give one of them",
             ),
         ),
         identity=False,
     )
     lm_eval_tasks: str | None = Flag(
         None,
-        "tasks of EleutherAI's lm-eval for the saved model, by commas: names, or a task's YAML by path; with "
-        f"`{pip_install('lm_eval')}`",
+        "tasks of EleutherAI's lm-eval for the saved model, separated by commas: names, or paths of task "
+        f"YAMLs. Needs `{pip_install('lm_eval')}`",
         group="saving",
         excludes=(
             _NO_DOCUMENTS,
@@ -794,32 +883,67 @@ class RunConfig:
         ),
         identity=False,
     )
+    push_to_hub: bool = Flag(
+        False,
+        "upload the saved model to the Hugging Face hub at the end. Needs `hf auth login` or HF_TOKEN",
+        group="saving",
+        excludes=(
+            *_LEARNS_NOTHING,
+            Excludes("save_final_model", "it needs a saved model", values=(False,)),
+        ),
+        identity=False,
+    )
+    hub_model_id: str | None = Flag(
+        None,
+        "repository for --push_to_hub, such as me/my-model (default: the run's name, in your account)",
+        group="saving",
+        is_printable=True,
+        needs=("push_to_hub",),
+        identity=False,
+    )
+    hub_private_repo: bool | None = Flag(
+        None,
+        "whether a new repository is private (default: as your account or organization sets it)",
+        group="saving",
+        needs=("push_to_hub",),
+        identity=False,
+    )
     ddp_timeout: float = Flag(
         600.0,
-        "seconds that a step, an evaluation or a checkpoint may take, with its waiting for other ranks; then "
-        "the rank that hangs is named, and the run ends. With --torch_compile the first step has an hour. "
-        "Building model, data and engine is not counted",
+        "time limit in seconds for one step, evaluation or checkpoint. After that the run stops and names "
+        "the hanging rank. With --torch_compile the first step gets an hour. Building model, data and "
+        "engine is not limited",
         group="saving",
         least=1,
         most=MOST_DDP_TIMEOUT,
-        range_note="seconds, after which collectives give up by themselves",
+        range_note="seconds: after that, collectives time out by themselves",
         identity=False,
         estimate="ignores",
+    )
+    logging_steps: int | None = Flag(
+        None,
+        "every N steps, log the mean loss to --report_to and print a line (default: log every step, and "
+        "print a line every ten seconds)",
+        group="saving",
+        other_names=("log_interval", "log_every", "log_every_n_steps"),
+        least=1,
+        identity=False,
     )
     report_to: str = Flag(
         "none", "an accelerate tracker: tensorboard, trackio, wandb, ...", group="saving", identity=False
     )
     output_dir: str = Flag(
         "runs",
-        "each run gets a folder here",
+        "folder in which each run gets its own folder",
         group="saving",
+        basic=True,
         other_names=("out_dir", "save_dir"),
         is_printable=True,
         identity=False,
     )
     run_name: str | None = Flag(
         None,
-        "the run's folder (default: model, strategy and a hash of all asked)",
+        "name of the run's folder (default: model, strategy and a hash of the flags)",
         group="saving",
         is_printable=True,
         identity=False,
@@ -837,18 +961,35 @@ class RunConfig:
             save_final_model=self.save_final_model
             if self.save_final_model is not None
             else self.rehearse is None
-            and (self.dataset != SYNTHETIC or self.merge_adapter or self.lm_eval_tasks is not None),
+            and (
+                self.dataset != SYNTHETIC
+                or self.merge_adapter
+                or self.push_to_hub
+                or self.lm_eval_tasks is not None
+            ),
         )
 
     @property
     def steps_asked(self) -> int | None:
-        """Optimizer steps without profiled ones, None where epochs decide; by default 30 after a warm-up."""
+        """Optimizer steps without profiled ones; None if epochs decide. By default 30 after the warm-up."""
         if self.max_steps is None and self.num_train_epochs is None:
             return (self.timing_warmup_steps or 3) + 3 * 10
         return self.max_steps
 
+    @property
+    def max_seconds(self) -> float | None:
+        """The seconds of --max_time. Raises ValueError if it is not a time above 0."""
+        if self.max_time is None:
+            return None
+        if not re.fullmatch(r"(\d+:){0,3}\d+", self.max_time) or not any(map(int, self.max_time.split(":"))):
+            raise ValueError(
+                f"--max_time is {shortened(self.max_time)!r}: use DD:HH:MM:SS, HH:MM:SS or seconds"
+            )
+        numbers = map(int, reversed(self.max_time.split(":")))
+        return float(sum(number * unit for number, unit in zip(numbers, (1, 60, 3600, 86400), strict=False)))
+
     def learning_rate_of(self, sequences_per_step: int) -> float:
-        """The peak learning rate of steps of so many sequences, over all ranks and micro-steps."""
+        """Return the peak learning rate for steps of this many sequences, over all ranks and micro-steps."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.scale_lr]
         base = self.base_batch_size or self.per_device_train_batch_size
         return self.learning_rate * (sequences_per_step / base) ** power
@@ -860,12 +1001,12 @@ class RunConfig:
 
     @property
     def records_graphs(self) -> bool:
-        """Whether torch.compile records CUDA graphs, which reuse their memory."""
+        """True if torch.compile records CUDA graphs, which reuse their memory."""
         return self.torch_compile_mode in _RECORD_GRAPHS
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What `--dataset` names. Raises ValueError where some have weights and some have none."""
+        """The sources of `--dataset`. Raises ValueError if only some of them have weights."""
         found = sources_of(self.dataset)
         if len({source.weight is None for source in found}) > 1:
             raise ValueError(
@@ -875,7 +1016,7 @@ class RunConfig:
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """What `--eval_dataset` names. Raises ValueError for weights, which mean nothing there."""
+        """The sources of `--eval_dataset`. Raises ValueError for weights, which held-out sets don't have."""
         found = sources_of(self.eval_dataset) if self.eval_dataset else ()
         if any(source.weight is not None for source in found):
             raise ValueError(f"--eval_dataset {self.eval_dataset}: held-out sets have no weights")
@@ -883,37 +1024,35 @@ class RunConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that make this another run than one with other values."""
+        """The fields that identify the run: other values make another run."""
         return {name: getattr(self, name) for name, of_flag in FLAGS.items() if of_flag.identity}
 
     def problems(self) -> list[str]:
-        """A sentence for each value that makes no sense, alone or beside another flag's."""
-        return [*field_problems(self), *_size_problems(self), *_source_problems(self), *_name_problems(self)]
+        """Return a sentence for each value that is invalid, alone or together with another flag."""
+        return [
+            *field_problems(self),
+            *_size_problems(self),
+            *_step_problems(self),
+            *_source_problems(self),
+            *_name_problems(self),
+        ]
 
     def check(self) -> None:
-        """Raises one ValueError with all `problems`."""
+        """Raise one ValueError with all `problems`."""
         if problems := self.problems():
-            raise ValueError("\n".join(problems) + "\nhint: `--help` explains each flag")
+            raise ValueError("\n".join(problems) + "\nhint: `--help all` explains each flag")
 
 
 FLAGS = flags_of_fields(RunConfig)
-"by the name of its field, in the order of --help"
+"each flag by its name, in the order of --help"
 COLUMN_TITLES = {
     name: flag.column or name.replace("_", " ")
     for name, flag in FLAGS.items()
     if flag.identity and flag.column != ""
 }
-"of the flags that tables have a column for"
+"titles of the flags that have a column in tables"
 FIRST_COLUMNS = ("numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps")
-"flags whose columns stand before those of the others"
-
-
-def learning_rate(peak: float, warmup_steps: int, step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak; `step` counts from 0."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    share_done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share_done)))
+"flags whose columns come first"
 
 
 def _size_problems(config: RunConfig) -> list[str]:
@@ -921,9 +1060,29 @@ def _size_problems(config: RunConfig) -> list[str]:
     if config.fp8 == "none" or num_tokens % FP8_MULTIPLE == 0:
         return []
     return [
-        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products take a "
+        f"--fp8 {config.fp8} with {num_tokens} tokens per process: float8 matrix products need a "
         f"multiple of {FP8_MULTIPLE}"
     ]
+
+
+def _step_problems(config: RunConfig) -> list[str]:
+    problems = []
+    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
+        has_steps = getattr(config, steps) is not None
+        if getattr(config, strategy) == ("no" if has_steps else "steps"):
+            with_or_without = "with" if has_steps else "without"
+            problems.append(f"--{strategy} {getattr(config, strategy)} {with_or_without} --{steps}")
+    try:
+        _ = config.max_seconds
+    except ValueError as error:
+        problems.append(str(error))
+    num_special = config.warmup_steps + (config.lr_decay_steps or 0)
+    if config.lr_decay_steps is not None and config.max_steps is not None and num_special > config.max_steps:
+        problems.append(
+            f"--warmup_steps {config.warmup_steps} and --lr_decay_steps {config.lr_decay_steps} with "
+            f"--max_steps {config.max_steps}: together they are at most as many"
+        )
+    return problems
 
 
 def _source_problems(config: RunConfig) -> list[str]:
@@ -943,11 +1102,11 @@ def _name_problems(config: RunConfig) -> list[str]:
     problems = []
     if config.resume_from_checkpoint == "":
         problems.append(
-            "--resume_from_checkpoint is empty: an unset variable? auto starts where there is none"
+            "--resume_from_checkpoint is empty: is a variable unset? auto may start from the beginning"
         )
     name = config.run_name
     if name is not None and (Path(name).name != name or name in ("", "..")):
-        problems.append(f"--run_name is {name!r}: a name, no path; --output_dir says where")
+        problems.append(f"--run_name is {name!r}: use a name, not a path; --output_dir sets the folder")
     elif name is not None and len(name.encode(errors="replace")) > _LONGEST_NAME:
         problems.append(f"--run_name is {shortened(name)}: at most {_LONGEST_NAME} bytes")
     return problems

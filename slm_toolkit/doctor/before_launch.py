@@ -1,4 +1,4 @@
-"""What doctor finds wrong in runs that are about to be launched."""
+"""Doctor's checks of runs that are about to be launched."""
 
 import json
 from collections.abc import Iterable
@@ -17,16 +17,16 @@ from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
 from slm_toolkit.strategy.strategy import Strategy, is_shipped
 
 _NOT_LOOKED_AT = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
-"fields of a RunConfig that no finding depends on: a grid over them is examined once"
+"fields of a RunConfig that no finding depends on, so a grid over them is examined once"
 
 
 def check_launches(
     launches: Iterable[tuple[Strategy, RunConfig, ModelSpec, int]], machine: Machine, *, is_here: bool
 ) -> list[str]:
-    """Lines on what is wrong with runs that train all the same; each launch has its number of ranks.
+    """Return a line for each wrong setting that does not stop a run. A launch ends in its number of ranks.
 
-    Raises one ValueError with every finding of severity wrong that keeps a run from training as asked.
-    is_here: whether they run on this machine, whose disks, libraries and environment then count.
+    Raises one ValueError with all findings of severity wrong that keep a run from training as asked.
+    is_here: whether the runs are on this machine, so that its disks, libraries and environment count.
     """
     host = look_here(is_meant=is_here, ram_bytes=None, free_ram_bytes=None, versions={})
     host = host if is_here else replace(host, gpu_names=())
@@ -47,7 +47,7 @@ def check_launches(
         raise ValueError(
             "nothing is launched:\n"
             + "\n".join(dict.fromkeys(refused))
-            + f"\nhint: `slm doctor --strategy {named}` says more, and --fix DIR writes corrected copies"
+            + f"\nhint: `slm doctor --strategy {named}` explains this, and --fix DIR writes corrected copies"
         )
     return list(dict.fromkeys(f"note: {_line(finding)}" for finding in wrong))
 
@@ -76,7 +76,7 @@ def _case(
 
 
 def _files(strategy: Strategy, num_ranks: int) -> Files:
-    """The files as they will be launched; of a user's own the keys that stand there twice, too."""
+    """Return the files as they will be launched, with the duplicate keys of a user's own file."""
     path = Path(strategy.path)
     config = {**strategy.accelerate_config, "num_processes": num_ranks}
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")

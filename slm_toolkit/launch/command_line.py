@@ -13,27 +13,15 @@ except ImportError:  # Windows
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import exists, typed_path
 from slm_toolkit.config.dataset_files import is_saved_dataset, local_files
-from slm_toolkit.config.flags import add_flags, config_from_args
-from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
 from slm_toolkit.model.from_config import check_trainable
 from slm_toolkit.model.names import check_adapter_base, find_model, is_hub_id
 from slm_toolkit.record.run_record import installed_versions
 from slm_toolkit.strategy.strategy import Strategy, contradictions, on_nodes
 
-MODULE = "slm_toolkit.train"
 _FEWEST_OPEN_FILES = 64
 "twice the need of two ranks on a CPU; with too few, torch's ranks silently wait an hour for each other"
-
-
-def training_config(words: list[str]) -> RunConfig:
-    """Return the RunConfig for the words after `-m slm_toolkit.train`; exit with 2 for unknown flags."""
-    parser = Parser(
-        prog=f"python -m {MODULE}",
-        description="Train one configuration under `accelerate launch` or `slm train`, and write its record.",
-    )
-    add_flags(parser, grid=False)
-    return config_from_args(parser.parse_args(with_underscores(words)))
 
 
 def check_command_line(words: list[str]) -> None:
@@ -57,7 +45,7 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
         for problem in contradictions(strategy, config)
     ]
     if problems:
-        hint = "`--help` explains each flag"
+        hint = "`--help all` explains each flag"
         if any("the DeepSpeed JSON says" in problem for problem in problems):
             hint = 'write "auto" in the JSON, so that the flag counts'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
@@ -67,6 +55,8 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
     for config in configs:
         if config.model in specs:
             check_adapter_base(config, specs[config.model])
+    if any(config.push_to_hub for config in configs):
+        _check_hub_token()
     if configs[0].rehearse is None:  # a rehearsal may name the cluster's files
         _check_files(configs[0])
 
@@ -79,6 +69,15 @@ def _check_open_files() -> None:
         raise ValueError(
             f"this shell allows only {soft} open files at a time\nhint: raise the limit with `ulimit -n 1024`"
         )
+
+
+def _check_hub_token() -> None:
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("--push_to_hub with HF_HUB_OFFLINE\nhint: unset HF_HUB_OFFLINE")
+    if get_token() is None:
+        raise ValueError("--push_to_hub without a token\nhint: `hf auth login`, or set HF_TOKEN")
 
 
 def _is_local(model: str) -> bool:

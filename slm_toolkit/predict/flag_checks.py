@@ -26,8 +26,9 @@ def add_software_flag(parser: argparse.ArgumentParser) -> None:
         "--software",
         choices=("2024", "2026"),
         default="2026",
-        help="2026: torch 2.13 and transformers 5, whose memory was traced; 2024: torch 2.3 and transformers "
-        "4.4x, as in the paper, which take more memory and time (default: 2026)",
+        help="2026: memory as traced with torch 2.13 and transformers 5. 2024: torch 2.3 and "
+        "transformers 4.4x, which the paper ran and which took more memory and time (default: "
+        "2026)",
     )
 
 
@@ -43,7 +44,9 @@ def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int
 
 
 def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
-    return ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: `slm {verb} --help` explains each flag")
+    return ValueError(
+        "\n".join(dict.fromkeys(problems)) + f"\nhint: `slm {verb} --help all` explains each flag"
+    )
 
 
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:

@@ -11,7 +11,8 @@ from math import isfinite
 
 import msgspec
 
-from slm_toolkit.config.run_config import FLAGS, learning_rate
+from slm_toolkit.config.run_config import FLAGS
+from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.record.measurement_warnings import rank_differences
 from slm_toolkit.record.numerics import (
     ALIKE,
@@ -29,8 +30,6 @@ from slm_toolkit.record.numerics import (
 )
 from slm_toolkit.record.run_record import FP32_REFERENCE, RunRecord
 
-_EPS = 1e-8
-"AdamW's default; there is no flag for it"
 _NORM_EPS = "1e-06"
 "default in transformers' configurations of the presets' architectures"
 _CLOSE = 1e-4
@@ -52,7 +51,7 @@ def settings_not_as_asked(record: RunRecord) -> list[str]:
 
 def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str]:
     config = record.config
-    peak = config.learning_rate_of(_sequences_per_step(record))
+    scaled = replace(config, learning_rate=config.learning_rate_of(_sequences_per_step(record)))
     num_steps = config.steps_asked or len(record.losses)
     problems = []
     clipping = config.max_grad_norm
@@ -62,12 +61,17 @@ def _wrong_optimizer_settings(record: RunRecord, numerics: Numerics) -> list[str
     if len(record.losses) == num_steps:
         steps += ((num_steps - 1, numerics.optimizer_settings_at_end, "at the last step"),)
     for step, line, when in steps:
-        rate = learning_rate(peak, config.warmup_steps, step, num_steps)
+        rate = learning_rate(scaled, step, num_steps)
         for group in line.split("; ") if line else ():
             ran = {name: float(value) for name, value in re.findall(r"(lr|eps|decay) ([-+.\de]+)", group)}
             betas = [float(beta) for beta in re.findall(r"betas (\S+) (\S+),", group)[0]]
             ran |= {"beta1": betas[0], "beta2": betas[1]}
-            expected = {"lr": rate, "eps": _EPS, "beta1": config.adam_beta1, "beta2": config.adam_beta2}
+            expected = {
+                "lr": rate,
+                "eps": config.adam_epsilon,
+                "beta1": config.adam_beta1,
+                "beta2": config.adam_beta2,
+            }
             expected["decay"] = config.weight_decay if ran["decay"] else 0.0
             problems += [
                 f"{name} {ran[name]:g} {when}, not {value:g}"

@@ -24,10 +24,13 @@ from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
 from slm_toolkit.run.faults.find_batch_size import note_checkpoint
 from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
+from slm_toolkit.run.peers.failure import seconds_since_start
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
 
 MOST_SKIPPED = 10
 "with --on_bad_step skip, the run stops after this many bad steps in a row: bad data alone is unlikely then"
+_TIME_IS_OVER = 1
+"exchanged like the number of a signal; this one is SIGHUP's, which is not obeyed"
 _MOST_TOKENS_IN_REPORT = 64
 "how many tokens of each sequence a bad step's file shows"
 _MOST_NAMES = 5
@@ -90,7 +93,10 @@ class AfterStep:
             return False
         writer, config = self._writer, self._config
         is_writing = writer is not None and writer.is_writing
-        seen = self._exchange.after(step, loss, norm, stop=self._signal.number, is_writing=is_writing)
+        stop = self._signal.number
+        if not stop and config.max_seconds is not None and seconds_since_start() >= config.max_seconds:
+            stop = _TIME_IS_OVER
+        seen = self._exchange.after(step, loss, norm, stop=stop, is_writing=is_writing)
         self._judge(seen, step)
         if writer is None:
             return False
@@ -199,12 +205,15 @@ class AfterStep:
             self._finish_checkpoint()
         else:
             hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
+        if number == _TIME_IS_OVER:
+            message = f"--max_time {self._config.max_time} is over after step {step + 1} of {self._num_steps}"
+            self._end(message, exit_code=0, status="timeout")
         name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
         # shells and schedulers expect this exit code from a process that a signal ended
         message = f"{name} after step {step + 1} of {self._num_steps}"
         self._end(message, *hints, exit_code=128 + number)
 
-    def _end(self, message: str, *hints: str, exit_code: int = 1) -> NoReturn:
+    def _end(self, message: str, *hints: str, exit_code: int = 1, status: str = "failed") -> NoReturn:
         self._signal.ignore()  # the launcher sends SIGTERM once a rank exits, but rank 0 must still print
         self._progress.stop()
         if self._last_saved is not None:
@@ -212,7 +221,8 @@ class AfterStep:
             is_in_run_dir = saved.is_relative_to(self._run_dir)
             resume_hint = f"latest resumes from {saved}" if is_in_run_dir else f"{saved} resumes from there"
             hints = (f"--resume_from_checkpoint {resume_hint}", *hints)
-        raise RunEnded("\n".join([message, f"hint: {'; '.join(hints)}"]), exit_code=exit_code)
+        text = "\n".join([message, f"hint: {'; '.join(hints)}"])
+        raise RunEnded(text, exit_code=exit_code, status=status)
 
 
 def _stop_signals(config: RunConfig) -> list[int]:

@@ -8,12 +8,11 @@ _SECTIONS = ("optimizer", "scheduler")
 _FLAGS = {  # a key of `params`: the equivalent flags
     "lr": ("learning_rate",),
     "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
     "weight_decay": ("weight_decay",),
     "warmup_max_lr": ("learning_rate",),
     "warmup_num_steps": ("warmup_steps",),
 }
-_NO_FLAG = {"eps": 1e-8}
-"optimizer keys that no flag sets, with the value that the script's AdamW uses"
 _REQUIRED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
 "optimizer keys, with the only value that matches the script's AdamW"
 _CHANGES_NOTHING = ("torch_adam",)  # selects one of two implementations
@@ -40,7 +39,7 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
         return [
             f"the DeepSpeed JSON's optimizer is {kind}, but the script has only AdamW: remove the section"
         ]
-    known = (*_FLAGS, *_NO_FLAG, *_REQUIRED, *_CHANGES_NOTHING)
+    known = (*_FLAGS, *_REQUIRED, *_CHANGES_NOTHING)
     return [
         f"the DeepSpeed JSON's optimizer has {key} {value!r}, which the script's AdamW can't do: remove it"
         for key, value in params.items()
@@ -68,9 +67,9 @@ def without_optimizer(
         words.append('(all "auto")' * (bool(params) and not values))
         described.append(" ".join(filter(None, words)))
     line = f"note: removed from {name}: {'; '.join(described)}. The flags decide for all strategies: "
-    used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "warmup_steps")
+    used = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps")
     line += " ".join(f"--{flag} {getattr(config, flag):g}" for flag in used)
-    line += " and a cosine decay to a tenth of the rate" * ("scheduler" in removed)
+    line += f" --lr_scheduler_type {config.lr_scheduler_type}" * ("scheduler" in removed)
     if json_flags:
         line += f". The JSON's values: {' '.join(f'--{flag} {value}' for flag, value in json_flags.items())}"
     return {key: value for key, value in deepspeed.items() if key not in removed}, line
@@ -81,9 +80,7 @@ def _described(key: str, value: Any, config: RunConfig, json_flags: dict[str, st
     flags = _FLAGS.get(key, ())
     values = value if isinstance(value, list) else [value]
     if len(values) != len(flags):
-        if value == (used := _NO_FLAG.get(key, value)):
-            return f"{key} {value}"
-        return f"{key} {value} ({used:g} is used, no flag sets it)"
+        return f"{key} {value}"
     differing = {
         flag: number for flag, number in zip(flags, values, strict=True) if getattr(config, flag) != number
     }

@@ -37,7 +37,7 @@ FILES = {
         (["--num_processes", "0"], "--num_processes is 0"),
         (
             ["--usd_per_gpu_hour", "-1"],
-            "argument --usd_per_gpu_hour: -1 is no price per GPU-hour: 0.000001 to 1000000",
+            "argument --usd_per_gpu_hour: -1 is not a price per GPU-hour: 0.000001 to 1000000",
         ),
         (["--timeout", "soon"], "invalid positive_number value: 'soon'"),
         (["--numerics", "fp4"], "invalid choice: 'fp4'"),
@@ -73,7 +73,7 @@ def is_one_line_with_a_hint(err: str) -> bool:
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
         (["--report_to", "paper"], "--report_to paper: this tracker is not installed"),
         (["--resume_from_checkpoint", "latest"], "no checkpoint under"),
-        (["--max_steps", "5", "--num_train_epochs", "1"], "both say how long"),
+        (["--max_steps", "5", "--num_train_epochs", "1"], "give one of them"),
     ],
 )
 def test_train_says_what_is_wrong(

@@ -157,10 +157,11 @@ def test_optimizer_and_scheduler_give_way_to_the_flags_which_are_named(tmp_path:
     launched, line = as_flags_say(strategy, config)
     assert {"optimizer", "scheduler"} & launched.deepspeed_config.keys() == set()
     assert "removed from my_zero3.json: optimizer AdamW lr 5e-05 (--learning_rate 0.0003 is used)" in line
-    assert "eps 1e-06 (1e-08 is used, no flag sets it)" in line
+    assert "eps 1e-06 (--adam_epsilon 1e-08 is used)" in line
     assert "weight_decay 0.1," not in line.partition("The JSON's values")[2]  # as the flag has it
     assert line.endswith(
-        "The JSON's values: --learning_rate 5e-05 --adam_beta1 0.8 --adam_beta2 0.999 --warmup_steps 500"
+        "The JSON's values: --learning_rate 5e-05 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-06 "
+        "--warmup_steps 500"
     )
     with_auto = as_flags_say(find_strategy(written(tmp_path, ZERO3)), config)[1]
     assert 'optimizer AdamW (all "auto"); scheduler WarmupLR (all "auto")' in with_auto

@@ -124,7 +124,7 @@ def test_a_compile_mode_runs_where_parameters_stay(tmp_path: Path) -> None:
         ),
         (
             {"fp8": "rowwise", "seq_len": 30, "per_device_train_batch_size": 1},
-            "--fp8 rowwise with 30 tokens per process: float8 matrix products take a multiple of 16",
+            "--fp8 rowwise with 30 tokens per process: float8 matrix products need a multiple of 16",
         ),
         ({"fsdp_prefetch": -1}, "--fsdp_prefetch is -1: not below 0"),
         ({"dataloader_num_workers": -1}, "--dataloader_num_workers is -1: not below 0"),

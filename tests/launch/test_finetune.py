@@ -44,7 +44,11 @@ def test_datasets_are_named_by_file_and_weighed() -> None:
         "x/train.jsonl",
         "y/train.jsonl",
     ]
-    for bad, said in {"a=0": "not a number above 0", "a,,b": "nothing between", "a=1,b": "or none"}.items():
+    for bad, said in {
+        "a=0": "not a number above 0",
+        "a,,b": "empty name between",
+        "a=1,b": "or none",
+    }.items():
         assert any(said in problem for problem in RunConfig(dataset=bad).problems()), bad
 
 

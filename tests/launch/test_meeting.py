@@ -313,13 +313,13 @@ def test_what_several_machines_need_is_added_where_it_is_not_said(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--machine_rank", "2"), "--machine_rank is 2: 0 to 1, another on each machine"),
+        (("--machine_rank", "2"), "--machine_rank is 2: 0 to 1, a different one on each machine"),
         (("--machine_rank=one",), "machine_rank is 'one'"),
         (
             ("--main_process_ip", "10.255.255.1", "--machine_rank", "0"),
-            "--machine_rank 0 is the machine at 10.255",
+            "--machine_rank 0 must be the machine at 10.255",
         ),
-        (("--main_process_port", "0"), "--main_process_port 0: the others can't know"),
+        (("--main_process_port", "0"), "--main_process_port 0: the other machines can't know"),
         (("--num_processes", "3"), "--num_processes is 3: ranks of all machines, equally many on each of 2"),
         (("--num_machines", "0"), "--num_machines is 0: at least 1"),
         (("--deepspeed_multinode_launcher", "pdsh"), "deepspeed_multinode_launcher pdsh starts all machines"),
@@ -345,7 +345,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     )
     assert done.code == 2
     assert (
-        "error: no --main_process_ip on the command line: where machine 0 is found; this one is " in done.err
+        "error: no --main_process_ip on the command line: the address of machine 0; this machine is "
+        in done.err
     )
     assert "--num_processes is 3" in done.err
 

@@ -34,7 +34,7 @@ def test_real_processes_are_measured(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--probe_network", "--num_processes", "1"], "--probe_network with 1 process: it needs two or more"),
-        (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which trains nothing"),
+        (["--probe_network", "--model", "slm-1m"], "--model with --probe_network, which does not train"),
         (["--probe_seconds", "3"], "--probe_seconds without --probe_network"),
     ],
 )

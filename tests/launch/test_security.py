@@ -16,8 +16,8 @@ from conftest import ROOT, SMALL_LLAMA, plans_of, slm
 from slm_toolkit.base.user_files import YAML_LOADER
 from slm_toolkit.cli.convert import convert
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, slurm_nodes
+from slm_toolkit.config.flags import MODULE
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.launch.command_line import MODULE
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.model.names import find_model
 from slm_toolkit.recommend.launch_files import write_launch

@@ -171,8 +171,8 @@ def test_a_host_that_takes_itself_for_the_first_is_told_at_once(hosts: Hosts, tm
     )  # rank: the YAML's, 0
     (done,) = ended(hosts, second, tmp_path)
     assert done.code == 2
-    wrong = f"--machine_rank 0 is the machine at {hosts.addresses[0]} (--main_process_ip)"
-    assert f"error: {wrong}; this one is {hosts.addresses[1]} (eth0)" in done.err
+    wrong = f"--machine_rank 0 must be the machine at {hosts.addresses[0]} (--main_process_ip)"
+    assert f"error: {wrong}; this machine is {hosts.addresses[1]} (eth0)" in done.err
 
 
 def in_training(hosts: Hosts, folder: Path, **env: str) -> list[subprocess.Popen]:

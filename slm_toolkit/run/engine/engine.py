@@ -230,6 +230,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
     options = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
         "fused": config.optim == "adamw_torch_fused",
         "foreach": None if config.optim == "adamw_torch_fused" else True,
     }

@@ -127,7 +127,11 @@ class NumericsProbe:
             reduction_dtype=_reduction_dtype(operators, num_params=num_trainable(self.model))
             if self.accelerator.num_processes > 1
             else None,
-            master_weight_dtype=_state_dtypes(state["master_weights"] or state["parameters"], rounded=all),
+            master_weight_dtype=_state_dtypes(
+                state["master_weights"] or state["parameters"],
+                # a warm-up from 0 leaves the masters as they were copied from bf16 weights
+                rounded=lambda fits: all(fits) and any(group["lr"] for group in self.optimizer.param_groups),
+            ),
             optimizer_state_dtype=_state_dtypes(
                 [tensor for tensor in state["optimizer"] if tensor.dim() > 0], rounded=any
             ),

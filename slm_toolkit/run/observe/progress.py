@@ -47,8 +47,11 @@ class NoProgress:
 class TrainingProgress:
     """The progress of rank 0, shown at most twice a second because reading the loss slows a step down."""
 
-    def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
+    def __init__(
+        self, run_dir: Path, first_step: int, num_steps: int, logging_steps: int | None = None
+    ) -> None:
         self.path = run_dir / PROGRESS_FILE
+        self.logging_steps = logging_steps
         self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
         self.has_warned = False
@@ -72,7 +75,8 @@ class TrainingProgress:
 
     def due(self, step: int) -> bool:
         """Return True if progress is due after `step` steps. The last step is shown later, with its mean."""
-        return time.monotonic() - self.last_shown >= 0.5 and step < self.num_steps
+        is_time = time.monotonic() - self.last_shown >= 0.5
+        return (is_time or self._is_logged(step)) and step < self.num_steps
 
     def show(self, step: int, loss: float, num_tokens: int) -> None:
         """Show the loss and the rate. num_tokens: all ranks' tokens since this run began, without padding."""
@@ -81,7 +85,7 @@ class TrainingProgress:
         if self.bar is not None:
             status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             self.bar.update(self.task, completed=step, status=status)
-        elif self.last_shown - self.last_line >= 10 or step == self.num_steps:
+        elif self._is_logged(step) or step == self.num_steps:
             self.last_line = self.last_shown
             line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             print(line, file=sys.stderr, flush=True)
@@ -99,6 +103,12 @@ class TrainingProgress:
             if not self.has_warned:
                 self.say(f"warning: can't write {self.path}: {error.strerror}; training continues")
             self.has_warned = True
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether a line is printed where there is no terminal."""
+        if self.logging_steps is not None:
+            return step % self.logging_steps == 0
+        return time.monotonic() - self.last_line >= 10
 
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
@@ -125,16 +135,26 @@ class Tracker:
         """Start the tracker. In trackio and wandb, the run has the name of the run's folder."""
         self._accelerator = accelerator
         self._is_on = config.report_to != "none"
+        self._logging_steps = config.logging_steps or 1
+        self._losses: list[torch.Tensor] = []
+        "of the steps since the last log"
         if self._is_on:
             flags = {key: "" if value is None else value for key, value in dataclasses.asdict(config).items()}
             options = {"trackio": {"name": run_dir.name}, "wandb": {"name": run_dir.name}}
             accelerator.init_trackers("slm_toolkit", config=flags, init_kwargs=options)
 
     def log_step(self, step: int, loss: torch.Tensor, lr: float, watch: RunWatch) -> None:
-        """Log the step that has just ended. `loss`: this rank's loss. Every rank must call it."""
+        """Log the step that has just ended, if it is due. `loss`: this rank's. Every rank must call it.
+
+        What is logged is the mean loss of the steps since the last log.
+        """
         if not self._is_on:
             return
-        mean = self._accelerator.reduce(loss, reduction="mean").item()
+        self._losses.append(loss)
+        if step % self._logging_steps:
+            return
+        mean = self._accelerator.reduce(torch.stack(self._losses).mean(), reduction="mean").item()
+        self._losses.clear()
         values = {"loss": mean, "learning_rate": lr, "tokens_per_second": watch.last_tokens_per_second()}
         if watch.dataset_losses is not None:
             dataset_losses = watch.dataset_losses.of_last_step(self._accelerator)

@@ -47,7 +47,7 @@ def write_failure(record: RunRecord, error: Exception, run_dir: Path, *, mark: i
     An out-of-memory error still replaces another failure. `mark`: the `record_mark` from before the launch.
     Writes nothing if the disk is full; the printed message remains.
     """
-    status = "oom" if is_out_of_memory(error) else "failed"
+    status = "oom" if is_out_of_memory(error) else getattr(error, "status", "failed")
     first = record_mark(run_dir) == mark
     if first or (status == "oom" and read_record(run_dir / RECORD_FILE).status != "oom"):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

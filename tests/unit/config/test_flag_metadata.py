@@ -71,7 +71,7 @@ def test_the_defaults_break_no_rule() -> None:
         ({"weight_decay": float("nan")}, "--weight_decay is nan: not below 0"),
         ({"max_loss": float("inf")}, "--max_loss is inf: above 0"),
         ({"numerics": "int8"}, "--numerics is 'int8': one of aligned, stock, pure_bf16, fp32"),
-        ({"run_name": "a\nb"}, "--run_name is 'a\\nb': it has characters that can't be shown"),
+        ({"run_name": "a\nb"}, "--run_name is 'a\\nb': it has unprintable characters"),
     ],
 )
 def test_a_value_out_of_its_range_is_a_sentence(flags: dict, says: str) -> None:

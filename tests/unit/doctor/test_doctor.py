@@ -70,7 +70,7 @@ def test_it_says_so_where_there_is_nothing_to_say() -> None:
         *("--torch_compile", "--loss_kernel", "fused_linear", "--per_device_train_batch_size", "32"),
     )
     assert done.code == 0
-    assert done.out == "slm-2b-hw: nothing to say against it\n"
+    assert done.out == "slm-2b-hw: no findings\n"
 
 
 def test_bad_flags_end_with_a_hint() -> None:

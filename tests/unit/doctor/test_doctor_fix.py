@@ -78,7 +78,7 @@ def test_fix_says_what_no_file_mends(faulty: Path, tmp_path: Path) -> None:
         "doctor", *ASKED, "--num_gpus", "8", "--strategy", str(faulty), "--fix", str(tmp_path / "out")
     )
     assert done.code == 1
-    assert "no file mends main-process-ip-local: main_process_ip: the first machine's address" in done.err
+    assert "no file can fix main-process-ip-local: main_process_ip: the first machine's address" in done.err
 
 
 def test_fix_replaces_nothing_unless_it_is_told_to(faulty: Path, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_gpus_are_counted_where_they_are_asked_for_here_or_in_the_file(tmp_path:
     assert counted(None, None, 4) == (4, 4)
     assert counted(16, None, 4) == (16, 4)
     assert counted(2, None, 4) == (2, 2)
-    with pytest.raises(ValueError, match="--num_gpus is 6: full nodes of 4"):
+    with pytest.raises(ValueError, match="--num_gpus is 6: use full nodes of 4"):
         counted(6, None, 4)
 
 

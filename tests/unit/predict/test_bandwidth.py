@@ -162,7 +162,7 @@ def test_a_usual_network_is_of_eight_gpus_and_smaller_nodes_have_their_share() -
     [
         ({"gpu": None, "backend": "gloo"}, (), "was measured between CPU processes (gloo), not a100-80gb"),
         ({"gpu": "NVIDIA H100 80GB HBM3"}, (), "was measured between NVIDIA H100 80GB HBM3s, not a100-80gb"),
-        ({}, ("--inter_node_gbps", "100"), "which was measured between nodes"),
+        ({}, ("--inter_node_gbps", "100"), "which has a measurement between nodes"),
     ],
 )
 def test_a_network_of_something_else_is_refused(

@@ -101,7 +101,7 @@ def test_a_target_loss_takes_the_tokens_of_the_law() -> None:
 def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() -> None:
     done = slm_here("recommend", "--model", "slm-100m", "--gpu", "a40:1", "--tokens", "1B")
     assert done.code == 0
-    assert "a40: no price known: give one as a40@USD, or with --prices" in done.err
+    assert "a40: the price is unknown: give it as a40@USD, or with --prices" in done.err
     (row, *_) = recommended("--model", "slm-100m", "--gpu", "a40:1", "--tokens", "1B")
     assert row["usd"] is None
     assert row["usd_per_million_tokens"] is None
@@ -155,8 +155,8 @@ def test_every_problem_of_the_flags_is_named_at_once() -> None:
     done = slm_here("recommend", "--gpu", "h100-80gb:12", "a100-40gb:8@0", "h100-80gb:x")
     assert done.code == 2
     for problem in (
-        "12 GPUs: at least 1, and full nodes of 8",
-        "a price is above 0",
+        "12 GPUs: at least 1, and only full nodes of 8",
+        "the price must be above 0",
         "not NAME",
     ):
         assert problem in done.err

@@ -48,7 +48,7 @@ def test_a_gpu_that_skypilot_does_not_know_gets_no_task_and_a_note(tmp_path: Pat
     asked = ("recommend", "--model", "slm-100m", "--gpu", "b300:1@5", "--tokens", "1B")
     done = slm_here(*asked, "--write", str(tmp_path / "plan"))
     assert done.code == 0, done.err
-    assert f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU" in done.out + done.err
+    assert f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown" in done.out + done.err
     assert not (tmp_path / "plan" / SKYPILOT_FILE).exists()
 
 

@@ -131,7 +131,7 @@ def test_the_baseline_is_a_column_as_in_json(runs: Path, capsys: pytest.CaptureF
     [
         (("--csv", "-", "--json"), "--csv and --json both go to stdout"),
         (("--csv", "-", "--latex", "-"), "--csv and --latex both go to stdout"),
-        (("--parquet", "-"), "Parquet is no text"),
+        (("--parquet", "-"), "Parquet is not text"),
         (("--csv", "not/there/rows.csv"), "there is no folder not/there"),
         (("--markdown", "."), "is a folder"),
         (("--errors", "--csv", "-"), "--csv with --errors"),

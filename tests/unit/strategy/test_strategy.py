@@ -156,4 +156,4 @@ def test_flags_exclude_strategies_by_properties_that_there_are() -> None:
 def test_a_reason_against_two_flags_is_given_once() -> None:
     config = RunConfig(save_steps=5, resume_from_checkpoint="auto")
     (problem,) = contradictions(Strategy("mine", "deepspeed", 2, zero_stage=0), config)
-    assert problem == "mine: no checkpoints under ZeRO-0, which shards nothing: DDP has them"
+    assert problem == "mine: no checkpoints under ZeRO-0, which shards nothing: use DDP"

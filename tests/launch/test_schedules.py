@@ -1,0 +1,55 @@
+"""--lr_scheduler_type, --adam_epsilon and --logging_steps, read off the live optimizers of two engines."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Comparison, compare
+
+FLAGS = (
+    *("--lr_scheduler_type", "warmup_stable_decay", "--lr_decay_steps", "4", "--warmup_steps", "2"),
+    *("--max_steps", "8", "--learning_rate", "1e-3", "--adam_epsilon", "1e-6", "--model", "slm-1m"),
+    *("--seq_len", "32", "--logging_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"),
+    *("--report_to", "tensorboard"),
+)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder = tmp_path_factory.mktemp("schedules")
+    return compare("--strategy", "ddp", "ds_zero2", *FLAGS, folder=folder)
+
+
+def test_each_engine_steps_with_the_rate_and_epsilon_asked(both: Comparison) -> None:
+    for row in both.rows.values():
+        assert row["status"] == "ok", row["reason"]
+        # a warm-up from 0; at the last step, half of 1 + cos(3 pi / 4) of the peak
+        for line, rate in (("optimizer_settings", 0), ("optimizer_settings_at_end", 1.46447e-4)):
+            groups = json.loads(Path(row["record"]).read_text())["numerics"][line].split("; ")
+            assert len(groups) == 2
+            for group in groups:
+                assert float(re.search(r"lr ([-.e\d]+)", group)[1]) == pytest.approx(rate, rel=1e-5)
+                assert "eps 1e-06" in group
+
+
+def test_a_step_at_rate_0_changes_nothing_in_either_engine(both: Comparison) -> None:
+    ddp, ds_zero2 = (row["losses"] for row in both.rows.values())
+    assert ddp == pytest.approx(ds_zero2, abs=0.01)
+
+
+def test_every_second_step_is_logged_with_the_mean_loss(both: Comparison) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for row in both.rows.values():
+        folder = Path(row["record"]).parent
+        log = events.EventAccumulator(str(folder / "slm_toolkit"))
+        log.Reload()
+        assert [event.step for event in log.Scalars("loss")] == [2, 4, 6, 8]
+        pairs = zip(row["losses"][::2], row["losses"][1::2], strict=True)
+        expected = [sum(pair) / 2 for pair in pairs]
+        assert [event.value for event in log.Scalars("loss")] == pytest.approx(expected, rel=1e-5)
+        # steps 2, 4, 6 and 8: the warm-up's middle, the peak, and cosines of pi / 4 and 3 pi / 4
+        rates = [event.value for event in log.Scalars("learning_rate")]
+        assert rates == pytest.approx([5e-4, 1e-3, 8.53553e-4, 1.46447e-4], rel=1e-5)
+        lines = re.findall(r"^step (\d)/8 ", (folder / "log.txt").read_text(), re.M)
+        assert lines == ["2", "4", "6", "8"]

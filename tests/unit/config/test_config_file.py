@@ -1,0 +1,118 @@
+"""`--config FILE`: flags of a verb or of the script, from a YAML."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import slm_here
+
+from slm_toolkit.cli.launch import _with_flags_of_config_file
+from slm_toolkit.cli.main import _parser
+from slm_toolkit.config.flags import training_config
+from slm_toolkit.config.parser import with_underscores
+from slm_toolkit.config.run_config import RunConfig
+
+
+def parse(*words: str) -> Any:
+    return _parser().parse_args(with_underscores(list(words)))
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "flags.yaml").write_text(text)
+    return str(folder / "flags.yaml")
+
+
+def test_a_flag_of_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "learning_rate: 1e-3\nmax_steps: 7\nmodel: slm-1m\ntorch_compile: true\n")
+    expected = RunConfig(learning_rate=1e-3, max_steps=7, model="slm-1m", torch_compile=True)
+    assert training_config(["--config", path]) == expected
+    for words in (["--max_steps", "9", "--config", path], [f"--config={path}", "--max_steps", "9"]):
+        assert training_config(words).max_steps == 9
+
+
+def test_every_kind_of_value_is_taken(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "strategy: [ddp, ds_zero2]\nper-device-train-batch-size: [4, 8]\nseq_len: 64\ndry_run: true\n"
+        'force: false\nbaseline: null\nslurm_options: "--partition=gpu --time=1:00:00"\n',
+    )
+    args = parse("compare", "--config", path)
+    assert args.strategy == ["ddp", "ds_zero2"]
+    assert args.per_device_train_batch_size == [4, 8]
+    assert args.seq_len == [64]
+    assert (args.dry_run, args.force, args.baseline) == (True, False, None)
+    assert args.slurm_options == "--partition=gpu --time=1:00:00"
+    assert not hasattr(args, "config")
+
+
+def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "to: deepspeed_json\nnum_processes: 4\n")
+    args = parse("convert", "--config", path, "ddp")
+    assert (args.source, args.to, args.num_processes) == (["ddp"], "deepspeed_json", 4)
+    command = parse("convert", "--to", "accelerate_ddp", "--", "train.py", "--config", "mine.yaml")
+    assert command.source[-2:] == ["--config", "mine.yaml"]
+
+
+def test_names_of_other_trainers_work_in_the_file(tmp_path: Path) -> None:
+    assert training_config(["--config", write(tmp_path, "lr: 1e-3\nepochs: 2\n")]).num_train_epochs == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lerning_rate: 1\nseed: 1\nmax_step: 2\n", "unknown lerning_rate, max_step\nhint: did you mean "),
+        ("bf16: true\n", "unknown bf16\nhint: --numerics: aligned (the default)"),
+        ("seed: 1\nseed: 2\n", "seed given twice\nhint: keep one value"),
+        ("lr: 1\nlearning_rate: 2\n", "learning_rate given twice"),
+        ("seed: [1, 2]\n", "seed is [1, 2]\nhint: it takes one value"),
+        ("model: {name: slm-1m}\n", "model holds {'name': 'slm-1m'}"),
+        ("- seed\n", "is not a mapping"),
+        ("", "is not a mapping"),
+        ("config: other.yaml\n", "unknown config"),
+        ("seed: !!python/object:os.system 1\n", "has the tag"),
+        ("seed: x\n", "invalid int value: 'x'"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_error(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        training_config(["--config", write(tmp_path, text)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert says in error
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--config",), "--config without a file"),
+        (("--config", "missing.yaml"), "can't read --config missing.yaml"),
+        (("--config", "/dev/zero"), "it is a pipe, a socket or a device"),
+    ],
+)
+def test_a_file_that_is_not_there_is_one_error(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        training_config(list(words))
+    assert says in capsys.readouterr().err
+
+
+def test_a_switch_takes_true_or_false_and_nothing_else(tmp_path: Path) -> None:
+    done = slm_here("estimate", "--config", write(tmp_path, "json: 3\n"))
+    assert done.code == 2
+    assert "json is 3\nhint: it takes true or false" in done.err
+
+
+def test_a_launch_replaces_the_file_by_its_flags_so_that_machines_can_compare_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 3\nmodel: slm-1m\n")
+    before = ["--config_file", "ddp.yaml", "-m", "slm_toolkit.train"]
+    words = [*before, "--config", path, "--max_steps", "2"]
+    assert _with_flags_of_config_file(words) == [
+        *(*before, "--model", "slm-1m", "--max_steps", "2", "--seed", "3")
+    ]
+    assert _with_flags_of_config_file([*before, "--seed", "1"]) == [*before, "--seed", "1"]
+    other = ["--config_file", "ddp.yaml", "train.py", "--config", "theirs.yaml"]
+    assert _with_flags_of_config_file(other) == other

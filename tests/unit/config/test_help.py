@@ -1,0 +1,98 @@
+"""Help in two sizes, and its examples."""
+
+import re
+import shlex
+
+import pytest
+from conftest import slm_here
+
+from slm_toolkit.cli.main import _VERBS, _parser
+from slm_toolkit.config.flags import training_config
+from slm_toolkit.config.parser import Parser, VerbParser, with_underscores
+from slm_toolkit.config.run_config import FLAGS
+
+LONG = ("train", "compare", "estimate", "recommend", "doctor", "report")
+"verbs with so many flags that --help shows the basic ones"
+
+
+def verb_parser(verb: str) -> VerbParser:
+    parser = _parser()._subparsers._group_actions[0].choices[verb]
+    parser.fill()
+    return parser
+
+
+def flags_in(text: str) -> set[str]:
+    """The flags that a help has an entry for: `  --model, --model_name_or_path STR`."""
+    return set(re.findall(r"(?:^  |, )(--\w+)", text.partition("\nexamples:")[0], re.M))
+
+
+@pytest.mark.parametrize("verb", LONG)
+def test_help_shows_ten_to_fifteen_flags_and_help_all_every_flag(verb: str) -> None:
+    short, whole = slm_here(verb, "--help"), slm_here(verb, "--help", "all")
+    parser = verb_parser(verb)
+    basic = [action for action in parser._actions if getattr(action, "basic", False)]
+    assert 9 <= len(basic) <= 15
+    assert flags_in(short.out) == {name for action in basic for name in action.option_strings}
+    assert flags_in(whole.out) == {*parser._option_string_actions} - {"-h"}
+    assert (
+        short.out.splitlines()[-1]
+        == f"flags from a file: --config FILE.yaml; every flag: slm {verb} --help all"
+    )
+    assert (short.code, whole.code) == (0, 0)
+
+
+@pytest.mark.parametrize("verb", sorted({*_VERBS} - {*LONG}))
+def test_a_verb_with_few_flags_has_one_help(verb: str) -> None:
+    assert slm_here(verb, "--help").out == slm_here(verb, "--help", "all").out
+    assert "--help all" not in slm_here(verb, "--help").out
+
+
+@pytest.mark.parametrize("verb", sorted({*_VERBS} - {"launch"}))
+def test_the_three_examples_of_every_help_parse(verb: str) -> None:
+    text = slm_here(verb, "--help").out.partition("\nexamples:\n")[2].partition("\n\n")[0]
+    examples = text.splitlines()
+    assert len(examples) == 3
+    for example in examples:
+        assert len(example) <= 110
+        command = re.split(r"\s{3,}", example.strip())[0]  # a remark follows
+        words = shlex.split(command.partition(" > ")[0])
+        assert words[:2] == ["slm", verb]
+        _parser().parse_args(with_underscores(words[1:]))
+
+
+def test_the_grid_is_explained_once_and_only_where_there_is_one() -> None:
+    for verb in LONG:
+        text = slm_here(verb, "--help", "all").out
+        assert text.count("take several values") == (verb in ("compare", "estimate", "recommend"))
+    assert "--model, --model_name_or_path STR ..." in slm_here("compare", "--help").out
+    assert "--model, --model_name_or_path STR\n" in slm_here("train", "--help").out
+
+
+def test_the_usage_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert slm_here("compare", "--help").out.startswith("usage: slm compare [flags]\n")
+    assert slm_here("report", "--help").out.startswith("usage: slm report [records ...] [flags]\n")
+    recommend = "usage: slm recommend --gpu NAME[:N,N][@USD] ... [flags]\n"
+    assert slm_here("recommend", "--help", "all").out.startswith(recommend)
+
+
+def test_the_scripts_help_shows_the_basic_flags_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, names in (
+        (["--help"], [name for name, flag in FLAGS.items() if flag.basic]),
+        (["--help", "all"], [*FLAGS]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            training_config(words)
+        assert end.value.code == 0
+        shown = flags_in(capsys.readouterr().out)
+        assert {f"--{name}" for name in names} <= shown
+        assert len(shown) < 20 or words[1:] == ["all"]
+
+
+def test_a_parser_without_basic_flags_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="test", epilog="the end")
+    parser.add_argument("--speed", help="100 %% of it")
+    assert "--speed SPEED" in parser.format_help()
+    assert parser.format_help().endswith("the end\n")
+    parser.add_argument("--colour").basic = True
+    assert "--speed" not in parser.format_help()
+    assert "--speed" in parser.format_help(every_flag=True)
