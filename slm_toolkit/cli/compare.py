@@ -172,10 +172,6 @@ _OF_ONE_RUN = (
     *("run_name", "resume_from_checkpoint", "max_time"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
 )
-    *("run_name", "resume_from_checkpoint"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo"),
-    "max_time",
-)
 "flags that make no sense for several runs"
 _SLURM = "launcher slurm"
 _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "slurm_only_write")
