@@ -586,6 +586,15 @@ class RunConfig:
             Excludes("dataset", "synthetic tokens never end: give --max_steps", values=(SYNTHETIC,)),
         ),
     )
+    max_time: str | None = Flag(
+        None,
+        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
+        "and exits with 0; --resume_from_checkpoint latest continues",
+        group="length",
+        needs=("save_steps",),
+        excludes=_LEARNS_NOTHING,
+        identity=False,
+    )
     timing_warmup_steps: int | None = Flag(
         None,
         "first steps that are not timed (default: those that are slow or compile)",
@@ -817,15 +826,6 @@ class RunConfig:
         excludes_strategies=_NO_CHECKPOINTS,
         losses="same",
         column="",
-    )
-    max_time: str | None = Flag(
-        None,
-        "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
-        "and exits with 0; --resume_from_checkpoint latest continues",
-        group="length",
-        needs=("save_steps",),
-        excludes=_LEARNS_NOTHING,
-        identity=False,
     )
     save_total_limit: int = Flag(
         2, "checkpoints to keep", group="saving", other_names=("keep_latest_k",), least=1, identity=False
