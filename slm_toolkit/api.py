@@ -301,7 +301,8 @@ def compare(
         "skip_oom": skip_oom,
     }
     _report_numbers(usd_per_gpu_hour, parity_tolerance)  # before the runs, not after
-    console = Console(stderr=True, force_jupyter=False)  # lines of text in notebooks too
+    is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
+    console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
     names = names_given({**given, **options})
     prepared = prepare(request, names=names, check_launches=check_launches, console=console)
     done = launch_all(prepared, request, jobs=None, console=console)

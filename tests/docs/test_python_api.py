@@ -17,7 +17,6 @@ BLOCKS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
 def test_the_python_of_a_page_runs(path: Path, tmp_path: Path) -> None:
     names: dict[str, object] = {}

@@ -10,20 +10,19 @@ from conftest import slm
 from slm_toolkit import api
 
 
-@pytest.mark.quick
 def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def compared() -> api.Report:
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}):
             return api.compare(
-                model="slm-1m", strategy=["ddp", "ds_zero2"], max_steps=4, output_dir=tmp_path / "runs"
+                model="slm-1m", strategy=["ddp", "fsdp_full_shard"], max_steps=4, output_dir=tmp_path / "runs"
             )
 
     report = compared()
-    assert [(row.strategy, row.status) for row in report] == [("ddp", "ok"), ("ds_zero2", "ok")]
+    assert [(row.strategy, row.status) for row in report] == [("ddp", "ok"), ("fsdp_full_shard", "ok")]
     assert [len(record.losses) for record in report.records] == [4, 4]
     assert all(path.is_file() for path, _ in report.records.pairs)
     shown = capfd.readouterr()
-    assert (shown.out, "2/2  ds_zero2  ok" in shown.err) == ("", True)
+    assert (shown.out, "2/2  fsdp_full_shard  ok" in shown.err) == ("", True)
 
     again = compared()
     assert "kept from" in capfd.readouterr().err
@@ -33,7 +32,6 @@ def test_two_strategies_are_compared_and_kept(tmp_path: Path, capfd: pytest.Capt
     )
 
 
-@pytest.mark.quick
 def test_what_cannot_be_run_has_the_message_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared whole
         api.compare(model="slm-1m", max_batch=4, output_dir=tmp_path)
