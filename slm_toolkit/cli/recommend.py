@@ -165,11 +165,13 @@ def _recommend(args: argparse.Namespace) -> int:
             written = found.write(args.write)
             notes += [f"written: {path}" for path in written]
             if args.write / SKYPILOT_FILE not in written:
-                notes.append(f"no {SKYPILOT_FILE}: no name of SkyPilot's is known for this GPU")
+                notes.append(f"no {SKYPILOT_FILE}: SkyPilot's name for this GPU is unknown")
     notes += [f"left out: {reason}" for reason in found.left_out[:_MOST_LEFT_OUT]]
     if len(found.left_out) > _MOST_LEFT_OUT:
         notes.append(f"left out: {len(found.left_out) - _MOST_LEFT_OUT} more")
-    notes += [f"{name}: no price known: give one as {name}@USD, or with --prices" for name in found.unpriced]
+    notes += [
+        f"{name}: the price is unknown: give it as {name}@USD, or with --prices" for name in found.unpriced
+    ]
     if args.json:
         print("[" + ",\n ".join(json.dumps(plan, allow_nan=False) for plan in found.to_dicts()) + "]")
     else:

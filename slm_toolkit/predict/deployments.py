@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _PRICE_PAIRS = (
     *(
-        Pair(own, of_table, ", which asks our table")
+        Pair(own, of_table, ", which chooses from the shipped table")
         for own in ("usd_per_gpu_hour", "prices")
         for of_table in ("price_kind", "provider")
     ),
-    Pair("usd_per_gpu_hour", "prices", ": both give prices"),
+    Pair("usd_per_gpu_hour", "prices", ": both set prices"),
 )
 
 
@@ -56,7 +56,8 @@ def deployments(
         measured = read_network(network)
     if measured is not None and inter_node_gbps is not None and measured.num_nodes > 1:
         raise ValueError(
-            f"--inter_node_gbps with --network {network}, which was measured between nodes\nhint: give one"
+            f"--inter_node_gbps with --network {network}, which has a measurement between nodes\n"
+            "hint: give one"
         )
     if provider is not None:
         from slm_toolkit.hardware.prices import price_of
@@ -89,5 +90,5 @@ def _check_measured(measured: "MeasuredNetwork", gpu: "Gpu", path: Path) -> None
         of = f"between {measured.gpu}s" if measured.gpu else f"between CPU processes ({measured.backend})"
         raise ValueError(
             f"--network {path} was measured {of}, not {gpu.name}\n"
-            "hint: `slm compare --probe_network` on the GPUs that are meant"
+            "hint: `slm compare --probe_network` on these GPUs"
         )

@@ -51,15 +51,19 @@ def offers_of(
         deployment = deployment_of(gpu)
         if usd is not None:
             if usd <= 0:
-                problems.append(f"--gpu {text}: a price is above 0")
+                problems.append(f"--gpu {text}: the price must be above 0")
                 continue
             deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
         for number in counts:
             if number < 1 or (number > gpus_per_node and number % gpus_per_node):
-                problems.append(f"--gpu {text}: {number} GPUs: at least 1, and full nodes of {gpus_per_node}")
+                problems.append(
+                    f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {gpus_per_node}"
+                )
         found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
-        raise ValueError("\n".join(problems) + "\nhint: as in h100-80gb:8,16@2.49; --gpus_per_node")
+        raise ValueError(
+            "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
+        )
     return found
 
 

@@ -1,7 +1,6 @@
 """`slm convert` as a command: what is refused, printed, written, and shown in the docs."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -89,12 +88,3 @@ def test_the_tables_in_the_docs_are_those_that_convert() -> None:
     text = (ROOT / "docs" / "doctor_and_convert.md").read_text()
     for heading, table in tables().items():
         assert table in text, f"{heading}: python -m slm_toolkit.convert.tables"
-
-
-def test_the_conversion_in_the_readme_is_what_its_command_prints(tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("\n## Convert\n")[2]
-    command = next(line for line in section.splitlines() if line.startswith("slm convert"))
-    shown = section.partition("```text\n")[2].partition("```")[0]
-    done = slm_here(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
-    assert shown == done.out + done.err
-    assert done.code == 1

@@ -109,7 +109,7 @@ def test_the_held_out_share_is_what_was_asked(texts: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "options", "says"),
     [
-        ({}, {}, "holds no .txt"),
+        ({}, {}, "has no .txt"),
         ({"a.txt": ""}, {}, "contains no text"),
         ({"a.txt": " \n\t\n"}, {}, "contains no text"),
         ({"a.txt": "short"}, {}, "shorter than one sequence"),
