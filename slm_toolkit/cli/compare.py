@@ -234,7 +234,7 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with user_errors():
         if args.memory and not (args.trace_memory or args.rehearse):
-            raise ValueError("--memory needs allocations that were followed\nhint: add --trace_memory")
+            raise ValueError("--memory needs traced allocations\nhint: add --trace_memory")
         check_exports(args)
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)

@@ -89,7 +89,7 @@ def prepare(
     else:
         machine = nodes.machine
     runs, slots = _plan(request, machine, names)
-    check_with_torch(runs, console)  # a flag that needs a GPU, before a package that it needs
+    check_with_torch(runs, console)  # reports a missing GPU before a missing package
     launches: list[tuple[Strategy, RunConfig, ModelSpec, int]] = [
         (run.strategy, run.config, run.spec, run.asked["num_processes"]) for run in runs
     ]
@@ -104,9 +104,9 @@ def prepare(
 def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[list[PlannedRun], list[Slot]]:
     given, has_gpu = dict(request.given), machine.num_gpus > 0
     if given.get("save_final_model") is None:
-        given["save_final_model"] = False  # a comparison measures; six copies of a model would fill the disk
+        given["save_final_model"] = False  # six copies of a model would fill the disk
     if given.get("save_steps") and not (given.get("overwrite_output_dir") or "rehearse" in given):
-        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not be done again
+        given["resume_from_checkpoint"] = "auto"  # or an unfinished run could not continue
     strategies, left_out = strategies_asked(request.strategy, given, has_gpu=has_gpu)
     _print_notes(left_out)
     check_pairs(names, PAIRS, has_gpu=has_gpu)
@@ -117,7 +117,7 @@ def _plan(request: Request, machine: Machine, names: Collection[str]) -> tuple[l
             runs_at_once=request.runs_at_once,
             num_processes=request.num_processes,
         )
-    else:  # Slurm has all runs and does as many as it has room for; here they are waited for in turn
+    else:  # Slurm decides how many run at the same time; this process waits for them one by one
         slots = [Slot()]
         strategies = [strategy_on_nodes(strategy, request.nodes) for strategy in strategies]
     if request.find_largest_batch:
@@ -177,7 +177,7 @@ def launch_all(
         with guard():
             num_left_over = until_the_end.enter_context(locked(folder))
         if num_left_over:
-            console.print(f"ended {num_left_over} processes that a killed comparison had left in {folder}")
+            console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         is_rehearsal = bool(request.given.get("rehearse"))
         if (
             machine.num_gpus == 0 and request.nodes is None and not is_rehearsal
@@ -210,9 +210,9 @@ def _launch_all(
         kept = record is not None
         if kept:
             with suppress(OSError):
-                local.clear(run.folder)  # a kill between the record and the end leaves some
+                local.clear(run.folder)  # a kill after the record was written leaves files
         if record is None and request.skip_oom and (record := skipped_record(run)) is not None:
-            with suppress(OSError):  # on a full disk it is a row all the same
+            with suppress(OSError):  # on a full disk the row is still shown
                 write_record(record, run.folder)
         if record is None:
             display.begin(run)
@@ -241,7 +241,7 @@ def _launch_all(
         runs,
         console,
         searching=request.find_largest_batch,
-        num_slots=len(slots) if jobs is None else None,  # queues are not foreseen
+        num_slots=len(slots) if jobs is None else None,  # the time in a queue is unknown
         usd_so_far=_usd_so_far(
             runs, prepared.machine, jobs, len(slots), usd_per_gpu_hour=request.usd_per_gpu_hour
         ),
@@ -260,7 +260,7 @@ def _launch_all(
             with guard():
                 jobs.cancel()
         again = "the same command, without --force," if request.force else "the same command"
-        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} goes on from here")
+        console.print(f"stopped after {len(done)} of {len(runs)} runs; {again} continues from here")
     shown = [done[index] for index in sorted(done)]
     if not interrupted:
         console.print(f"records and logs: {Path(runs[0].config.output_dir)}", highlight=False, soft_wrap=True)
@@ -289,8 +289,11 @@ def _usd_so_far(
     *,
     usd_per_gpu_hour: float | None,
 ) -> Callable[[], float] | None:
-    """Of all GPUs that are here: who rents them pays for the idle ones too; without one, of the processes.
-    Under Slurm, of what jobs used."""
+    """Return a function for the dollars spent so far; None without a price.
+
+    It counts every GPU of this machine, idle ones included; on a CPU every process; under Slurm the GPU
+    seconds of the jobs.
+    """
     price = find_price(machine.gpu, usd_per_gpu_hour=usd_per_gpu_hour)
     if price is None:
         return None

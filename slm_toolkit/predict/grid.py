@@ -122,7 +122,7 @@ def _live_deepspeed() -> "DeepSpeedEstimator":
 
 
 def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list[str]:
-    """Where a user's own file asks for something that the estimate does not follow."""
+    """Return notes on settings of a user's own file that the estimate ignores."""
     found = []
     for strategy in strategies:
         in_bf16 = [name for name in numerics if name != "fp32"]
@@ -137,7 +137,7 @@ def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list
 
 
 def notes_on_models(given: dict[str, Any]) -> list[str]:
-    """Where a model's own configuration has something that the estimate does not follow."""
+    """Return notes on settings of a model's own configuration that the estimate ignores."""
     pairs = itertools.product(given.get("model", [None]), given.get("seq_len", [None]))
     configs = [
         RunConfig(model=model, seq_len=seq_len).with_defaults(has_gpu=True) for model, seq_len in pairs

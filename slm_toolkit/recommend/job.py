@@ -22,7 +22,7 @@ GRID: dict[str, list[Any]] = {
     "loss_kernel": ["hf", "fused_linear"],
     "norm_kernel": ["fused"],
 }
-"what is tried where the flags don't say; kernels that change no result but its rounding"
+"values to try for flags that are not given; the kernels change results only by rounding"
 _DEFAULT_MODEL = "slm-100m"
 _DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -82,13 +82,13 @@ def workloads_of(
     """
     check_pairs(
         names_given({"tokens": num_tokens, "target_loss": target_loss}),
-        [Pair("tokens", "target_loss", ": both say how long to train")],
+        [Pair("tokens", "target_loss", ": both set the length of the training")],
     )
     adapters = [name for name in given.get("peft", []) if name != "none"]
     if adapters and num_tokens is None:
         raise ValueError(
-            f"--peft {adapters[0]} without --tokens: the scaling laws are of training from scratch\n"
-            "hint: --tokens 50M, what of the data the adapter is to see"
+            f"--peft {adapters[0]} without --tokens: scaling laws are about training from scratch\n"
+            "hint: --tokens 50M, the tokens to train the adapter on"
         )
     law = LAWS[law_name]
     found, unreached, notes = [], [], []
@@ -115,7 +115,7 @@ def workloads_of(
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
-    """The grid of flags given and GRID's for the rest, batches ascending."""
+    """Return the grid of the given flags, and of GRID for the rest; batches ascending."""
     several = {
         name: list(dict.fromkeys(value)) if isinstance(value, list) else [value]
         for name, value in {**GRID, **given}.items()
@@ -131,7 +131,7 @@ def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
 
 
 def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int, software: str) -> list[str]:
-    """What aligned widths would give on each GPU type, and what else would move the first plan."""
+    """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
 
     def setup_of(plan: Plan) -> Setup:
         return Setup(
@@ -158,7 +158,7 @@ def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int,
         )
     bound = ranked[0].estimate.bottleneck.replace("_", " ")
     for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:
-        if not lever.change.startswith("--per_device"):  # that would make other steps of it
+        if not lever.change.startswith("--per_device"):  # another batch would make other steps
             lines.append(
                 f"the first is bound by {bound}: {lever.change} should give {lever.speedup - 1:+.0%}"
             )
@@ -175,7 +175,7 @@ def search_all(
     observations: Observations,
     software: str,
 ) -> PlanSearch:
-    """All plans that fit, and what was left out and why."""
+    """Return all plans that fit, and reasons for those left out."""
     found, left_out = [], []
     for workload in workloads:
         of_job = search(

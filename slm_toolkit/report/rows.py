@@ -507,7 +507,7 @@ def _with_differences(row: Row, reference: Row) -> Row:
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:
-    """Models by size, then what was asked, rehearsals by ranks, then strategies as the study lists them."""
+    """Sort key: size of the model, flags, ranks of a rehearsal, then strategies in the order of the study."""
     record = found[1]
     known = [*STUDIED_STRATEGIES, record.strategy]
     asked = {**record.asked["config"]}
@@ -515,7 +515,7 @@ def report_order(found: tuple[Path, RunRecord]) -> tuple:
     return (
         record.model["num_params"],
         not record.is_parity_reference,
-        _sortable(msgspec.json.encode(asked)),  # text, for settings of several types have no order
+        _sortable(msgspec.json.encode(asked)),  # as text, since settings of several types can't be ordered
         num_rehearsed or 0,
         known.index(record.strategy),
         str(found[0]),
@@ -524,5 +524,5 @@ def report_order(found: tuple[Path, RunRecord]) -> tuple:
 
 @cache
 def _sortable(asked: bytes) -> bytes:
-    """JSON with its whole numbers equally long, so that it sorts as they do."""
+    """Pad the whole numbers of a JSON, so that its text sorts like the numbers."""
     return re.sub(rb":(\d+)(?=[,}])", lambda number: number[1].rjust(16), asked)

@@ -31,8 +31,8 @@ def optimizer_problems(deepspeed: dict[str, Any], config: RunConfig) -> list[str
         return problems
     if config.numerics == "stock":
         return [
-            "the DeepSpeed JSON has an optimizer, which accelerate refuses because the script has its own: "
-            "remove the section, or --numerics stock"
+            "the DeepSpeed JSON has an optimizer, but the script has its own, so accelerate refuses it: "
+            "remove the section, or leave out --numerics stock"
         ]
     kind, params = str(section.get("type")), section.get("params") or {}
     if kind.lower() not in ("adam", "adamw"):

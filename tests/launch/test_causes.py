@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import H100, run, slm
 
-from slm_toolkit.cli import compare as compare_verb
 from slm_toolkit.cli.main import main
-from slm_toolkit.compare import local
+from slm_toolkit.compare import comparison, local
 from slm_toolkit.compare.outcome import crash, killed_process, telling_lines
 from slm_toolkit.hardware.gpus import Machine
 from slm_toolkit.hardware.machine import RamState, look_at_host_ram, who_killed
@@ -143,7 +142,7 @@ def test_runs_that_do_not_fit_are_rows_and_not_launched(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(compare_verb, "this_machine", lambda: Machine(1, H100))
+    monkeypatch.setattr(comparison, "this_machine", lambda: Machine(1, H100))
     monkeypatch.setattr(local, "start_kept", None)  # a launch would raise
     words = ["--model", "slm-2b", "--strategy", "ddp", "--per_device_train_batch_size", "64", "128"]
     words += ["--skip_oom", "--output_dir", str(tmp_path), "--json"]
@@ -168,7 +167,7 @@ def test_a_dry_run_leaves_out_what_would_be_skipped_and_exports_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(compare_verb, "this_machine", lambda: Machine(1, H100))
+    monkeypatch.setattr(comparison, "this_machine", lambda: Machine(1, H100))
     words = ["--dry_run", "--skip_oom", "--model", "slm-2b", "--strategy", "ddp"]
     words += ["--per_device_train_batch_size", "1", "64", "--output_dir", str(tmp_path / "runs")]
     assert code_of("compare", *words) == 0

@@ -235,8 +235,8 @@ def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     display.progress(second, {"step": 2, "num_steps": 33, "loss": 5.5, "tokens_per_second": 1234.0})
     overall, running = display.bars.tasks
     assert (overall.completed, overall.total) == (1, 3)
-    assert overall.fields["says"] == "about 4 min left, $0.25 so far"  # 120 s each for the two others
-    assert (running.completed, running.fields["says"]) == (2, "loss 5.500  1,234 tokens/s")
+    assert overall.fields["status"] == "about 4 min left, $0.25 so far"  # 120 s each for the two others
+    assert (running.completed, running.fields["status"]) == (2, "loss 5.500  1,234 tokens/s")
 
 
 @pytest.mark.quick

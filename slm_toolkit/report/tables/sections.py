@@ -40,7 +40,7 @@ def sections(
     if hidden := rows[len(shown) :]:
         bad = sum(row.status in ("failed", "timeout") for row in hidden)
         said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"
-        yield Text(f"{said}: a pipe, --csv and --markdown have all")
+        yield Text(f"{said}: a pipe, --csv and --markdown show all")
     yield from (Text(line, style="red") for line in unchecked)
     yield from parity_notes(named)
     if several := {label: row for label, row in named.items() if has_several(row)}:
@@ -53,7 +53,10 @@ def sections(
         yield memory_chart(title, picture, width=width)
     if anatomies := {label: Anatomy(**row.anatomy) for label, row in named.items() if row.anatomy}:
         yield anatomy_table(anatomies, width=width)
-        yield Text("traces of each rank lie beside the records: https://ui.perfetto.dev", style="dim")
+        yield Text(
+            "the traces of each rank are next to the records; open them at https://ui.perfetto.dev",
+            style="dim",
+        )
 
 
 def failed_references(records: list[tuple[Path, RunRecord]]) -> list[str]:
