@@ -1,7 +1,7 @@
 """Convert a draft from one engine to another, by a table of equivalent FSDP and ZeRO settings.
 
 Keys are those of accelerate 1.15's YAML and of DeepSpeed 0.19's JSON. Bytes are per parameter and rank, in
-bf16 with fp32 master weights and Adam on N ranks, as in the README.
+bf16 with fp32 master weights and Adam on N ranks, as in docs/memory.md.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ SAVED = (
     "save_model only with FULL_STATE_DICT"
 )
 _NUMERICS = (
-    "both have fp32 master weights; the engine decides the dtypes of residuals, loss and reduction: see the "
-    "README"
+    "both have fp32 master weights; the engine decides the dtypes of residuals, loss and reduction: see "
+    "docs/numerics_and_parity.md"
 )
 
 PAIRS = (

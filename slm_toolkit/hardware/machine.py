@@ -20,7 +20,7 @@ ADVICE = (
     "the CPU time; to avoid it, put `LD_PRELOAD=libtcmalloc_minimal.so.4` (Debian: libtcmalloc-minimal4) or "
     "THP_MEM_ALLOC_ENABLE=1 before the command"
 )
-"printed before a training on a CPU with the default allocator; the README has the measurement"
+"printed before a training on a CPU with the default allocator; docs/speed_and_cost.md has the measurement"
 
 
 def advise(console: "Console") -> None:

@@ -63,7 +63,7 @@ def _accumulates_in_fp32(strategy: Strategy) -> bool:
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
-    """Return the dtypes that `run/engine/engine.py` sets for `--numerics` (the README's table, "probed")."""
+    """Return the dtypes that `run/engine/engine.py` sets: docs/numerics_and_parity.md has them."""
     if numerics == "fp32":
         master = 4 if strategy.is_deepspeed else 0
         return Dtypes(4, master, 8, 4, 4, 4, 4)
