@@ -608,6 +608,9 @@ class Plots(_Displayed):
 
     rows: list["Row"]
 
+    def __repr__(self) -> str:
+        return f"<charts of {len(self.rows)} rows>"
+
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the charts as a rich renderable of `width` columns; print it with `crop=False`."""
         from slm_toolkit.report.charts.terminal import terminal_plots

@@ -107,7 +107,7 @@ def test_a_command_for_several_machines_plans_sixteen_ranks_on_two(words: list[s
     if words[1] == "train":
         args.main_process_ip = "127.0.0.1" if args.machine_rank == 0 else args.main_process_ip
         planned = plan_launch(launch_words(find_strategy(args.strategy), config_from_args(args), args))
-        assert (planned.machine.num_machines, planned.machine.said["num_processes"]) == (2, 16)
+        assert (planned.machine.num_machines, planned.machine.facts["num_processes"]) == (2, 16)
         return
     assert args.words == words[2:]
     config = words[words.index("--config_file") + 1]
@@ -119,7 +119,7 @@ def test_a_command_for_several_machines_plans_sixteen_ranks_on_two(words: list[s
         here[here.index(config)] = f"accel_configs/{shipped.name}"
         here = [*here[-4:], *here[:-4]]
     planned = plan_launch(here)
-    assert (planned.machine.num_machines, planned.machine.said["num_processes"]) == (2, 16)
+    assert (planned.machine.num_machines, planned.machine.facts["num_processes"]) == (2, 16)
     script = words[words.index("-m") + 1 :]
     if script[0] == "slm_toolkit.train":
         training_arguments(script[1:])

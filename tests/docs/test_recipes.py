@@ -259,8 +259,8 @@ def test_an_unknown_recipe_is_answered_with_the_names() -> None:
 
 
 @pytest.mark.quick
-def test_the_readmes_table_is_the_list() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_table_in_the_docs_is_the_list() -> None:
+    text = (ROOT / "docs" / "getting_started.md").read_text()
     shown = re.findall(r"^\| (.+\?) \| `slm recipes (\w+)` \|$", text, re.M)
     assert {name: question for question, name in shown} == {
         recipe.name: recipe.question for recipe in RECIPES.values()

@@ -31,7 +31,7 @@ def test_a_tied_head_gets_no_adapter() -> None:
 def test_a_peft_too_old_for_transformers_is_said_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     monkeypatch.setattr("slm_toolkit.run.model.adapters.MIN_PEFT_VERSION", "1000.0")
-    with pytest.raises(ValueError, match=r"needs peft 1000\.0, this is .*\n.*pip install -U peft"):
+    with pytest.raises(ValueError, match=r"needs peft 1000\.0, but peft .*\n.*pip install -U peft"):
         build_model(SPEC, RunConfig(model="slm-1m", peft="lora", seq_len=8))
 
 

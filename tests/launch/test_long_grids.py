@@ -189,9 +189,9 @@ def test_gpus_are_dealt_out_in_order_and_what_is_visible_counts(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("num_gpus", "asked", "problem"),
     [
-        (0, {"gpus_per_run": 1}, "hint: --runs_at_once N"),
+        (0, {"gpus_per_run": 1}, "hint: on a CPU, use --runs_at_once N"),
         (4, {"gpus_per_run": 8}, "--gpus_per_run is 8: this machine has 4"),
-        (4, {"runs_at_once": 2}, "hint: --gpus_per_run K"),
+        (4, {"runs_at_once": 2}, "hint: use --gpus_per_run K"),
         (4, {"gpus_per_run": 1, "num_processes": 2}, "--num_processes is 2"),
     ],
 )

@@ -427,9 +427,9 @@ def test_model_and_record_are_on_the_disk_before_they_have_their_names(
     save_model(Accelerator(cpu=True), small_model(), None, tmp_path / "model", card="a card")
     model = (tmp_path / "model").stat().st_ino
     files = {path.stat().st_ino for path in (tmp_path / "model").iterdir()}
-    assert len(files) == 4  # config, generation_config, weights, the list of these
-    assert set(happened[:4]) == {("fsync", file) for file in files}
-    assert happened[4:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
+    assert len(files) == 5  # config, generation_config, weights, the model card, the list of these
+    assert set(happened[:5]) == {("fsync", file) for file in files}
+    assert happened[5:] == [("fsync", model), ("rename", model), ("fsync", tmp_path.stat().st_ino)]
     happened.clear()
     record = write_record(made_record(), tmp_path).stat().st_ino
     assert happened == [("fsync", record), ("rename", record), ("fsync", tmp_path.stat().st_ino)]
