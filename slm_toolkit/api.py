@@ -30,11 +30,6 @@ Names = str | Path | Sequence[str | Path]
 "one name or path, or several"
 GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
-NOT_OF_A_COMPARISON = (
-    *("run_name", "resume_from_checkpoint", "max_time"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo"),
-)
-"flags that make no sense for several runs"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"
 _TEXT_WIDTH = 160
@@ -262,12 +257,13 @@ def compare(
 
     from slm_toolkit.compare.comparison import Request, launch_all, prepare, with_searches
     from slm_toolkit.config.flag_pairs import names_given
+    from slm_toolkit.config.flags import ONE_RUN_ONLY
     from slm_toolkit.config.parser import count, positive_number, whole_number
     from slm_toolkit.doctor.before_launch import check_launches
 
     given = _flags(
         flags,
-        leave_out=NOT_OF_A_COMPARISON,
+        leave_out=ONE_RUN_ONLY,
         model=model,
         seq_len=seq_len,
         per_device_train_batch_size=per_device_train_batch_size,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.network import add_probe_flags, print_probe
 from slm_toolkit.cli.output import (
@@ -23,7 +22,7 @@ from slm_toolkit.cli.output import (
 )
 from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, write_script
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
-from slm_toolkit.config.flags import add_flags, given_flags
+from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
 from slm_toolkit.strategy.groups import help_of_strategies
 
@@ -212,7 +211,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add_probe_flags(parser)
     add_slurm_flags(parser)
     add_output_flags(parser)
-    add_flags(parser, grid=True, leave_out=api.NOT_OF_A_COMPARISON)
+    add_flags(parser, grid=True, leave_out=ONE_RUN_ONLY)
     parser.set_defaults(verb=_compare)
 
 

@@ -60,6 +60,8 @@ class Flag:
     "other spellings of values"
     grid: bool = False
     "whether `slm compare` takes several values"
+    one_run_only: bool = False
+    "True if the flag makes no sense for several runs: `slm compare` does not have it"
 
     least: float | None = None
     most: float | None = None

@@ -9,6 +9,9 @@ from slm_toolkit.config.flag_metadata import Flag
 from slm_toolkit.config.parser import Parser, with_underscores
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 
+ONE_RUN_ONLY = tuple(name for name, flag in FLAGS.items() if flag.one_run_only)
+"flags that make no sense for several runs"
+
 
 def add_flags(parser: Parser, *, grid: bool, leave_out: tuple[str, ...] = ()) -> None:
     """Add a flag for every field of RunConfig but those to `leave_out`.

@@ -591,6 +591,7 @@ class RunConfig:
         "stop after this time since the start: DD:HH:MM:SS, HH:MM:SS or seconds. The run saves a checkpoint "
         "and exits with 0; --resume_from_checkpoint latest continues",
         group="length",
+        one_run_only=True,
         needs=("save_steps",),
         excludes=_LEARNS_NOTHING,
         identity=False,
@@ -851,6 +852,7 @@ class RunConfig:
         "the same, or start from the beginning if there is none. Strategy and number of processes may "
         "differ",
         group="saving",
+        one_run_only=True,
         basic=True,
         other_names=("resume", "resume_from"),
         excludes=_LEARNS_NOTHING,
@@ -887,6 +889,7 @@ class RunConfig:
         False,
         "upload the saved model to the Hugging Face hub at the end. Needs `hf auth login` or HF_TOKEN",
         group="saving",
+        one_run_only=True,
         excludes=(
             *_LEARNS_NOTHING,
             Excludes("save_final_model", "it needs a saved model", values=(False,)),
@@ -897,6 +900,7 @@ class RunConfig:
         None,
         "repository for --push_to_hub, such as me/my-model (default: the run's name, in your account)",
         group="saving",
+        one_run_only=True,
         is_printable=True,
         needs=("push_to_hub",),
         identity=False,
@@ -905,6 +909,7 @@ class RunConfig:
         None,
         "whether a new repository is private (default: as your account or organization sets it)",
         group="saving",
+        one_run_only=True,
         needs=("push_to_hub",),
         identity=False,
     )
@@ -945,6 +950,7 @@ class RunConfig:
         None,
         "name of the run's folder (default: model, strategy and a hash of the flags)",
         group="saving",
+        one_run_only=True,
         is_printable=True,
         identity=False,
     )
