@@ -6,6 +6,7 @@ import pytest
 from conftest import bench
 
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.memory.engine_bytes import zero_1_or_2
 from slm_toolkit.predict.memory.zero_gradients import (
     Allocated,
     Backward,
@@ -16,6 +17,8 @@ from slm_toolkit.predict.memory.zero_gradients import (
     tensors_of,
 )
 from slm_toolkit.predict.setup.adapters import weights_of
+from slm_toolkit.predict.setup.setup import Dtypes
+from slm_toolkit.strategy.settings import ZeroSettings
 
 # h = q = v = 8, i = 16, V = 40: a vocabulary matrix has 320 elements, a layer's seven 4 x 64 + 3 x 128 = 640,
 # a norm 8. Matrices: 2 x 320 + 2 x 640 = 1920 elements, norms 5 x 8 = 40.
@@ -121,6 +124,23 @@ def test_a_gradient_larger_than_a_bucket_is_reduced_where_it_lies() -> None:
     # pieces of 80, 120 and 120 are sent together, since the first two are not more than 300.
     pieces = backward(BF16, bucket=300, num_ranks=16)
     assert (Instant("norm"), Allocated(640 + 16, 1200 + 640)) in pieces.reductions
+
+
+def test_the_norm_of_the_largest_gradient_is_computed_in_fp64() -> None:
+    # fp32 gradients are flat already and need no cast to the fp32 masters, and a fused AdamW allocates nothing:
+    # the norm's fp64 copy of rank 0's largest gradient, the embedding's 40 x 8 elements, is all there is
+    dtypes = Dtypes(parameter=2, master=4, moments=8, compute=2, gradient=2, reduced=4, kept_gradient=4)
+    step = zero_1_or_2(
+        TINY,
+        weights_of(TINY, None),
+        dtypes,
+        ZeroSettings(stage=2, reduce_bucket_size=10_000, overlap_comm=True),
+        num_gpus=2,
+        num_ranks=2,
+        num_micro_steps=1,
+        optimizer_temporary=0.0,
+    )
+    assert step.at_optimizer.temporary == 8 * 320
 
 
 def test_without_contiguous_gradients_there_are_no_buckets_and_gradients_stay_until_they_are_sent() -> None:
