@@ -127,8 +127,8 @@ def test_a_gradient_larger_than_a_bucket_is_reduced_where_it_lies() -> None:
 
 
 def test_the_norm_of_the_largest_gradient_is_computed_in_fp64() -> None:
-    # fp32 gradients are flat already and need no cast to the fp32 masters, and a fused AdamW allocates nothing:
-    # the norm's fp64 copy of rank 0's largest gradient, the embedding's 40 x 8 elements, is all there is
+    # fp32 gradients are flat already and need no cast to the fp32 masters. A fused AdamW allocates nothing.
+    # So only the fp64 copy of rank 0's largest gradient is left: the embedding's 40 x 8 elements.
     dtypes = Dtypes(parameter=2, master=4, moments=8, compute=2, gradient=2, reduced=4, kept_gradient=4)
     step = zero_1_or_2(
         TINY,
