@@ -156,8 +156,9 @@ def _doctor(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     left = [finding for finding in found if args.fix is None or not finding.is_mended_by_files]
     if args.fix is not None:
-        for finding in (f for f in left if f.severity != "could be faster"):
-            print(f"no file can fix {finding.name}: {finding.change}", file=sys.stderr)
+        by_hand = [f"{f.name}: {f.change}" for f in left if f.severity != "could be faster"]
+        for line in dict.fromkeys(by_hand):  # a finding for several GPUs is one line
+            print(f"no file can fix {line}", file=sys.stderr)
     failing = ("wrong", "unwise") if args.strict else ("wrong",)
     return 1 if any(finding.severity in failing for finding in left) else 0
 
