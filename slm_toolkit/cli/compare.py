@@ -141,7 +141,7 @@ def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
         "--slurm_template",
         type=Path,
         metavar="FILE",
-        help=f"template of the job's script, instead of {SLURM_TEMPLATE}",
+        help="template of the job's script, instead of slm_toolkit/compare/slurm.sh",
     )
     group.add_argument(
         "--slurm_only_write",

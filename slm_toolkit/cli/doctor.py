@@ -156,8 +156,9 @@ def _doctor(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     left = [finding for finding in found if args.fix is None or not finding.is_mended_by_files]
     if args.fix is not None:
-        for finding in (f for f in left if f.severity != "could be faster"):
-            print(f"no file can fix {finding.name}: {finding.change}", file=sys.stderr)
+        by_hand = [f"{f.name}: {f.change}" for f in left if f.severity != "could be faster"]
+        for line in dict.fromkeys(by_hand):  # a finding for several GPUs is one line
+            print(f"no file can fix {line}", file=sys.stderr)
     failing = ("wrong", "unwise") if args.strict else ("wrong",)
     return 1 if any(finding.severity in failing for finding in left) else 0
 
@@ -187,6 +188,10 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
         names = tuple(here) if host.gpu_names else _GPUS
     if host.is_meant and host.gpu_names and not here:
         print(f"note: {host.gpu_names[0]} is unknown: memory and speed are not checked", file=sys.stderr)
+    defaults = [] if "model" in flags_given(args) else [f"--model {spec.name}"]
+    defaults += [f"--gpu {' '.join(names)}"] if names == _GPUS and args.gpu is None else []
+    if defaults and not all(map(is_shipped, map(strategy_path, args.strategy))):
+        print(f"note: checked with {' '.join(defaults)}, the defaults; give your own", file=sys.stderr)
     cases = []
     for word in dict.fromkeys(args.strategy):
         path = strategy_path(word)
@@ -303,6 +308,8 @@ def finding_text(found: list[Finding], *, width: int) -> Text:
 
 
 def count_line(found: list[Finding]) -> str:
+    """Return the counts of different findings: the same sentence for several GPUs counts once."""
+    found = list({(f.severity, f.name, f.sentence, f.change, f.file, f.key): f for f in found}.values())
     counts = Counter(finding.severity for finding in found)
     line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
     num_mended = sum(finding.is_mended_by_files for finding in found)

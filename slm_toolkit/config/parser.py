@@ -85,7 +85,12 @@ def _in_our_name(word: str, known: Collection[str]) -> str:
 
 
 def hint_for(words: list[str], known: Collection[str]) -> str:
-    """Return hints for the unknown flags among `words`, in a parser with the flags `known`; may be empty."""
+    """Return hints for the unknown flags among `words`, in a parser with the flags `known`; may be empty.
+
+    A YAML or JSON without a flag is probably a strategy.
+    """
+    if "--strategy" in known and words[0].endswith((".yaml", ".yml", ".json")):
+        return f"did you mean --strategy {words[0]}?"
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     return "; ".join(filter(None, (_hint(flag, known) for flag in dict.fromkeys(flags))))
 

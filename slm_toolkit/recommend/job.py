@@ -6,7 +6,7 @@ from typing import Any
 
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Gpu, gpu_and_count, gpu_of_name
+from slm_toolkit.hardware.gpus import Gpu, gpu_and_count, gpu_of_name, gpus
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
@@ -28,18 +28,19 @@ _DEFAULT_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def offers_of(
-    gpus: list[str],
+    texts: list[str],
     *,
     num_gpus: list[int] | None,
     gpus_per_node: int,
     deployment_of: Callable[[Gpu | None], Deployment],
 ) -> list[GpuOffer]:
-    """Return an offer for each of `gpus`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
+    """Return an offer for each of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
 
+    `all`, or `all:1,8`, is every GPU type.
     Raises one ValueError with all that can't be read or had.
     """
     found, problems = [], []
-    for text in gpus:
+    for text in itertools.chain.from_iterable(map(_of_every_type, texts)):
         asked = gpu_and_count(text)
         if asked is None:
             problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
@@ -65,6 +66,12 @@ def offers_of(
             "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
         )
     return found
+
+
+def _of_every_type(text: str) -> list[str]:
+    """Return `text`, or one offer for each GPU type if it is `all` or `all:COUNTS`."""
+    name, colon, counts = text.partition(":")
+    return [gpu.name + colon + counts for gpu in gpus()] if name == "all" else [text]
 
 
 def workloads_of(
@@ -130,6 +137,10 @@ def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
     return sorted(found, key=lambda config: config.per_device_train_batch_size)
 
 
+_MOST_ADVISED_GPUS = 3
+"GPU types, best first, with a line on aligned widths"
+
+
 def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int, software: str) -> list[str]:
     """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
 
@@ -146,7 +157,7 @@ def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int,
         )
 
     lines = []
-    for name in dict.fromkeys(plan.estimate.gpu for plan in ranked):
+    for name in list(dict.fromkeys(plan.estimate.gpu for plan in ranked))[:_MOST_ADVISED_GPUS]:
         gain = alignment_gain(setup_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
         if gain is not None and gain.speedup >= WORTH_SAYING:
             lines.append(f"on {name} {gain.sibling} should train {gain.speedup:.2f} times as fast")

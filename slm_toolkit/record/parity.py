@@ -227,8 +227,8 @@ class Parity:
             else f"gradient norm ratio {self.grad_norm_ratio:.4g} (allowed {self.grad_norm_limit:.4g})"
         )
         if self.parameter_ratio is not None:
-            norms += f", of one parameter in step 1 {self.parameter_ratio:.5g}"
-            norms += f" (allowed {self.parameter_limit:.5g}; {self.parameter})"
+            norms += f", for {self.parameter} in step 1: {self.parameter_ratio:.5g}"
+            norms += f" (allowed {self.parameter_limit:.5g})"
         return (
             f"against {self.reference} over {self.num_steps} steps{self.what}: "
             f"|Δloss| {self.loss_difference:.2g} at step {self.worst_step} "

@@ -205,6 +205,13 @@ def test_a_panel_without_data_is_left_out_and_named(tmp_path: Path) -> None:
     assert 'id="chart-speed"' in text
 
 
+def test_the_page_and_markdown_say_whether_parity_holds(tmp_path: Path) -> None:
+    page, table = tmp_path / "out.html", tmp_path / "out.md"
+    assert slm("report", "results/cpu", "--html", str(page), "--markdown", str(table)).code == 0
+    assert "<li>parity holds against ddp over 20 steps" in page.read_text()
+    assert "- parity holds against ddp over 20 steps" in table.read_text()
+
+
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><b>{{table}}"
     path = write_record(dataclasses.replace(made(0), strategy=evil), tmp_path)

@@ -12,9 +12,9 @@ from typing import Any
 
 from slm_toolkit import __version__
 from slm_toolkit.report.charts.figures import Figure, Panel
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import heading, notes
+from slm_toolkit.report.tables.comparison import heading, notes, parity_notes
 
 # Rows and panels as one HTML file. It contains plotly.js, data, style and script, and fetches nothing.
 
@@ -27,7 +27,7 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
     """Return the whole page; `left_out` has sentences about records that could not be read."""
     drawn = [panel for panel in panels if panel.missing is None]
     missing = [panel for panel in panels if panel.missing is not None]
-    note_lines = [*(note.plain for note in notes(rows, [])), *left_out]
+    note_lines = [note.plain for note in (*parity_notes(labelled(rows)), *notes(rows, []))] + left_out
     parts = {
         "heading": heading(rows).plain,
         "made_by": f"slm_toolkit {__version__}",

@@ -94,6 +94,9 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     if any(row.rank for row in rows) and "rank" not in dropped:
         scope = "among rows of one model, sequence length and machine; =: shared, the intervals overlap"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
+    if any(row.tokens_per_second and row.interval[1] > 1.5 * row.tokens_per_second for row in rows):
+        causes = "other programs used the cores, or few steps were timed (--max_steps)"
+        notes.append(Text(f"wide intervals: {causes}", style="dim"))
     if (most := max(row.num_launches for row in rows)) > 1:
         notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
     if any(row.is_rehearsed for row in rows):

@@ -154,7 +154,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "0: not even 1 fits; with margin: the largest that is not tight, the safe choice"
         )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
-        notes.append(f"{gpu.name}: {gib(gpu.memory_bytes)} GiB ({gpu.memory_source})")
+        notes.append(f"{gpu.name} has {gib(gpu.memory_bytes)} GiB; source: {gpu.memory_source}")
     if any(row.verdict for row in rows):
         context = " to ".join(
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
@@ -163,6 +163,9 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             f"headroom: GPU memory minus {context} GiB for CUDA and NCCL minus allocated; tight: 10% more "
             "activations, or the middle of reserved, would not fit"
         )
+    if all(row.verdict == "does not fit" for row in rows):
+        smaller = "" if largest_batch else "--largest_batch tries smaller batches; "
+        notes.append(f"nothing fits: {smaller}`slm recommend` looks for settings that fit")
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")

@@ -15,9 +15,9 @@ import msgspec
 from rich.console import Console
 
 from slm_toolkit.record.run_record import RunRecord
-from slm_toolkit.report.rows import Row
+from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import Column, columns_of
-from slm_toolkit.report.tables.comparison import comparison_table, heading, notes
+from slm_toolkit.report.tables.comparison import comparison_table, heading, notes, parity_notes
 from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 
 _LATEX = {
@@ -82,7 +82,8 @@ def markdown_text(rows: list[Row]) -> str:
     rules = ["---:" if column.is_numeric else "---" for column in columns]
     cells = [[_markdown(cell) for cell in column.cells] for column in columns]
     lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *zip(*cells, strict=True))]
-    note_lines = [f"- {_markdown(note.plain)}" for note in notes(rows, [])]
+    all_notes = (*notes(rows, []), *parity_notes(labelled(rows)))
+    note_lines = [f"- {_markdown(note.plain)}" for note in all_notes]
     return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *note_lines]) + "\n"
 
 

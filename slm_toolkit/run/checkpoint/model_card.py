@@ -16,6 +16,19 @@ def model_card(record: RunRecord, config: RunConfig) -> str:
     return f"---\n{_metadata(record, config).to_yaml()}\n---\n\n{_text(record, config)}"
 
 
+_USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # the folder of this file
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+prompt = tokenizer("The", add_special_tokens=False, return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(prompt, max_new_tokens=50)[0]))
+```
+"""
+"how to load the model; training adds no special tokens before a text"
+
+
 def _metadata(record: RunRecord, config: RunConfig) -> ModelCardData:
     """The header that the Hub reads. Local folders and files are left out: they mean nothing elsewhere."""
     return ModelCardData(
@@ -35,19 +48,21 @@ def _hub_id(place: str | None) -> str | None:
 
 def _text(record: RunRecord, config: RunConfig) -> str:
     num_tokens = (record.tokens_counted or {}).get("drawn")
-    losses = [loss for loss in record.losses if loss is not None]
+    steps = enumerate(record.losses, record.first_step + 1)
+    losses = [f"{loss:.4f} at step {step}" for step, loss in steps if loss is not None]
+    start = f", from step {record.first_step + 1} on" if record.first_step else ""
     held_out = [point for point in record.eval_losses[-1:] if point["loss"] is not None]
     rows = {
         "parameters": f"{record.model['num_params']:,}",
         "first weights": record.weights,
         "tokenizer": record.tokenizer,
         "data": ", ".join(facts["name"] for facts in record.datasets) or "generated tokens",
-        "tokens in this run": f"{num_tokens:,}" if num_tokens else None,
+        "tokens in this run": f"{num_tokens:,}{start}" if num_tokens else None,
         "steps": f"{record.first_step + len(record.losses)}, sequences of {config.seq_len} tokens",
         "strategy": f"{record.strategy}, {record.world_size} processes",
         "numerics": config.numerics,
         "adapter": config.peft if config.peft != "none" else None,
-        "training loss": losses and f"{losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last",
+        "training loss": ", ".join(dict.fromkeys([*losses[:1], *losses[-1:]])),
         "evaluation loss": held_out and f"{held_out[0]['loss']:.4f} at step {held_out[0]['step']}",
         "hardware": record.gpu or record.cpu,
         "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
@@ -64,6 +79,7 @@ def _text(record: RunRecord, config: RunConfig) -> str:
             "|---|---|",
             *lines,
             command,
+            *([_USE] if record.tokenizer and config.peft == "none" else []),
             "The numbers are those that the training run observed; nothing else was evaluated.",
             "",
         ]

@@ -3,7 +3,7 @@
 import pytest
 
 from slm_toolkit.config.flags import add_flags, config_from_args, flags_of
-from slm_toolkit.config.parser import Parser, with_underscores
+from slm_toolkit.config.parser import Parser, hint_for, with_underscores
 from slm_toolkit.config.run_config import RunConfig
 
 
@@ -67,6 +67,12 @@ def test_an_unknown_flag_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[st
         parse("--nonsense", "1")
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == "error: unknown: --nonsense 1\nhint: test --help\n"
+
+
+def test_a_yaml_without_a_flag_is_taken_for_a_strategy() -> None:
+    hint = hint_for(["mine.yaml", "--model", "x"], ["--strategy"])
+    assert hint == "did you mean --strategy mine.yaml?"
+    assert hint_for(["mine.yaml"], ["--model"]) == ""
 
 
 @pytest.mark.parametrize(

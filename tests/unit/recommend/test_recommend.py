@@ -11,6 +11,7 @@ from conftest import FSDP2, made_record, own_strategy, plans_of, slm_here
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.cli.recommend import _LAWS
+from slm_toolkit.hardware.gpus import gpus
 from slm_toolkit.recommend.plans import best_plans, reason_of
 from slm_toolkit.recommend.scaling_laws import LAWS
 from slm_toolkit.record.files import write_record
@@ -106,6 +107,12 @@ def test_without_a_price_cost_is_a_dash_and_the_report_says_how_to_give_one() ->
     assert row["usd"] is None
     assert row["usd_per_million_tokens"] is None
     assert row["hours"] > 0
+
+
+def test_all_means_every_gpu_type() -> None:
+    rows = recommended("--model", "slm-100m", "--gpu", "all:1", "--tokens", "1B", "--strategy", "single")
+    assert {row["gpu"] for row in rows} == {gpu.name for gpu in gpus()}
+    assert {row["num_gpus"] for row in rows} == {1}
 
 
 def test_aligned_widths_are_named_for_each_gpu_type() -> None:

@@ -1,5 +1,7 @@
 """The model card has what the training observed, and a header that the Hugging Face Hub reads."""
 
+import dataclasses
+
 from conftest import made_record
 from huggingface_hub import ModelCard
 
@@ -26,7 +28,7 @@ def test_it_has_data_tokens_losses_versions_and_command() -> None:
         "| data | someone/stories, /home/me/own.txt |",
         "| tokens in this run | 12,345 |",
         "| steps | 3, sequences of 64 tokens |",
-        "| training loss | 5.5000 at the first step, 4.2500 at the last |",
+        "| training loss | 5.5000 at step 1, 4.2500 at step 3 |",
         "| evaluation loss | 4.5000 at step 3 |",
         f"| versions | slm_toolkit {RECORD.versions.get('slm_toolkit', '')}"
         if "slm_toolkit" in RECORD.versions
@@ -34,6 +36,17 @@ def test_it_has_data_tokens_losses_versions_and_command() -> None:
         "```bash\naccelerate launch -m slm_toolkit.train\n```",
     ):
         assert shown in card
+
+
+def test_a_resumed_run_names_its_first_step() -> None:
+    card = model_card(dataclasses.replace(RECORD, first_step=40), RunConfig())
+    assert "| tokens in this run | 12,345, from step 41 on |" in card
+    assert "| training loss | 5.5000 at step 41, 4.2500 at step 43 |" in card
+
+
+def test_it_shows_how_to_load_the_model() -> None:
+    record = dataclasses.replace(RECORD, tokenizer="bytes")
+    assert "AutoModelForCausalLM.from_pretrained(folder)" in model_card(record, RunConfig())
 
 
 def test_its_header_names_hub_ids_only() -> None:
@@ -48,3 +61,4 @@ def test_what_was_not_observed_has_no_row() -> None:
     assert "loss |" not in card
     assert "| adapter | lora |" in card
     assert ModelCard(card).data.library_name == "peft"
+    assert "from_pretrained" not in card
