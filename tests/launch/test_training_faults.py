@@ -84,7 +84,7 @@ def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     assert "[rank0]" not in faulty.err
     assert faulty.message_seconds < 15
     assert faulty.record["reason"] == "'the sky is falling'"  # rank 1's own
-    note(faulty, "an exception on rank 1 of DDP (its traceback stands before)", record_property)
+    note(faulty, "an exception on rank 1 of DDP (after its traceback)", record_property)
 
 
 @pytest.mark.quick
