@@ -1,4 +1,4 @@
-"""The keeper: a process between `slm compare` and a launch that ends all processes when either of them ends.
+"""The keeper: a process between `slm compare` and a launch; it ends the run's processes when either ends.
 
     SLM_TOOLKIT_RUN_DIR=runs/a python -m slm_toolkit.compare.supervisor accelerate launch ...
 

@@ -26,7 +26,7 @@ TRAINS_ANYWAY = frozenset(
         *("no-memory-caching", "dynamo-disabled", "interface-absent", "launcher-variables"),
     ]
 )
-"""names of findings that are wrong but do not stop a launch: the run is slow, or differs from its files.
+"""names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
 `slm compare` prints these findings and measures anyway; the record contains what ran"""
 
 

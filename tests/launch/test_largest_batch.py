@@ -120,7 +120,7 @@ def test_where_not_even_1_runs_that_run_is_shown() -> None:
             ["--largest_batch", "--per_device_train_batch_size", "2", "--rehearse", "8", "--parity", "5"],
             "--per_device_train_batch_size with --largest_batch, which searches for it: give only one\n"
             "--parity with --largest_batch, whose runs are short and have different batches\n"
-            "--rehearse with --largest_batch and no GPU, because it never runs out of memory\n",
+            "--rehearse with --largest_batch and no GPU, because a CPU never runs out of memory\n",
         ),
     ],
 )

@@ -35,7 +35,7 @@ PARTS = (
     _MemoryPart("temporary", "temporary", "t", "white on bright_black"),
 )
 MOST_ROWS = 30
-_SMALLEST_SHARE = 0.005  # of the peak; smaller owners share one row, smaller parts are not listed above it
+_SMALLEST_SHARE = 0.005  # of the peak; smaller owners share one row, and smaller parts are not named
 _SHORTEST_BAR = 10  # characters; a narrower console wraps
 _OWNER_BAR = 24
 

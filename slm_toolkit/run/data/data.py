@@ -120,9 +120,8 @@ def _load_part(
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
     if kind in CHATS and tokenizer.chat_template is None:
-        tokenizer.chat_template = (
-            CHAT_TEMPLATE  # saved with the model, because the model learns answers in this form
-        )
+        # saved with the model, because the model learns answers in this form
+        tokenizer.chat_template = CHAT_TEMPLATE
     if packing == "concat" and kind in CHATS:
         raise ValueError(
             f"--packing concat does not fit {source.path}, which contains chats: "
@@ -167,9 +166,8 @@ def _split_stream(
     source: Source, stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _LoadedSource:
     """Hold out the first `num_held_out` sequences of a stream; they are kept in memory."""
-    if (
-        config.dataloader_num_workers > 1
-    ):  # each of several workers would read the whole stream, or the order would change
+    # each of several workers would read the whole stream, or the order would change
+    if config.dataloader_num_workers > 1:
         raise ValueError(
             f"--dataloader_num_workers {config.dataloader_num_workers} does not fit a stream: "
             "only one process can read it in order\n"

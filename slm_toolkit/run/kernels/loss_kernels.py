@@ -265,7 +265,7 @@ def _chunk_losses_(
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """Return each row's loss, 0 without a label. Overwrites `wide`; overwrites `logits` if `wide` is None."""
+    """Return each row's loss, 0 without a label. Writes probabilities into `wide`; if None, into `logits`."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     target = targets.clamp(min=0).unsqueeze(1)
     top = logits.amax(dim=1, keepdim=True).float()

@@ -88,9 +88,8 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)
     if config.numerics in ("aligned", "pure_bf16"):
-        for param in _whole_params(
-            model
-        ):  # only parameters: rounding RoPE's frequencies, a buffer, would change the model
+        # only parameters: rounding RoPE's frequencies, which are a buffer, would change the model
+        for param in _whole_params(model):
             param.data = param.data.bfloat16()
     if config.torch_compile:
         # one graph per layer's backward under DDP; by default Dynamo splits it at every 25 MB bucket
