@@ -114,7 +114,7 @@ def test_where_not_even_1_runs_that_run_is_shown() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--largest_batch"], "add --max_batch"),
+        (["--largest_batch"], "--largest_batch without a GPU needs --max_batch"),
         (["--max_batch", "4"], "--max_batch without --largest_batch"),
         (
             ["--largest_batch", "--per_device_train_batch_size", "2", "--rehearse", "8", "--parity", "5"],
