@@ -39,7 +39,7 @@ def rows_of(report: Path) -> list[dict[str, str]]:
 
 def table(rows: list[dict[str, str]]) -> str:
     """In Markdown."""
-    lines = ["| fault | message | seconds to it |", "|---|---|---:|"]
+    lines = ["| fault | message | seconds until the message |", "|---|---|---:|"]
     for row in rows:
         message = row["message"].replace("|", "\\|")
         lines.append(f"| {row['fault']} | `{message}` | {float(row['seconds']):.1f} |")

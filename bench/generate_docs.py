@@ -98,9 +98,10 @@ def pages() -> dict[Path, str]:
     """The up-to-date text of README.md and of each page in docs/."""
     whole = {DOCS / "flags.md": flags_page, DOCS / "accuracy.md": accuracy_page}
     paths = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-    return {
+    texts = {
         path: _NOTE + whole[path]() if path in whole else with_outputs(path.read_text()) for path in paths
     }
+    return {path: text.replace(f"{ROOT}/", "") for path, text in texts.items()}  # the same in every checkout
 
 
 def with_outputs(text: str) -> str:

@@ -28,7 +28,7 @@ if os.environ.get("RANK", "0") in os.environ.get("TEST_RANKS", "").split(",") an
         kind = os.environ["TEST_FAULT"]
         if kind == "kill":
             os.kill(os.getpid(), 9)
-        if kind == "crash in C":
+        if kind == "crash in native code":
             os.abort()
         if kind == "raise":
             raise KeyError("the sky is falling")

@@ -1,4 +1,4 @@
-"""Create a run's files and folders without following links, and lock them for one process."""
+"""Create and lock a run's files and folders without following links."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ except ImportError:  # Windows
 
 
 def open_new(path: Path, mode: str = "x", *, newline: str | None = None) -> IO:
-    """Open a new file at `path`. An old file or link there is removed; a link's target is not changed."""
+    """Open a new file at `path`. Deletes an old file or link there; the target of a link stays unchanged."""
     path.unlink(missing_ok=True)
     return path.open(mode, newline=newline)
 
@@ -24,10 +24,11 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = None) -> list[Path]:
-    """Write the files that a user requested with `flag`, make their folders, and return the paths.
+    """Make the folders of `texts`, write the files, and return their paths.
 
-    `overwrite` is None for a verb without an --overwrite flag. Raises ValueError if a file exists already
-    (then no file is written) or if a file can't be written.
+    `flag` is the user's flag that names the folder, for error messages. `overwrite` is None for a verb
+    without an --overwrite flag. Raises ValueError if a file exists already (then no file is written) or if a
+    file can't be written.
     """
     if (present := [path for path in texts if path.exists()]) and not overwrite:
         count = f" ({len(present)} such files)" if len(present) > 1 else ""
@@ -47,7 +48,7 @@ def write_beside(texts: dict[Path, str], *, flag: str, overwrite: bool | None = 
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` if it does not exist. A link in its place is removed; the link's target stays."""
+    """Make `folder` if it does not exist. Replaces a link by a folder; the target of the link stays."""
     if folder.is_symlink():
         folder.unlink()
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,9 +57,9 @@ def make_folder(folder: Path) -> None:
 def hold(path: Path) -> IO[str]:
     """Lock the file `path` until the returned file is closed or this process ends for any reason.
 
-    Raises BlockingIOError if another process has the lock; its `strerror` names that process. Raises OSError
-    if the file can't be opened, for example because it is a link. On a file system without locks, nothing
-    is locked and no error is raised.
+    Raises BlockingIOError if another process has the lock; the error's `strerror` names that process. Raises
+    OSError if the file can't be opened, for example because it is a link. On a file system without locks,
+    nothing is locked and no error is raised.
     """
     flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     for access in (os.O_RDONLY, os.O_RDWR):  # read-only first: a file open for writing blocks a remount as ro

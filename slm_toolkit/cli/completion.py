@@ -1,4 +1,4 @@
-"""`slm completion`: a script that completes verbs, flags and their values at the prompt of bash or zsh."""
+"""`slm completion`: print a script with which bash or zsh completes verbs, flags and values."""
 
 import argparse
 import importlib.util
@@ -8,8 +8,8 @@ from slm_toolkit.base.errors import pip_install, user_errors
 
 _SHELLS = ("bash", "zsh")
 _DESCRIPTION = """\
-Print a script that completes the verbs, flags and values of `slm` when you press Tab. The shell runs it
-alone, without Python, so it answers at once. Print it again after an update."""
+Print a script that completes the verbs, flags and values of `slm` when you press Tab. The script starts no
+Python, so completion is fast. Print the script again after you update slm_toolkit."""
 _EXAMPLES = """\
   slm completion bash                 print the script
   slm completion bash > slm.bash      then, in ~/.bashrc: source /path/to/slm.bash
@@ -18,7 +18,7 @@ _EXAMPLES = """\
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """The flags of `slm completion`, and what it does."""
+    """Add the flags of `slm completion`."""
     parser.description, parser.examples = _DESCRIPTION, _EXAMPLES
     parser.add_argument("shell", choices=_SHELLS, help="the shell that will read the script")
     parser.set_defaults(verb=_completion)
@@ -33,7 +33,7 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """The script of a shell in _SHELLS. Needs shtab."""
+    """Return the completion script for `shell`, one of _SHELLS. Needs shtab."""
     import shtab
 
     from slm_toolkit.cli.main import _parser
@@ -41,7 +41,7 @@ def completion_script(shell: str) -> str:
     from slm_toolkit.model.model_spec import PRESETS
     from slm_toolkit.strategy.strategy import shipped_strategies
 
-    parser = _parser()  # parses nothing, so `choices` below only suggest values
+    parser = _parser()  # this parser parses nothing, so the `choices` set below only suggest values
     gpu_names = [gpu.name for gpu in gpus()]
     suggested = {"strategy": shipped_strategies(), "model": list(PRESETS), "gpu": gpu_names}
     verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

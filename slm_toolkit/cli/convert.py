@@ -1,4 +1,4 @@
-"""`slm convert`: convert sharding configurations, with an account of every key."""
+"""`slm convert`: convert sharding configurations, and report what became of every key."""
 
 import argparse
 import dataclasses
@@ -42,12 +42,12 @@ _OTHER_NAMES = {
 }
 _DESCRIPTION = """\
 Convert accelerate YAMLs (FSDP, DeepSpeed, DDP), DeepSpeed JSONs and transformers' TrainingArguments into
-one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr says what
+one another. The files go to stdout, or into --output DIR, where nothing is overwritten. stderr lists what
 became of each key, and why."""
 _EXAMPLES = """\
   slm convert fsdp_full_shard --to accelerate_deepspeed --output mine   the same sharding under ZeRO
   slm convert ds_zero3 --to training_arguments                          for a script with the Trainer
-  slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           what FSDP has of it
+  slm convert ds_zero2 --to accelerate_fsdp --num_processes 8           the nearest FSDP2 settings
 """
 _EPILOG = """\
 SOURCE: a shipped strategy (`slm configs`), an accelerate YAML, a DeepSpeed JSON, TrainingArguments as JSON or
@@ -83,9 +83,11 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--gpus_per_node",
         type=count,
         metavar="K",
-        help='GPUs that hpZ "auto" and HYBRID_SHARD stand for (default: ranks / machines)',
+        help='size of the groups of hpZ "auto" and HYBRID_SHARD (default: ranks / machines)',
     )
-    parser.add_argument("--json", action="store_true", help="print files, command and account as one object")
+    parser.add_argument(
+        "--json", action="store_true", help="print files, launch command and account as one JSON object"
+    )
     parser.set_defaults(verb=_convert)
 
 
@@ -109,7 +111,10 @@ def _form(text: str) -> str:
 def convert(
     source: list[str], form: str, *, num_processes: int | None, gpus_per_node: int | None, folder: Path | None
 ) -> Converted:
-    """Convert the source. Raises ValueError if it can't be read, or has no counterpart in that form."""
+    """Convert `source` to `form`, a key of _FORMS.
+
+    Raises ValueError if the source can't be read, or has no counterpart in that form.
+    """
     engine, write, _ = _FORMS[form]
     source = source[1:] if source[0] == "--" else source
     draft = read_source(source, num_processes=num_processes, gpus_per_node=gpus_per_node)
@@ -154,7 +159,7 @@ def _as_json(written: Converted, paths: list[Path]) -> dict[str, Any]:
 
 
 def _account(written: Converted) -> list[str]:
-    """Return the account: keys grouped by their fate, with reasons, and the launch command."""
+    """Return the lines of the account: keys grouped by their fate, with reasons; then the launch command."""
     lines = []
     for fate, title in FATES.items():
         of_fate = [row for row in written.rows if row.fate == fate]
@@ -163,7 +168,7 @@ def _account(written: Converted) -> list[str]:
         lines.append(f"{title}:")
         together: dict[tuple[str, bool], list[KeyAccount]] = {}  # rows that share a line
         for index, row in enumerate(of_fate):
-            is_alone = row.to and row.key and row.to != (_said(row),)
+            is_alone = row.to and row.key and row.to != (_setting_text(row),)
             together.setdefault((row.why, bool(row.to)) if not is_alone else (str(index), True), []).append(
                 row
             )
@@ -173,17 +178,17 @@ def _account(written: Converted) -> list[str]:
 
 
 def _lines(rows: list[KeyAccount]) -> list[str]:
-    """Return the lines of one entry for rows with the same reason: old setting, new setting, why."""
-    said, to = ", ".join(_said(row) for row in rows if row.key), ", ".join(rows[0].to)
-    if len(rows) == 1 and said and to and said != to:
-        said, to = f"{said} -> {to}", ""
+    """Return the lines for rows that share a reason: the old settings, the new settings, the reason."""
+    old, new = ", ".join(_setting_text(row) for row in rows if row.key), ", ".join(rows[0].to)
+    if len(rows) == 1 and old and new and old != new:
+        old = f"{old} -> {new}"
     first = textwrap.wrap(
-        said or to, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        old or new, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )
     return first + textwrap.wrap(rows[0].why, _WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
-def _said(row: KeyAccount) -> str:
+def _setting_text(row: KeyAccount) -> str:
     if row.value is None:
         return f"{row.key} (absent)"
     return f"{row.key}: {row.value if isinstance(row.value, str) else json.dumps(row.value)}"

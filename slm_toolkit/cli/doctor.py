@@ -154,7 +154,7 @@ def _doctor(args: argparse.Namespace) -> int:
         _print(found, config)
     for line in fixed:
         print(line, file=sys.stderr)
-    left = [finding for finding in found if args.fix is None or not finding.is_mended_by_files]
+    left = [finding for finding in found if args.fix is None or not finding.is_fixed_in_files]
     if args.fix is not None:
         by_hand = [f"{f.name}: {f.change}" for f in left if f.severity != "could be faster"]
         for line in dict.fromkeys(by_hand):  # a finding for several GPUs is one line
@@ -264,9 +264,7 @@ def _fix(examined: list["Examined"], folder: Path, *, overwrite: bool) -> list[s
             continue
         for written in write_mended(one.case.files, one.corrected.files, folder, overwrite=overwrite):
             lines.append(f"{written.path}: corrected copy of {written.of}")
-        lines += [
-            f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_mended_by_files
-        ]
+        lines += [f"  {finding.name}: {finding.change}" for finding in one.found if finding.is_fixed_in_files]
     return lines
 
 
@@ -312,7 +310,7 @@ def count_line(found: list[Finding]) -> str:
     found = list({(f.severity, f.name, f.sentence, f.change, f.file, f.key): f for f in found}.values())
     counts = Counter(finding.severity for finding in found)
     line = ", ".join(f"{counts[name]} {name}" for name in SEVERITIES if counts[name])
-    num_mended = sum(finding.is_mended_by_files for finding in found)
+    num_mended = sum(finding.is_fixed_in_files for finding in found)
     return line + (f"; --fix corrects {num_mended}" if num_mended else "")
 
 

@@ -183,14 +183,14 @@ def meet(planned: PlannedLaunch) -> str | None:
         if me.problem is not None:
             seconds = min(seconds, _TELL_SECONDS)
         hint = (
-            f"is `slm launch` running there with --machine_rank 0, and may TCP reach port {port}? "
-            f"{PATIENCE_VARIABLE} waits longer"
+            f"is `slm launch` running there with --machine_rank 0, and is TCP port {port} open? "
+            f"{PATIENCE_VARIABLE} sets a longer wait"
         )
         with attend(me, address, port, patience=Patience(seconds, 0.0, hint)) as connection:
             return connection.getsockname()[0]
     hint = (
-        "the same command there, with that --machine_rank; may TCP reach this port, and all above 1024? "
-        f"{PATIENCE_VARIABLE} waits longer"
+        "run the same command there with its own --machine_rank; open this TCP port and all above 1024; "
+        f"{PATIENCE_VARIABLE} sets a longer wait"
     )
     store = open_store(address, port)
     peers = host(me, store, at=f"{address}:{port}", patience=Patience(seconds, 0.0, hint))

@@ -1,4 +1,4 @@
-"""Plans a grid of runs: all combinations of model, batch size, ... and strategy."""
+"""Plan a grid of runs: all combinations of model, batch size, ... and strategy."""
 
 import dataclasses
 import itertools
@@ -32,9 +32,9 @@ PAIRS = (
     SEARCH_HAS_NO_BATCH,
     Pair("parity", "largest_batch", ", whose runs are short and have different batches"),
     Pair("repeats", "largest_batch", ", which runs each batch once"),
-    Pair("rehearse", "largest_batch", " and no GPU, because it never runs out of memory", on_cpu=True),
+    Pair("rehearse", "largest_batch", " and no GPU, because a CPU never runs out of memory", on_cpu=True),
     Pair("skip_oom", "largest_batch", ", which starts from the estimate"),
-    Pair("dry_run", "largest_batch", ", where each run depends on the last"),
+    Pair("dry_run", "largest_batch", ", where each run depends on the one before"),
     Pair("max_steps", "parity", ", which sets the number of steps"),
     Pair("num_train_epochs", "parity", ", which sets the number of steps"),
     Pair("num_processes", "rehearse", ", which starts one process and sets the number of ranks"),
@@ -54,14 +54,14 @@ class PlannedRun:
     spec: ModelSpec
     strategy: Strategy
     num_processes: int
-    "launched processes: 1 for a rehearsal, whose number of ranks is in `asked`"
+    "launched processes; 1 for a rehearsal, because the ranks that it stands for are in `asked`"
     gpu: str | None
     asked: dict[str, Any]
     versions: dict[str, str]
     identity: str
     run_name: str
     taken_out: str | None = None
-    "a line about the DeepSpeed JSON's optimizer and scheduler, if the flags replace them"
+    "a line for the user if the flags replace the optimizer and scheduler of a DeepSpeed JSON"
 
     @property
     def folder(self) -> Path:
@@ -79,10 +79,11 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """Plan all combinations of `given` (field name to a value or a list of values) with all strategies.
 
-    `num_processes` None means all GPUs, or two CPU processes. A single-process strategy always gets one
-    process, also in a rehearsal. Each run is planned `repeats` times. With `parity_steps`, each run does that
-    many steps, and references come first: single processes that see the same batches, in fp32 and in the
-    requested numerics. Raises one ValueError with all problems of all combinations.
+    `num_processes` None means all GPUs, or without a GPU two processes (four with a hybrid strategy). A
+    single-process strategy always gets one process, also in a rehearsal. Each run is planned `repeats` times.
+    With `parity_steps`, each run does that many steps, and parity references come first: single processes
+    that see the same batches, in fp32 and in the requested numerics. Raises one ValueError with all problems
+    of all combinations.
     """
     has_gpu = machine.num_gpus > 0
     launch_flags = {
@@ -101,7 +102,7 @@ def plan_runs(
     configs = [
         config.with_defaults(has_gpu=has_gpu or config.rehearse is not None) for config in every_config(given)
     ]
-    # hybrid sharding needs 4: two copies of two shards
+    # hybrid sharding needs four processes: two copies of two shards
     on_cpu = 4 if any(strategy.sharding.is_hybrid for strategy in strategies) else 2
     default_processes = machine.num_gpus or on_cpu
     processes = default_processes if num_processes is None else num_processes
@@ -144,7 +145,7 @@ def plan_runs(
                 )
         run = _planned(config, strategy, count, machine.gpu, versions)
         runs.append(dataclasses.replace(run, taken_out=taken_out))
-    # alternate the strategies, so that a drift over time affects all of them equally
+    # each repeat runs all strategies, so that a drift over time affects them equally
     again = [_repeated(run, number) for number in range(2, repeats + 1) for run in runs]
     return list({run.folder: run for run in (*references, *runs, *again)}.values())
 
@@ -163,17 +164,18 @@ def _repeated(run: PlannedRun, number: int) -> PlannedRun:
 
 
 def _parity_reference(config: RunConfig, *, numerics: str, num_processes: int) -> RunConfig:
-    """Return a single-process run that sees in each step the same sequences as all ranks of `config`.
+    """Return a single-process run that sees in each step the sequences that all ranks of `config` see.
 
-    Rank r's batch number i is the data's batch i * num_processes + r, so it needs only more micro-steps.
+    Rank r's batch number i is the data's batch i * num_processes + r, so a single process with num_processes
+    times as many micro-steps sees the same batches.
     """
-    plain = config.attn_implementation in ("eager", "sdpa")  # flash-attn has no fp32
+    has_fp32 = config.attn_implementation in ("eager", "sdpa")  # flash-attn has not
     return dataclasses.replace(
         config,
         numerics=numerics,
         fp32_steps=0,
         gradient_accumulation_steps=config.gradient_accumulation_steps * num_processes,
-        attn_implementation=config.attn_implementation if plain else "sdpa",
+        attn_implementation=config.attn_implementation if has_fp32 else "sdpa",
         **PLAIN,
         torch_compile_mode="default",
         fsdp_prefetch=0,
@@ -206,7 +208,7 @@ def _planned(
     asked = everything_asked(config, strategy, num_processes)
     identity = identity_of(asked, versions, gpu)
     run_name = prefix + run_name_of(spec, strategy, identity)
-    folder = os.path.realpath(config.output_dir)  # unlike Path.resolve, accepts circular links
+    folder = os.path.realpath(config.output_dir)  # unlike Path.resolve, it accepts circular links
     config = dataclasses.replace(config, run_name=run_name, output_dir=folder)
     launched = 1 if config.rehearse is not None else num_processes
     return PlannedRun(config, spec, strategy, launched, gpu, asked, versions, identity, run_name)

@@ -1,10 +1,10 @@
-"""The keeper: a process between `slm compare` and a launch that ends all processes when either of them ends.
+"""The keeper: a process between `slm compare` and a launch; it ends the run's processes when either ends.
 
     SLM_TOOLKIT_RUN_DIR=runs/a python -m slm_toolkit.compare.supervisor accelerate launch ...
 
-Each rank is its own session, so a signal to a process group does not reach all ranks. And `slm compare` can't
-handle a SIGKILL. But the kernel closes the files of a dead process, and the keeper's stdin is a pipe from
-`slm compare`. Nothing is written to the pipe; when it closes, the keeper ends the launch.
+Each rank is its own session, so a signal to a process group does not reach all ranks. And `slm compare`
+can't handle SIGKILL. Therefore the keeper's stdin is a pipe from `slm compare`. Nothing is written to the
+pipe. When `slm compare` dies, the kernel closes the pipe, and the keeper ends the launch.
 """
 
 import os
@@ -24,13 +24,15 @@ from slm_toolkit.base.safe_files import hold
 from slm_toolkit.record.run_record import RUN_DIR_VARIABLE
 
 _GENTLE_SECONDS = 5
+"time that processes have to end after SIGTERM"
 _LONGEST_SECONDS = 30
+"time after which `end_processes_of` gives up"
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return all other processes of the run in `folder`, or of runs directly below it.
+    """Return all processes of the run in `folder`, or of runs directly below it, except this process.
 
-    Ignores folders further down, where another comparison may be running.
+    Ignores runs further down, because they may belong to another comparison.
     """
     processes = []
     for process in psutil.process_iter():
@@ -44,9 +46,10 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Process]:
-    """End the processes of `processes_of`; kill them if SIGTERM does not end them within 5 seconds.
+    """End the processes of `processes_of`, and return those that can't be ended.
 
-    Returns the processes that can't be ended.
+    Sends SIGTERM, and SIGKILL to processes that still run after 5 seconds. With gently=False, sends SIGKILL
+    at once.
     """
     started = time.monotonic()
     while (remaining := processes_of(folder)) and time.monotonic() - started < _LONGEST_SECONDS:
@@ -56,7 +59,7 @@ def end_processes_of(folder: Path, *, gently: bool = True) -> list[psutil.Proces
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(remaining, timeout=_GENTLE_SECONDS)
-        gently = False  # and look again, because a process may have started another
+        gently = False  # the loop looks again, because a process may have started another
     return remaining
 
 
@@ -65,10 +68,10 @@ LOCK_FILE = ".compare.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock `folder` until this process ends, for any reason. Yield the number of leftover processes.
+    """Lock `folder` for the block; the lock also ends with this process, for any reason.
 
-    Ends processes that an earlier comparison left over. Raises ValueError if another comparison has the lock,
-    or if leftover processes can't be ended.
+    Ends processes that an earlier comparison left over, and yields their number. Raises ValueError if
+    another comparison has the lock, or if leftover processes can't be ended.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

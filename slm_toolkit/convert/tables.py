@@ -23,24 +23,24 @@ def tables() -> dict[str, str]:
             [
                 (
                     _setting_text(p.fsdp, p.fsdp_value),
-                    _setting_text(p.zero, p.zero_value) + _when(p),
+                    _setting_text(p.zero, p.zero_value) + _stages_text(p),
                     p.note or "nothing",
                 )
                 for p in PAIRS
             ],
         ),
-        "FSDP2 alone": _alone(FSDP_ALONE, "ZeRO"),
-        "ZeRO alone": _alone((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
+        "FSDP2 alone": _one_sided(FSDP_ALONE, "ZeRO"),
+        "ZeRO alone": _one_sided((*ZERO_ALONE, *PLUGIN_ALONE), "FSDP2"),
         "FSDP2 in accelerate and in transformers": _markdown(
             ("accelerate's `fsdp_config`", "if absent", "TrainingArguments' `fsdp_config`", "if absent"),
             [
                 (
                     f"`{key.accelerate}`",
-                    _word(key.launch_default),
+                    _value_text(key.launch_default),
                     f"`{key.trainer}`"
                     if key.trainer
                     else f"`{VARIABLES[key.accelerate]}=...` before the command",
-                    _word(key.trainer_default),
+                    _value_text(key.trainer_default),
                 )
                 for key in FSDP_KEYS
             ],
@@ -53,7 +53,7 @@ def tables() -> dict[str, str]:
                 ("`mixed_precision: bf16`, `fp16`", "`--bf16`, `--fp16`"),
                 ("`dynamo_config`", "`--torch_compile`, `--torch_compile_backend`, `--torch_compile_mode`"),
                 *(
-                    (f"`{key}`", _variable(key, name))
+                    (f"`{key}`", _variable_text(key, name))
                     for key, name in VARIABLES.items()
                     if key[:5] != "fsdp_"
                 ),
@@ -69,8 +69,8 @@ def tables() -> dict[str, str]:
     }
 
 
-def _alone(rows: tuple[Alone, ...], other: str) -> str:
-    cells = [(_family(row.key), _words(row.as_other), row.note) for row in rows]
+def _one_sided(rows: tuple[Alone, ...], other: str) -> str:
+    cells = [(_key_text(row.key), _values_text(row.as_other), row.note) for row in rows]
     return _markdown(("key", f"value that matches {other}", "under " + other), cells)
 
 
@@ -83,14 +83,14 @@ def _setting_text(key: str, value: Any) -> str:
     return f"`{key.removeprefix(ZERO)}: {str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _when(pair: Pair) -> str:
-    """Return the stages of a pair, and its direction if it converts only one way."""
+def _stages_text(pair: Pair) -> str:
+    """Return the stages that a pair needs, and its direction if it converts only one way."""
     is_any = pair.zero == f"{ZERO}stage" or len(pair.stages) > 2 or pair.zero == INIT_FLAG
     stages = "" if is_any else f" (stage {' and '.join(map(str, pair.stages))})"
     return stages + {"both": "", "to_fsdp": ", to FSDP2 only", "to_zero": ", to ZeRO only"}[pair.way]
 
 
-def _family(key: str) -> str:
+def _key_text(key: str) -> str:
     if not key:
         return "all other keys"
     if key.endswith("."):
@@ -98,15 +98,15 @@ def _family(key: str) -> str:
     return f"`{key.removeprefix(ZERO)}`"
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "-" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _words(values: tuple[Any, ...]) -> str:
-    return ", ".join(dict.fromkeys(_word(value) for value in values if value is not None)) or "-"
+def _values_text(values: tuple[Any, ...]) -> str:
+    return ", ".join(dict.fromkeys(_value_text(value) for value in values if value is not None)) or "-"
 
 
-def _variable(key: str, name: str) -> str:
+def _variable_text(key: str, name: str) -> str:
     return f"`{USE_GROUPS}=true {name}=...`" if key.startswith("parallelism") else f"`{name}=...`"
 
 

@@ -1,4 +1,4 @@
-"""Doctor's checks of runs that are about to be launched."""
+"""Examine runs before they are launched; refuse wrong ones."""
 
 import json
 from collections.abc import Iterable
@@ -10,40 +10,40 @@ import yaml
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.case import Case, Files, Host, look_here, read_files
 from slm_toolkit.doctor.examine import examine
-from slm_toolkit.doctor.finding import TRAINS_ALL_THE_SAME, Finding, gravest_first
+from slm_toolkit.doctor.finding import TRAINS_ANYWAY, Finding, gravest_first
 from slm_toolkit.hardware.gpus import Machine, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.strategy.deepspeed_json import deepspeed_config_path
 from slm_toolkit.strategy.strategy import Strategy, is_shipped
 
-_NOT_LOOKED_AT = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
-"fields of a RunConfig that no finding depends on, so a grid over them is examined once"
+_IRRELEVANT_FLAGS = ("seed", "run_name", "output_dir", "learning_rate", "max_steps", "dataset")
+"fields of RunConfig that no finding depends on; runs that differ only in these are examined once"
 
 
 def check_launches(
     launches: Iterable[tuple[Strategy, RunConfig, ModelSpec, int]], machine: Machine, *, is_here: bool
 ) -> list[str]:
-    """Return a line for each wrong setting that does not stop a run. A launch ends in its number of ranks.
+    """Return a line for each wrong setting that does not stop a run.
 
-    Raises one ValueError with all findings of severity wrong that keep a run from training as asked.
-    is_here: whether the runs are on this machine, so that its disks, libraries and environment count.
+    The last item of each launch is its number of ranks. `is_here`: the runs are on this machine, so its
+    disks, libraries and environment are examined, too. Raises one ValueError with all other findings of
+    severity wrong.
     """
     host = look_here(is_meant=is_here, ram_bytes=None, free_ram_bytes=None, versions={})
     host = host if is_here else replace(host, gpu_names=())
-    default = RunConfig()
-    same = {name: getattr(default, name) for name in _NOT_LOOKED_AT}
+    defaults = {name: getattr(RunConfig(), name) for name in _IRRELEVANT_FLAGS}
     cases: dict[tuple, Case] = {}
     for strategy, config, spec, num_ranks in launches:
-        looked_at = replace(config, **same)
-        key = (strategy.name, looked_at, spec.name, num_ranks)
+        relevant = replace(config, **defaults)
+        key = (strategy.name, relevant, spec.name, num_ranks)
         if key not in cases:
-            cases[key] = _case(strategy, looked_at, spec, num_ranks, machine, host)
+            cases[key] = _case(strategy, relevant, spec, num_ranks, machine, host)
     found = [finding for case in cases.values() for finding in examine(case).found]
     wrong = [finding for finding in gravest_first(found) if finding.severity == "wrong"]
-    refused = [_line(finding) for finding in wrong if finding.name not in TRAINS_ALL_THE_SAME]
+    refused = [_line(finding) for finding in wrong if finding.name not in TRAINS_ANYWAY]
     if refused:
-        own = dict.fromkeys(str(case.files.yaml_path) for case in cases.values())
-        named = " ".join(path for path in own if not is_shipped(Path(path))) or "NAME"
+        paths = dict.fromkeys(str(case.files.yaml_path) for case in cases.values())
+        named = " ".join(path for path in paths if not is_shipped(Path(path))) or "NAME"
         raise ValueError(
             "nothing is launched:\n"
             + "\n".join(dict.fromkeys(refused))
@@ -62,7 +62,7 @@ def _case(
     strategy: Strategy, config: RunConfig, spec: ModelSpec, num_ranks: int, machine: Machine, host: Host
 ) -> Case:
     gpu = find_gpu(machine.gpu)
-    is_rehearsal = config.rehearse is not None  # plays ranks of another machine
+    is_rehearsal = config.rehearse is not None  # stands for ranks of another machine
     return Case(
         name=strategy.name,
         files=_files(strategy, num_ranks),
@@ -76,7 +76,7 @@ def _case(
 
 
 def _files(strategy: Strategy, num_ranks: int) -> Files:
-    """Return the files as they will be launched, with the duplicate keys of a user's own file."""
+    """Return the files as they will be launched, and the duplicate keys of a user's own file."""
     path = Path(strategy.path)
     config = {**strategy.accelerate_config, "num_processes": num_ranks}
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")

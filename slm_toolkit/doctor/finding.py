@@ -1,4 +1,4 @@
-"""Finding: one fault of a configuration, the reason, and the change that corrects it."""
+"""Finding: one fault of a configuration, with its reason and the change that corrects it."""
 
 import json
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 SEVERITIES = ("wrong", "unwise", "could be faster")
-"wrong: does not run, does not do what the setting says, or wastes most of the money"
+"wrong: the launch fails, does not do what a setting says, or wastes most of its money"
 TOPICS = (
     *("security", "launch", "fsdp", "deepspeed", "flags", "versions", "machine", "environment"),
     *("alignment", "memory", "network", "strategy", "kernels"),
 )
 
-TRAINS_ALL_THE_SAME = frozenset(
+TRAINS_ANYWAY = frozenset(
     [
         *("zero3-never-releases", "no-wrap-policy", "size-based-wrap", "offload-param-below-stage-3"),
         *("nvme-below-stage-3", "fsdp-version-missing", "reshard-ignored-by-fsdp1", "use-cpu"),
@@ -26,16 +26,16 @@ TRAINS_ALL_THE_SAME = frozenset(
         *("no-memory-caching", "dynamo-disabled", "interface-absent", "launcher-variables"),
     ]
 )
-"""names of the wrong findings that do not stop a launch: it runs slowly, or not as its files say.
-`slm compare` prints these findings and measures all the same; the record contains what ran"""
+"""names of findings of severity wrong that do not stop a launch: it is slow, or differs from its files.
+`slm compare` prints these findings and measures anyway; the record contains what ran"""
 
 
 class Special(Enum):
-    """Edits that write no value."""
+    """Values of an Edit that are not written into the file."""
 
     REMOVE = "remove"
     KEEP_LAST = "keep the last"
-    "keep the last of several entries with the same key"
+    "of several entries with the same key, keep only the last"
 
     def __repr__(self) -> str:
         return self.value
@@ -72,7 +72,7 @@ def in_json(key: str, value: Any) -> Edit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault. `sentence`, `why` and `change` are texts; a field that does not apply is None."""
+    """One fault. `sentence`, `why` and `change` are shown to the user. None: the field does not apply."""
 
     name: str
     "a stable identifier that scripts may match"
@@ -92,10 +92,10 @@ class Finding:
     speedup: float | None = None
     "tokens/s after the change divided by tokens/s before it"
     edits: tuple[Edit, ...] = ()
-    "the changes that `--fix` makes; empty if no change of a file corrects the fault"
+    "the changes that `--fix` makes; empty if editing files does not correct the fault"
 
     @property
-    def is_mended_by_files(self) -> bool:
+    def is_fixed_in_files(self) -> bool:
         return any(edit.file != "flags" for edit in self.edits)
 
 
@@ -113,8 +113,8 @@ def fault(
 ) -> Finding:
     """Return a finding; `file`, `key` and `change` follow from the edits unless they are given.
 
-    `then` is a text that follows the change, such as an alternative. `examine` fills in the file's path, the
-    strategy and the topic.
+    `then` is appended to the text of the change, for example an alternative. `examine` fills in the file's
+    path, the strategy and the topic.
     """
     place = edits[0] if edits and edits[0].file != "flags" else None
     return Finding(
@@ -147,9 +147,11 @@ def change_by(edits: Sequence[Edit]) -> str:
 
 
 def _as_written(edit: Edit) -> str:
-    """Return the value as JSON; a YAML string that needs no quotes is returned without them."""
-    is_word = isinstance(edit.value, str) and edit.file == "yaml" and yaml.safe_load(edit.value) == edit.value
-    return edit.value if is_word else json.dumps(edit.value)
+    """Return the value as JSON, but a YAML string without quotes if it needs none."""
+    is_plain_string = (
+        isinstance(edit.value, str) and edit.file == "yaml" and yaml.safe_load(edit.value) == edit.value
+    )
+    return edit.value if is_plain_string else json.dumps(edit.value)
 
 
 def gravest_first(findings: list[Finding]) -> list[Finding]:
@@ -166,7 +168,10 @@ def gravest_first(findings: list[Finding]) -> list[Finding]:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """Return the finding's fields; an edit has `file`, `key` (with dots) and `value` (null: key removed)."""
+    """Return the finding's fields. An edit has `file`, `key` (with dots) and `value`.
+
+    `value` is null if the key is removed, and "keep the last" for KEEP_LAST.
+    """
     edits = [
         {
             "file": edit.file,

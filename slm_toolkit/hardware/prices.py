@@ -29,7 +29,7 @@ class Price:
 
     usd_per_gpu_hour: float
     source: str
-    "phrase for reports; it includes the other fields"
+    "text for reports; it repeats the other fields"
     kind: Kind | None = None
     "None if the user gave no kind"
     provider: str | None = None
@@ -46,7 +46,10 @@ class Price:
 
 @cache
 def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
-    """Return the user's own price, else the table's median on-demand price of the GPU, else None."""
+    """Return the user's own price, else the table's median on-demand price of the GPU, else None.
+
+    `driver_name` is the GPU's name as the driver reports it.
+    """
     if usd_per_gpu_hour is not None:
         return Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour")
     gpu = find_gpu(driver_name)
@@ -63,8 +66,8 @@ def price_of(
     """Return the user's price in `overrides`, whatever its kind, else our table's price, else None.
 
     With `provider`, the table's price is that provider's newest since PRICES_SINCE (the lowest of that day).
-    Without it, the price is the median of these over all providers; the price of a single provider would make
-    the dollars of two GPU types depend on the choice of provider. Raises ValueError for a GPU, kind or
+    Without `provider`, it is the median of these prices over all providers, because comparing two GPU types
+    by single prices would compare providers. Raises ValueError for a GPU or kind that does not exist, or a
     provider that the table doesn't have.
     """
     gpu_name = gpu_of_name(gpu_name).name
@@ -81,12 +84,10 @@ def price_of(
 
 
 def read_prices(path: Path) -> dict[str, Price]:
-    """Read a user's YAML of prices; return them by canonical GPU name.
-
-    Raises ValueError with one problem for each wrong entry.
+    """Return the prices of a user's YAML, by our name of the GPU.
 
     An entry is a number, `h100-80gb: 2.49`, or a mapping with usd_per_gpu_hour and any of kind, provider,
-    as_of and source.
+    as_of and source. Raises one ValueError with a problem for each wrong entry.
     """
     prices: dict[str, Price] = {}
     problems: list[str] = []
@@ -185,7 +186,7 @@ def _provider_of_name(name: str) -> str:
 
 
 def _entries(path: Path) -> list[tuple[str, object]]:
-    """Return names and values in the file's order, repeated names included; all scalars stay text."""
+    """Return the file's names and values in its order, with repeated names; all scalars stay text."""
     hint = _ENTRY_HINT.removeprefix("hint: ")
     root = yaml_node(read_text(path, hint=hint), path, hint=hint)
     if isinstance(root, yaml.MappingNode):
@@ -194,7 +195,7 @@ def _entries(path: Path) -> list[tuple[str, object]]:
 
 
 def _as_text(node: yaml.Node) -> object:
-    """Return a node as text, mappings and lists; nothing is parsed as a number or a date."""
+    """Return a node as mappings, lists and text; no text is parsed as a number or a date."""
     if isinstance(node, yaml.MappingNode):
         return {str(_as_text(key)): _as_text(value) for key, value in node.value}
     return [_as_text(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value

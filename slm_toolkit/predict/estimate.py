@@ -41,7 +41,7 @@ class Estimate:
     model: str
     strategy: str
     evidence: str
-    "estimated: closed forms, nothing ran"
+    "always estimated: closed forms, nothing ran"
     gpu: str | None
     num_gpus: int
     gpus_per_node: int
@@ -78,7 +78,7 @@ class Estimate:
     peak_reserved_high_bytes: int
     host_bytes_per_node: int
     parts: dict[str, int]
-    "at the peak; without allocator_slack and cuda_context they add up to peak_allocated_bytes"
+    "bytes by part at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes"
     peak_instant: str
     fits: bool | None
     verdict: str | None
@@ -88,23 +88,23 @@ class Estimate:
     batch_with_margin: int | None
     "with --largest_batch: the largest batch whose verdict is fits, not tight"
     deepspeed_bytes: int | None
-    """DeepSpeed's own estimate; None for stages without an estimator, and with adapters, because it counts
-    frozen parameters as trained"""
+    """DeepSpeed's own estimate; None for stages without an estimator, and with adapters, because DeepSpeed
+    counts frozen parameters as trained"""
     deepspeed_host_bytes: int | None
     deepspeed_stage: int | None
     deepspeed_stands_in: bool
-    "True for FSDP full shard: it has no estimator, so ZeRO-3's is used, as people do"
+    "True for FSDP full shard: DeepSpeed has no estimator for it, so the ZeRO-3 estimator stands in"
     deepspeed_version: str | None
     traffic_bytes: dict[str, float]
-    "bytes that each rank sends in a step: by purpose, and their sums inside a node and between nodes"
+    "bytes that each rank sends in a step, by purpose; intra_node and inter_node are sums over purposes"
     step_seconds: float | None
     "None without a GPU, with offload, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
     parts_seconds: dict[str, float] | None
-    "by `predict.speed.step.PARTS`; they add up to step_seconds"
+    "seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
-    "part of matmul: extra time because widths are not multiples of 8"
+    "seconds within matmul that are lost because widths are not multiples of 8"
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     mfu: float | None
@@ -112,9 +112,9 @@ class Estimate:
     bottleneck: str | None
     "one of `predict.speed.step.BOTTLENECKS`"
     inter_node_gbps: float | None
-    "gigabits per second of a node: given by the user, measured, or of the usual AWS machine"
+    "gigabits per second of a node: given by the user, measured, or from the usual AWS machine's data sheet"
     inter_node_gbps_needed: float | None
-    "gigabits per second at which communication between nodes hides behind compute; None on one node"
+    "gigabits per second at which communication between nodes would hide behind compute; None on one node"
     network_evidence: str | None
     "source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent"
     usd_per_gpu_hour: float | None
@@ -233,7 +233,7 @@ def deepspeed_stage(strategy: Strategy) -> int | None:
 
 
 def _speed_and_cost(setup: Setup) -> dict[str, Any]:
-    """Return the Estimate's fields from traffic_bytes on; without a GPU, skip the slow imports."""
+    """Return the fields of Estimate from traffic_bytes on. Without a GPU, the slow imports are skipped."""
     sent = transfers(setup)
     time = software = None
     if setup.gpu is not None and not setup.strategy.offloads:
@@ -262,7 +262,7 @@ def _traffic(setup: Setup, sent: tuple[Transfer, ...], time: "StepTime | None") 
 
 
 def _gbps_needed(sent: tuple[Transfer, ...], time: "StepTime", gpus_per_node: int) -> float:
-    """Return the gigabits per second at which a node's communication hides behind compute.
+    """Return the gigabits per second that a node needs to hide its communication behind compute.
 
     Bytes sent once per step must hide behind the last micro-step; all bytes together must hide behind all
     micro-steps. Communication after the optimizer can't hide, so it needs no bandwidth here.

@@ -1,4 +1,4 @@
-"""Estimate every combination of flags, strategies, GPU types and numbers of GPUs."""
+"""Estimate all combinations of flags, strategies, GPU types and numbers of GPUs."""
 
 import itertools
 import sys
@@ -39,10 +39,10 @@ def estimates(
     software: str = "2026",
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
-    """Return an Estimate for each combination; equal combinations are estimated once.
+    """Return an Estimate for each different combination.
 
     `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
-    whatever `num_gpus` is. Raise one ValueError with every problem of the flags.
+    whatever `num_gpus` is. Raises one ValueError with all problems of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
@@ -103,7 +103,7 @@ def estimates(
 
 
 def _live_deepspeed() -> "DeepSpeedEstimator":
-    """Return DeepSpeed's installed functions; raise ValueError if DeepSpeed is not installed."""
+    """Return the installed DeepSpeed's own estimator. Raises ValueError if DeepSpeed is not installed."""
     from slm_toolkit.predict.deepspeed_estimator import (
         DeepSpeedEstimator,
         deepspeed_version,
@@ -118,7 +118,7 @@ def _live_deepspeed() -> "DeepSpeedEstimator":
     return DeepSpeedEstimator(lru_cache(maxsize=None)(live_deepspeed_needs), version)
 
 
-# What an estimate does not follow, as sentences.
+# Notes on what an estimate ignores.
 
 
 def notes_on_strategies(strategies: list[Strategy], numerics: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from slm_toolkit.recommend.launch_files import check_command, launch_command, ya
 from slm_toolkit.recommend.plans import (
     TIE,
     Plan,
-    faster_for_the_same,
+    faster_at_the_same_cost,
     on_the_same_hardware,
     per_hardware,
     reason_of,
@@ -50,7 +50,7 @@ def plan_report(
     parts += [Text(line) for line in reasons(listed, objective=objective)]
     if rows is not ranked:
         parts += _same_hardware(ranked, objective)
-    if objective == "cost" and (faster := faster_for_the_same(ranked, winner)) is not None:
+    if objective == "cost" and (faster := faster_at_the_same_cost(ranked, winner)) is not None:
         row = faster.estimate
         parts.append(
             Text(

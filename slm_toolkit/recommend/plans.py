@@ -22,8 +22,8 @@ from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
-_GLOBAL_BATCH_OFF = 0.10
-"largest relative difference from the requested tokens per step: the number of micro-steps is whole"
+_GLOBAL_BATCH_TOLERANCE = 0.10
+"allowed relative difference from the requested tokens per step, because micro-steps are whole numbers"
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Plan:
     tokens_per_second: float
     "measured if there is a record of the configuration, else estimated"
     evidence: str
-    "of tokens_per_second: measured or estimated"
+    "source of tokens_per_second: measured or estimated"
     memory_evidence: str
-    "of verdict and headroom: measured, rehearsed or estimated"
+    "source of verdict and headroom: measured, rehearsed or estimated"
     verdict: str
     headroom_bytes: int
     hours: float
@@ -74,7 +74,7 @@ class Plan:
     law: str
     "a key of scaling_laws.LAWS"
     expected_loss: float | None
-    "by that law, for the law's data and tokenizer; None with adapters, which no law covers"
+    "by `law`, for its data and tokenizer; None with adapters, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
 
@@ -99,7 +99,10 @@ Observations = Mapping[tuple, Observed]
 def observation_key(
     spec: ModelSpec, gpu_name: str | None, num_gpus: int, strategy: Strategy, config: RunConfig
 ) -> tuple:
-    """Return all that must be equal for a record to apply: shape, hardware, sharding, costly flags."""
+    """Return the key of a configuration; a record applies to a configuration with the same key.
+
+    The key holds the model's shape, the hardware, the sharding and the flags that an estimate counts.
+    """
     shape = dataclasses.replace(spec, name="", source="", path=None)
     names = (name for name, flag in FLAGS.items() if flag.estimate == "counts" and name != "model")
     sharding = (strategy.name, strategy.engine, strategy.zero_stage, strategy.sharding.reshard_after_forward)
@@ -129,9 +132,9 @@ def search(
     """Return the plans of all GPUs, strategies and `configs`.
 
     `configs` must have their defaults and one micro-step, and be sorted by batch. The number of micro-steps
-    follows from the workload's tokens per step. A batch larger than one that does not fit is skipped, unless
-    there is a record of it: with accumulation, a larger batch never takes less memory. A single micro-step
-    may take less memory than several, so it is tried anyway.
+    follows from the workload's tokens per step. A batch without a record is skipped if a
+    smaller batch did not fit. Batches with one micro-step and with several are judged separately, because a
+    single micro-step may take less memory than several.
     """
     result = PlanSearch([], [])
     for offer in offers:
@@ -140,7 +143,7 @@ def search(
             if not any(micro_steps.values()):
                 goal = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
                 result.left_out.append(
-                    f"{count} x {offer.gpu.name}: no batch gives {goal} within {_GLOBAL_BATCH_OFF:.0%}"
+                    f"{count} x {offer.gpu.name}: no batch gives {goal} within {_GLOBAL_BATCH_TOLERANCE:.0%}"
                 )
             for strategy in strategies:
                 if strategy.is_single != (count == 1):
@@ -173,7 +176,10 @@ def _search_strategy(
     observations: Observations,
     result: PlanSearch,
 ) -> None:
-    """Add the plans of one strategy on one number of GPUs to `result`; `setup` may have any config."""
+    """Add the plans of one strategy on one number of GPUs to `result`.
+
+    `configs` replace the config of `setup` one after another.
+    """
     count, strategy = setup.num_gpus, setup.strategy
     where = f"{count} x {offer.gpu.name} {strategy.name}"
     try:
@@ -223,10 +229,11 @@ def _observed(setup: Setup, observations: Observations) -> Observed | None:
 
 
 def _micro_steps(workload: Workload, config: RunConfig, num_gpus: int) -> int | None:
-    of_micro_step = num_gpus * config.per_device_train_batch_size * config.seq_len
-    micro_steps = max(1, round(workload.global_batch_tokens / of_micro_step))
-    off = abs(micro_steps * of_micro_step / workload.global_batch_tokens - 1)
-    return micro_steps if off <= _GLOBAL_BATCH_OFF else None
+    """Return the number of micro-steps nearest to the workload's tokens per step, or None if too far off."""
+    tokens_per_micro_step = num_gpus * config.per_device_train_batch_size * config.seq_len
+    micro_steps = max(1, round(workload.global_batch_tokens / tokens_per_micro_step))
+    difference = abs(micro_steps * tokens_per_micro_step / workload.global_batch_tokens - 1)
+    return micro_steps if difference <= _GLOBAL_BATCH_TOLERANCE else None
 
 
 def _plan(
@@ -249,8 +256,8 @@ def _plan(
             context = row.parts["cuda_context"]
             headroom = offer.gpu.memory_bytes - context - observed.peak_allocated_bytes
             memory_evidence = observed.memory_evidence
-            ran = memory_evidence == "measured"
-            verdict = "fits" if ran or headroom >= 0 else "does not fit"
+            is_measured = memory_evidence == "measured"
+            verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
     if verdict not in ("fits", "tight") or tokens_per_second is None:
         return None
     tokens_per_step = (
@@ -326,7 +333,10 @@ def observations_of(folders: list[Path]) -> dict[tuple, Observed]:
 
 
 def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
-    """Return the median rate and the largest peak of several launches; measured ones before rehearsed."""
+    """Return the median rate and the largest peak of several launches.
+
+    The peak is that of measured launches; of rehearsals if none was measured.
+    """
     rows = [row_of([launch]) for launch in launches]
     ok = [row for row in rows if row.status == "ok"]
     measured = [row for row in ok if not row.is_rehearsed]
@@ -340,7 +350,7 @@ def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
     )
 
 
-# Choose the best plans, and find the reasons against the others.
+# Choose the best plans, and explain why the others rank lower.
 
 TIE = 0.03
 "relative difference below which estimates can't rank plans"
@@ -353,10 +363,10 @@ def best_plans(
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
 ) -> list[Plan]:
-    """Return the best plan within the limits for each model, GPU, count and strategy, ranked.
+    """Return the best plan within the limits for each training, GPU type, count and strategy, ranked.
 
-    `objective` is cost or time. A plan with a tight fit is taken only if no other one fits, and is ranked
-    after all others. By cost, GPUs without a price come last.
+    `objective` is cost or time. A plan whose verdict is tight is taken only if no other plan fits, and comes
+    after all plans that fit. If ranked by cost, GPUs without a price come last.
     """
     within = [
         plan
@@ -375,7 +385,7 @@ def best_plans(
 
 
 def per_hardware(ranked: list[Plan]) -> list[Plan]:
-    """Return the first plan of each model, GPU type and count; if there is only one of these, all plans."""
+    """Return the first plan of each model, GPU type and count; all plans if they share one hardware."""
     first: dict[tuple, Plan] = {}
     for plan in ranked:
         first.setdefault(_hardware(plan), plan)
@@ -387,7 +397,7 @@ def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
     return [other for other in ranked if _hardware(other) == _hardware(plan) and other is not plan]
 
 
-def faster_for_the_same(ranked: list[Plan], plan: Plan) -> Plan | None:
+def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
     """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
 
     Return None if it is not faster than `plan`.
@@ -420,20 +430,20 @@ def _cost(plan: Plan) -> tuple[float, float]:
 
 
 def _amount(plan: Plan, objective: str) -> float:
-    """Return the hours, or the dollars (GPU-hours without a price), by which `objective` ranks the plan."""
+    """Return the hours or dollars (GPU-hours without a price) that `objective` compares."""
     return plan.hours if objective == "time" else _cost(plan)[1]
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a plan is behind the winner."""
+    """The reason why a plan ranks below the winner."""
 
     ratio: float | None
-    "its dollars, GPU-hours or hours over the winner's; None if only one of the two has a price"
+    "the plan's dollars, GPU-hours or hours divided by the winner's; None if only one of them has a price"
     parts: tuple[tuple[str, float], ...]
-    "parts of the step that cost more than the winner's, as fractions of the winner's total, largest first"
+    "parts of the step that cost more than in the winner, as fractions of the winner's total; largest first"
     ties_at_usd_per_gpu_hour: float | None
-    "GPU price at which it would tie; None for the winner's GPU, without a price, or if ranked by time"
+    "GPU price at which the plan would tie; None for the winner's GPU, without a price, or if ranked by time"
 
 
 def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:

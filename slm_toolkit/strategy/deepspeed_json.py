@@ -22,7 +22,7 @@ KEYS_OF_THE_JSON = {
 }
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
-"keys of a DeepSpeed JSON; TrainingArguments also have the last two, as true or false"
+"keys that only a DeepSpeed JSON has; in TrainingArguments bf16 and fp16 are true or false"
 
 
 def is_deepspeed_config(settings: dict[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def is_deepspeed_config(settings: dict[str, Any]) -> bool:
 
 
 def deepspeed_config_path(named: str, yaml_path: Path) -> Path | None:
-    """Find a `deepspeed_config_file`: in the working folder, as accelerate does, else near the YAML."""
+    """Find a `deepspeed_config_file`: in the working folder (as accelerate does), else near the YAML."""
     candidates = (typed_path(named), yaml_path.parent / named, yaml_path.parent.parent / named)
     return next((candidate.resolve() for candidate in candidates if is_file(candidate)), None)
 

@@ -140,7 +140,7 @@ def _no_numbers() -> None:
         engine.step()
         after = [master.detach() for master in masters]
         same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-        assert same, f"ZeRO-{stage} steps though a gradient is no number"
+        assert same, f"ZeRO-{stage} steps although a gradient is NaN"
         assert not math.isfinite(engine.get_global_grad_norm()), f"ZeRO-{stage}: the norm is a number"
 
 

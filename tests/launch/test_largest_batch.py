@@ -114,13 +114,13 @@ def test_where_not_even_1_runs_that_run_is_shown() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--largest_batch"], "add --max_batch"),
+        (["--largest_batch"], "--largest_batch without a GPU needs --max_batch"),
         (["--max_batch", "4"], "--max_batch without --largest_batch"),
         (
             ["--largest_batch", "--per_device_train_batch_size", "2", "--rehearse", "8", "--parity", "5"],
             "--per_device_train_batch_size with --largest_batch, which searches for it: give only one\n"
             "--parity with --largest_batch, whose runs are short and have different batches\n"
-            "--rehearse with --largest_batch and no GPU, because it never runs out of memory\n",
+            "--rehearse with --largest_batch and no GPU, because a CPU never runs out of memory\n",
         ),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_step_without_numbers_ends_the_run_and_names_its_sequences(
         f"--resume_from_checkpoint latest resumes from {run}/checkpoints/step_2; lower --learning_rate"
     )
     assert stopping.message_seconds < 60
-    note(stopping, "the loss of rank 1 is no number in step 3", record_property)
+    note(stopping, "the loss of rank 1 is NaN in step 3", record_property)
     # synthetic sequences in their order: steps of 2 x 4; rank 1 has the second four of each
     ranks = json.loads((run / "bad-step-3.json").read_text())["ranks"]
     numbers = [[row["number"] for row in rank["sequences"]] for rank in ranks]

@@ -135,7 +135,7 @@ def test_a_row_that_breaks_a_stream_at_some_step_ends_all_ranks_with_one_message
     assert message.startswith("error: rank ")
     assert f"{path}, row 80: column 'text' contains ['a'], which is not text" in message
     assert "[rank" not in faulty.err, "no rank shows a traceback"
-    note(faulty, "a row of a stream, at step 41, is no text", record_property)
+    note(faulty, "a row of a stream, at step 41, is not text", record_property)
     assert "--resume_from_checkpoint latest resumes from" in faulty.hint
     assert (faulty.record["status"], faulty.record["reason"]) == ("failed", message.removeprefix("error: "))
 

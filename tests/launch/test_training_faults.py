@@ -61,7 +61,7 @@ def test_a_killed_rank_is_named_within_five_seconds_and_the_run_goes_on_from_its
 @pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "fault", "rank"), [("ds_zero3", "crash in C", 1), ("fsdp_full_shard", "kill", 0)]
+    ("strategy", "fault", "rank"), [("ds_zero3", "crash in native code", 1), ("fsdp_full_shard", "kill", 0)]
 )
 def test_any_rank_is_named_under_any_engine(
     strategy: str, fault: str, rank: int, tmp_path: Path, record_property: Report
@@ -84,7 +84,7 @@ def test_a_rank_that_fails_keeps_its_traceback_and_the_other_only_names_it(
     assert "[rank0]" not in faulty.err
     assert faulty.message_seconds < 15
     assert faulty.record["reason"] == "'the sky is falling'"  # rank 1's own
-    note(faulty, "an exception on rank 1 of DDP (its traceback stands before)", record_property)
+    note(faulty, "an exception on rank 1 of DDP (after its traceback)", record_property)
 
 
 @pytest.mark.quick
@@ -114,7 +114,7 @@ def test_a_rank_that_can_say_nothing_is_named_and_ended(
 ) -> None:
     faulty = launch_with_fault(tmp_path, *SAVING, *LIMIT, strategy="ds_zero3", fault=fault)
     check(faulty, f"{NO_PROGRESS}: rank 1 (pid ", within_seconds=8 + 60)
-    what = {"stop": "is stopped (SIGSTOP)", "hold": "hangs in C"}[fault]
+    what = {"stop": "is stopped (SIGSTOP)", "hold": "hangs in native code"}[fault]
     note(faulty, f"rank 1 of ZeRO-3 {what}, --ddp_timeout 8", record_property)
     assert faulty.messages[0].endswith(says)
     assert faulty.end_seconds < 8 + 90

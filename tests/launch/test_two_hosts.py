@@ -147,7 +147,7 @@ def test_a_second_host_that_never_comes_is_named_and_nothing_is_started(hosts: H
     assert f"machine 0 of 2: waiting at {address}:29500 for machine 1, 0 of 2 s\n" in done.err
     assert (
         f"error: 1 of 2 machines came within 2 s: machine 1 did not connect to {address}:29500\n"
-        "hint: the same command there, with that --machine_rank;" in done.err
+        "hint: run the same command there with its own --machine_rank;" in done.err
     )
     shown = done.err.replace(address, "10.0.0.1").replace(" 2 s", " 300 s")
     assert shown in (ROOT / "docs" / "clusters.md").read_text()

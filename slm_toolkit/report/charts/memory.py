@@ -1,4 +1,4 @@
-"""Draw memory: its parts by kind of evidence, its course over a step, and the errors of predictions."""
+"""Draw memory by part and by evidence, memory over a step, and the errors of predictions."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,14 +31,14 @@ _COLOURS = {name: colour(number) for number, name in enumerate((*TRACED_PARTS, "
     UNSPLIT: "#8a94a6",
     DEEPSPEED: "#b6a27c",
 }
-_CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run that it plays
+_CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run that it stands for
     *("rehearse", "trace_memory", "profile", "max_steps", "timing_warmup_steps", "seed", "learning_rate"),
     *("save_steps", "eval_steps", "eval_batches", "dataset", "warmup_steps"),
 }
-_LIMIT_IN_SIGHT = 0.1
-"show a GPU's memory limit only if the longest bar reaches this share of it; else all bars would be stubs"
+_SMALLEST_SHARE_OF_LIMIT = 0.1
+"show a GPU's memory only if the longest bar reaches this share of it; else all bars would be too short"
 _MOST_PHASES_NAMED = 12
-"names below the timeline; a phase shorter than 1/12 of it has no name, because names would overlap"
+"names below a timeline; a phase shorter than 1/12 of the timeline gets no name, so that no names overlap"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     for label, row in rows.items():
         flags = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
         key = (row.strategy, row.world_size, flags)
-        if row.is_rehearsed and row.gpu is None:  # it belongs to the same run on any GPU
+        if row.is_rehearsed and row.gpu is None:  # one rehearsal stands for the same run on any GPU
             rehearsals.setdefault(key, []).append(label)
         else:
             groups.setdefault((*key, row.gpu), []).append(label)
@@ -77,7 +77,11 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
             bars.append(Bar(key, f"{stack.evidence} {size_text(sum(stack.parts.values()))}"))
             stacks[key] = stack
     if not bars:
-        return Panel(name, title, missing="no record has bytes of a GPU, of a trace or of the training state")
+        return Panel(
+            name,
+            title,
+            missing="no record has a GPU's memory, a memory trace or the bytes of the training state",
+        )
     data = []
     for part, part_colour in _COLOURS.items():
         with_part = {key: stack for key, stack in stacks.items() if stack.parts.get(part)}
@@ -163,7 +167,7 @@ def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
 
 
 def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack]:
-    """Return one bar per kind of evidence, from the first row of a configuration that has it."""
+    """Return one bar per kind of evidence, from the first of a configuration's rows that has the evidence."""
     stacks: dict[str, _Stack] = {}
     observed = {label: stack for label, row in rows.items() if (stack := _observed(row)) is not None}
     for label, stack in observed.items():
@@ -186,7 +190,7 @@ def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack
 
 
 def _observed(row: Row) -> _Stack | None:
-    """Return the observed bytes: by part if traced; else the counted state and the rest of the peak."""
+    """Return the observed bytes by part; without a trace, the counted state and the rest of the peak."""
     if row.status != "ok":
         return None
     if row.memory_at_peak is not None:
@@ -203,7 +207,7 @@ def _observed(row: Row) -> _Stack | None:
 
 
 def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[list[dict], list[str]]:
-    """Return a line at the memory of each GPU that bars come near, and a note for every GPU's memory."""
+    """Return a note for each GPU type's memory, and a line for each that bars come near."""
     gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu))}
     notes = [f"a {gpu.name} has {size_text(gpu.memory_bytes)}" for gpu in gpus.values()]
     lines = [
@@ -216,7 +220,7 @@ def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[
             "hovertemplate": f"memory of a {gpu.name}: {size_text(gpu.memory_bytes)}<extra></extra>",
         }
         for gpu in gpus.values()
-        if longest_bytes >= _LIMIT_IN_SIGHT * gpu.memory_bytes
+        if longest_bytes >= _SMALLEST_SHARE_OF_LIMIT * gpu.memory_bytes
     ]
     return lines, notes
 

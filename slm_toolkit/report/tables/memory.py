@@ -1,4 +1,4 @@
-"""Show a step's memory: the place and owners of its peak (a table), and its rise and fall (a chart)."""
+"""Show a step's memory: what uses it at the peak (a table), and its course over the step (a chart)."""
 
 import re
 from collections.abc import Iterable
@@ -35,14 +35,14 @@ PARTS = (
     _MemoryPart("temporary", "temporary", "t", "white on bright_black"),
 )
 MOST_ROWS = 30
-_SMALLEST_SHARE = 0.005  # of the peak; smaller owners share a row, smaller parts are in the chart only
+_SMALLEST_SHARE = 0.005  # of the peak; smaller owners share one row, and smaller parts are not named
 _SHORTEST_BAR = 10  # characters; a narrower console wraps
 _OWNER_BAR = 24
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A part or module that uses memory at the peak; like layers are one owner."""
+    """A part or module that uses memory at the peak; layers of similar size are one owner."""
 
     name: str
     num_bytes: int
@@ -51,7 +51,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One row of the chart: the highest memory during a visit to one or several modules."""
+    """One row of the chart: the highest memory while one module or several modules in a row run."""
 
     phase: str
     place: str
@@ -74,7 +74,7 @@ class MemoryPicture:
 def memory_picture(
     at_peak: dict[str, Any], segments: list[Segment], *, most_rows: int = MOST_ROWS
 ) -> MemoryPicture:
-    """Make the picture from a record's `memory_at_peak` and its timeline, which may be empty."""
+    """Make the picture from a record's `memory_at_peak` and timeline; the timeline may be empty."""
     module = at_peak["module"] or ("" if at_peak["phase"] == "optimizer" else "outside the layers")
     return MemoryPicture(
         where=" at ".join(filter(None, (at_peak["phase"], module))),
@@ -86,7 +86,7 @@ def memory_picture(
 
 
 def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> RenderableType:
-    """Show the peak in words, its owners as a table, and the step as bars. Print it with `crop=False`."""
+    """Show the peak as a sentence, its owners as a table, and the step as bars. Print with `crop=False`."""
     parts = [
         f"{part.title} {size_text(count)}"
         for part in PARTS
@@ -101,7 +101,7 @@ def memory_chart(title: str, picture: MemoryPicture, *, width: int) -> Renderabl
 
 
 def _owners(at_peak: dict[str, Any]) -> list[Owner]:
-    """List the owners, the largest first: parts of engine and state, and modules; like layers together."""
+    """List the owners, largest first: parts outside of modules, and modules; similar layers are joined."""
     titles = {part.field: part.title for part in PARTS}
     owners = [Owner(titles[part], size) for part, size in at_peak["parts"].items() if part not in OF_MODULES]
     bytes_by_layer: dict[int, int] = {}
@@ -135,8 +135,8 @@ def _similar_layers(bytes_by_layer: dict[int, int]) -> list[list[int]]:
 def _moments(segments: list[Segment], most_rows: int) -> list[ChartRow]:
     """Shorten the timeline to at most `most_rows` rows, if possible, by joining as few layers as necessary.
 
-    Of several micro-steps, only the micro-step with the peak is shown in detail (or the last, if the peak is
-    outside); the others before it share a row, and those after it another.
+    Of several micro-steps, only the micro-step with the peak has rows of its own (the last micro-step, if the
+    peak is outside of all). All micro-steps before it share one row, and all after it share another.
     """
     if not segments:
         return []
@@ -174,7 +174,7 @@ def _micro_steps(segments: list[Segment]) -> list[int]:
 
 
 def _places(segments: list[Segment]) -> list[str]:
-    """Return each segment's module; a segment between modules belongs to the previous, else to the next."""
+    """Return each segment's module; a segment between modules gets the previous module, else the next."""
     places = [segment.module for segment in segments]
     for index, segment in enumerate(segments):
         before = index > 0 and segments[index - 1].phase == segment.phase
@@ -201,7 +201,7 @@ def _row_of(segment: Segment, place: str, number: int, *, shown_step: int, toget
 
 
 def _highest(group: Iterable[_Item]) -> list[_Item]:
-    """Sort a group, its highest segment first."""
+    """Sort the segments of a group, the one with the most memory first."""
     return sorted(group, key=lambda item: -item[0].num_bytes)
 
 
@@ -249,7 +249,7 @@ def _owner_columns(picture: MemoryPicture) -> list[Column]:
 
 
 def _chart(moments: tuple[ChartRow, ...], width: int) -> list[RenderableType]:
-    """Draw a stacked bar per moment, all on one scale, and the legend."""
+    """Return a stacked bar per row of the chart, all on one scale, and the legend."""
     if not moments:
         return [Text("no timeline: memory_timeline.csv is missing from the record's folder", style="dim")]
     longest = max(moment.num_bytes for moment in moments)

@@ -42,7 +42,7 @@ class Data:
 
     train: Any
     held_out: dict[str, Any]
-    "by name of the dataset; empty without --eval_steps"
+    "held-out sequences by name of the dataset; empty without --eval_steps"
     tokenizer: Any
     "None for synthetic tokens"
     names: tuple[str, ...]
@@ -65,11 +65,11 @@ class Data:
 def load_data(
     config: RunConfig, spec: ModelSpec, *, num_sequences: int, num_held_out: int | None = None
 ) -> Data:
-    """Load all data of a run. `num_sequences`: the number of synthetic sequences to make.
+    """Load all data of a run.
 
-    `num_held_out`: if the run resumes, the number of sequences that the earlier run held out of each stream.
-
-    Raises ValueError, with a hint, for data that does not exist, contains no text or is too short.
+    `num_sequences`: the number of synthetic sequences to make. `num_held_out`: if the run resumes, the number
+    of sequences that the earlier run held out of each stream. Raises ValueError, with a hint, for data that
+    does not exist, contains no text or is too short.
     """
     evaluate = config.eval_steps is not None
     if config.dataset == SYNTHETIC:
@@ -114,13 +114,14 @@ def _load_part(
 ) -> _LoadedSource:
     """Load one dataset: its training sequences and its held-out sequences.
 
-    Of a stream, the first `num_held_out` sequences are held out; of other data, a share at the end. With
-    num_held_out=None no sequence is held out.
+    A stream's first `num_held_out` sequences are held out. Of other data, --validation_split_percentage of
+    the sequences are held out, at the end. With num_held_out=None no sequence is held out.
     """
     rows, streaming, kind = read_rows(source, config)
     packing = packing_of(config.packing, is_chat=kind in CHATS)
     if kind in CHATS and tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE  # saved with the model, which learns answers in this form
+        # saved with the model, because the model learns answers in this form
+        tokenizer.chat_template = CHAT_TEMPLATE
     if packing == "concat" and kind in CHATS:
         raise ValueError(
             f"--packing concat does not fit {source.path}, which contains chats: "
@@ -165,7 +166,8 @@ def _split_stream(
     source: Source, stream: "PackedStream", facts: dict[str, Any], config: RunConfig, num_held_out: int | None
 ) -> _LoadedSource:
     """Hold out the first `num_held_out` sequences of a stream; they are kept in memory."""
-    if config.dataloader_num_workers > 1:  # each worker would read all of it, or the order would change
+    # each of several workers would read the whole stream, or the order would change
+    if config.dataloader_num_workers > 1:
         raise ValueError(
             f"--dataloader_num_workers {config.dataloader_num_workers} does not fit a stream: "
             "only one process can read it in order\n"
@@ -190,7 +192,7 @@ def _digest(sequences: Iterable[dict[str, Any]]) -> str:
 
 
 def _most_held_out(config: RunConfig) -> int:
-    """Return the number of a stream's sequences to keep in memory for evaluation."""
+    """Return how many sequences of a stream are kept in memory for evaluation."""
     return config.eval_batches * config.per_device_train_batch_size
 
 
@@ -205,7 +207,7 @@ def _too_short(source: Source, kind: str, config: RunConfig, num_held_out: int =
 
 
 def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> Any:
-    """Mix several datasets into one: concatenated, or by weight until each has been read to its end."""
+    """Mix several datasets into one: joined; or by weight, until each has been read to its end."""
     if len(parts) == 1:
         return parts[0]
     weights = [source.weight for source in sources]
@@ -233,7 +235,7 @@ def _mixed(parts: list[Any], sources: tuple[Source, ...], config: RunConfig) -> 
 
 
 def _with_columns(part: Any, all_parts: list[Any]) -> Any:
-    """Add the columns that other parts have, because concatenated text has neither labels nor padding."""
+    """Add the columns that only other parts have; concatenated text, for example, has no labels."""
     missing = {name for other in all_parts for name in other.column_names} - set(part.column_names)
     return part.map(partial(added_columns, names=sorted(missing)), batched=True) if missing else part
 
@@ -281,11 +283,11 @@ def packing_of(flag: str, *, is_chat: bool) -> str:
 def fill(
     documents: list[Document], packing: str, seq_len: int, *, is_chat: bool
 ) -> tuple[list[list[Document]], list[Document]]:
-    """Distribute documents over sequences. Return each sequence's pieces, and the rest that fills none.
+    """Distribute documents over sequences. Return each sequence's pieces, and the pieces left at the end.
 
-    concat and block_diagonal cut a document where a sequence is full. Other packings keep documents whole and
-    cut only a document that is longer than a sequence. The rest of a chat is then dropped, because it lacks
-    its question.
+    concat and block_diagonal cut a document where a sequence is full; the last pieces may not fill one. Other
+    packings keep documents whole and cut only a document that is longer than a sequence. The rest of a long
+    chat is dropped, because it lacks its question.
     """
     if packing in ("concat", "block_diagonal"):
         return _joined(documents, seq_len)
@@ -300,9 +302,9 @@ def columns_of(
 ) -> Columns:
     """Return each sequence's input_ids and, where needed, labels, position_ids and padding.
 
-    labels: with `has_labels` (some tokens have no loss), and for every packing except concat. If documents
-    are kept separate, the first token of each has no label, because no token predicts it.
-    position_ids: counted from 0 in each document, so that attention sees where a document begins; padding
+    labels: present with `has_labels` (some tokens have no loss), and for every packing except concat. If
+    documents are kept separate, the first token of each has no label, because no token predicts it.
+    position_ids: count from 0 in each document, so that attention sees where a document begins; padding
     counts as another document. padding: the number of padding tokens.
     """
     is_separated = packing in SEPARATED_PACKINGS
@@ -375,18 +377,18 @@ def _best_fit(documents: list[Document], seq_len: int) -> list[list[Document]]:
             left, number = seq_len, len(bins)
             bins.append([document])
         insort(free, (left - length, number))
-    # otherwise long documents would come first, and the held-out end would have only short documents
+    # without this, the longest documents would come first, and only short ones would be held out at the end
     random.Random(len(bins)).shuffle(bins)
     return bins
 
 
 ROWS_AT_ONCE = 1000
-"number of rows that are packed together"
+"number of rows that are packed together into sequences"
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Turn rows, by column, into columns of sequences; the fields are the key of `datasets`' cache."""
+    """Turn the columns of rows into the columns of sequences. The fields are the key of `datasets`' cache."""
 
     tokenizer: Any
     kind: str
@@ -396,7 +398,7 @@ class Pack:
     loss_on: str
     vocab_size: int
     version: int = 1
-    "raise it when documents.py or this file makes other sequences; otherwise caches return the old ones"
+    "raise it when this file or documents.py makes other sequences; otherwise the cache returns old sequences"
 
     def __call__(self, rows: dict[str, list[Any]]) -> Columns:
         return self.columns(self.fill(self.documents(rows))[0])
@@ -407,7 +409,7 @@ class Pack:
         try:
             with unreadable_text():
                 documents = documents_of(rows, self.kind, self.tokenizer, **columns)
-        except (AttributeError, KeyError, TypeError) as error:  # a value has another type
+        except (AttributeError, KeyError, TypeError) as error:  # a value does not have the expected type
             raise ValueError(
                 f"the row does not fit the format {self.kind}: {error}\nhint: correct or remove the row"
             ) from error
@@ -425,12 +427,12 @@ class Pack:
 
     def columns(self, sequences: list[list[Any]]) -> Columns:
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        has_labels = self.kind not in ("text",)
+        has_labels = self.kind != "text"
         return columns_of(sequences, self.packing, self.seq_len, has_labels=has_labels, pad_token=pad)
 
 
 class PackedStream(IterableDataset):
-    """Sequences of streamed rows, packed while they are read. Every pass reads the source again."""
+    """Sequences packed from rows while the rows are streamed. Every pass reads the source again."""
 
     def __init__(self, rows: Any, pack: Pack, path: str, *, skip: int = 0) -> None:
         self.rows, self.pack, self.path, self.skip = rows, pack, path, skip
@@ -488,7 +490,7 @@ def _by_column(group: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def added_columns(rows: dict[str, Any], names: list[str]) -> Columns:
-    """Return the named columns for concatenated text: all tokens are labels, one document, no padding."""
+    """Return the named columns for concatenated text: every token is a label, one document, no padding."""
     tokens = rows["input_ids"]
     columns = {
         "labels": [list(row) for row in tokens],
@@ -553,7 +555,7 @@ class MarkovTokens(Dataset):
         rng = np.random.default_rng([self.seed, 1, self.first + index])
         drawn = rng.random(self.seq_len) >= self.FOLLOW
         drawn[0] = True
-        # each drawn token's place on the cycle
+        # the place of each drawn token on the cycle
         places = np.searchsorted(self.cumulative, rng.random(self.seq_len))
         last_draw = np.maximum.accumulate(np.where(drawn, np.arange(self.seq_len), 0))
         places = places[last_draw] + np.arange(self.seq_len) - last_draw

@@ -1,4 +1,4 @@
-"""Losses that save less memory for backward than transformers' loss, by computing in chunks.
+"""Losses that save fewer bytes for backward than transformers' loss, by computing in chunks.
 
 In the byte counts below, N is the tokens of a micro-step, V the vocabulary size and h the hidden size. e is
 the bytes of an element in the compute dtype: 2 in bf16, 4 in fp32.
@@ -30,13 +30,13 @@ def fused_logits_loss(
     compiled: bool = False,
     chunks: LossChunks = _BY_RULE,
 ) -> torch.Tensor:
-    """Compute transformers' causal LM loss over logits [batch, tokens, V], with one copy of them, not three.
+    """Compute transformers' causal LM loss of logits [batch, tokens, V] with one copy of them, not three.
 
     Peak memory: the logits, N x V x e bytes, and one chunk of fp32 probabilities, at most 64 MiB for any N
     (none in fp32; two of them on a CPU, where torch converts dtypes in a separate step). Forward overwrites
     the logits with their gradient, so a training step's logits can't be read afterwards. Backward allocates
-    nothing. Without gradients, as in evaluation, the logits stay unchanged. `compiled`: a kernel made by
-    torch.compile reads the logits twice and writes their gradient, without an fp32 copy of a chunk.
+    nothing. Without gradients, as in evaluation, the logits stay unchanged. With `compiled`, a kernel made by
+    torch.compile reads the logits twice and writes their gradient. It makes no fp32 copy of a chunk.
     """
     targets = _next_tokens(labels).to(logits.device)
     num_items = _num_valid(targets) if num_items_in_batch is None else num_items_in_batch
@@ -69,13 +69,15 @@ class LossHead(torch.nn.Linear):
 
     Peak memory in forward, in addition to hidden states [N, h] and weight [V, h]: their gradients, N x h x e
     and V x h x e bytes, the only tensors saved for backward; one chunk of logits, `LossChunks.of_logits` x
-    V x e; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none if
-    compiled). All chunks share these two buffers. Backward allocates nothing: it scales both gradients in
-    place. Under autocast, hidden states and weight are first copied to bf16, as for every matrix product.
+    V x e bytes; and at most 64 MiB of fp32 probabilities, as in `fused_logits_loss` (none in fp32, none if
+    compiled). All chunks share the two buffers of logits and probabilities. Backward allocates nothing: it
+    scales both gradients in place. Under autocast, hidden states and weight are first copied to bf16, as for
+    every matrix product.
 
-    The matrix product itself sums the weight's gradient over chunks in the weight's dtype. It rounds once per
-    chunk, V / h times at most. In bf16 the error is 0.3 to 0.6 %; a single product has 0.15 %, and bf16 costs
-    all gradients 1 % anyway. An fp32 sum would take V x h x 4 bytes more.
+    The matrix product itself adds each chunk's gradient of the weight to the sum, in the weight's dtype. So
+    the sum is rounded once per chunk, at most V / h times. In bf16 its error is 0.3 to 0.6 %. The error of a
+    single product is 0.15 %, and all gradients have an error of 1 % in bf16 anyway. A sum in fp32 would take
+    V x h x 4 bytes more.
     """
 
     labels: torch.Tensor | None = None
@@ -83,7 +85,7 @@ class LossHead(torch.nn.Linear):
     last_loss: torch.Tensor | None = None
     "the loss in fp32, before an engine's output cast rounds it"
     num_items: torch.Tensor | None = None
-    "divisor of the sum over tokens; None: the number of tokens with a label"
+    "divisor of the summed loss; None: the number of tokens with a label"
     token_losses: torch.Tensor | None = None
     "if set, a tensor of one value per token; the next forward writes each token's loss into it"
     compiled: bool = False
@@ -186,7 +188,7 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 
 def give_labels_to_head(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pass the labels to the head, because transformers' forward does not; a forward pre-hook."""
+    """A forward pre-hook that passes the labels to the head, because transformers' forward does not."""
     model.get_output_embeddings().labels = kwargs.get("labels")
 
 
@@ -202,7 +204,7 @@ def loss_of_head(
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the label that each token predicts, flat; as in transformers, a sequence's last has none."""
+    """Return the label that each token predicts, as one dimension; a sequence's last token has none."""
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
 
 
@@ -263,7 +265,7 @@ def _chunk_losses_(
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """Return each row's loss, 0 without a label. Probabilities go into `wide`; if None, into fp32 logits."""
+    """Return each row's loss, 0 without a label. Writes probabilities into `wide`; if None, into `logits`."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     target = targets.clamp(min=0).unsqueeze(1)
     top = logits.amax(dim=1, keepdim=True).float()
@@ -295,7 +297,7 @@ def _compiled_chunk_losses_(
     *,
     with_gradient: bool,
 ) -> torch.Tensor:
-    """`_chunk_losses_` in plain form; torch.compile turns it into two passes over the logits."""
+    """Do what `_chunk_losses_` does, in operations that torch.compile fuses into two passes over logits."""
     valid = (targets != IGNORE_INDEX).unsqueeze(1)
     exact = logits.float()
     top = exact.amax(dim=1, keepdim=True)

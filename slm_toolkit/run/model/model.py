@@ -1,4 +1,4 @@
-"""Builds the Hugging Face model of a ModelSpec, with random or loaded weights, in the dtype of --numerics."""
+"""Build the Hugging Face model of a ModelSpec, with random or loaded weights, in the dtype of --numerics."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed  # that of transformers also imports peft and bitsandbytes
+from accelerate.utils import set_seed  # set_seed of transformers also imports peft and bitsandbytes
 from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,9 +59,10 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     """Return the model in training mode on CPU, with the same weights on every rank and under every strategy.
 
     A folder or hub id with weights is fine-tuned. Any other model gets random weights from the seed, rounded
-    to bf16, so that runs with all numerics start from the same weights. The dtype is bf16 for `--numerics
-    aligned` and `pure_bf16` (so master weights start from the same rounding under every engine), else fp32.
-    `documents_apart`: batches have position_ids that restart with each document.
+    to bf16, so that runs start from the same weights whatever their numerics. The dtype is bf16 for
+    `--numerics aligned` and `pure_bf16` (so master weights start from the same rounding under every engine),
+    else fp32. `documents_apart`: batches have position_ids that restart with each document.
+
     Raises ValueError if the attention kernel is unknown or not installed, or if a fused kernel does not fit.
     """
     set_seed(config.seed)
@@ -87,13 +88,14 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.peft != "none":
         add_adapter(model, config, base=spec.path)
     if config.numerics in ("aligned", "pure_bf16"):
-        for param in _whole_params(model):  # not the buffers: rounding RoPE's frequencies changes the model
+        # only parameters: rounding RoPE's frequencies, which are a buffer, would change the model
+        for param in _whole_params(model):
             param.data = param.data.bfloat16()
     if config.torch_compile:
-        # keeps each layer's backward one graph under DDP; by default Dynamo splits it at every 25 MB bucket
+        # one graph per layer's backward under DDP; by default Dynamo splits it at every 25 MB bucket
         torch._dynamo.config.optimize_ddp = False  # private
         for layer in model.model.layers:
-            # in place: state dict names stay the same, and every engine wraps the same module
+            # compile in place: state dict names stay the same, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)
     return model.train()
 
@@ -103,7 +105,7 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
 
     Under zero3_init_flag, transformers draws each tensor in the compute dtype, on a GPU if there is one, so
     the weights differ. Rank 0 therefore draws the whole model again on its CPU, as other strategies do, and
-    all ranks copy their shards of each tensor. A rehearsal has no losses and keeps the first weights.
+    all ranks copy their shards of each tensor. A rehearsal has no losses, so it keeps the sharded weights.
     """
     model = AutoModelForCausalLM.from_config(shape, **options)
     draw_again = partial(_draw_sensitive, seed=config.seed) if config.parity_task else nullcontext
@@ -117,7 +119,7 @@ def drawn_model(shape: PretrainedConfig, config: RunConfig, options: dict[str, A
         whole = None
         if torch.distributed.get_rank() == 0:
             set_seed(config.seed)
-            with set_zero3_state():  # not sharded
+            with set_zero3_state():  # turns sharding off
                 whole = AutoModelForCausalLM.from_config(shape, **options)
             draw_again(whole)
         for name, param in model.named_parameters():
@@ -189,7 +191,7 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
     shape = hf_config(spec, seq_len=config.seq_len)
     name = transformers_name(kernel, shape)
     try:
-        with torch.device("meta"), set_zero3_state():  # not sharded, even with zero3_init_flag
+        with torch.device("meta"), set_zero3_state():  # turns sharding off, even with zero3_init_flag
             AutoModelForCausalLM.from_config(shape, attn_implementation=name)
     except (ImportError, ValueError) as error:
         raise ValueError(
@@ -199,11 +201,11 @@ def check_attention(spec: ModelSpec, config: RunConfig) -> None:
 
 
 def _whole_params(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return parameters that zero3_init_flag did not shard; shards already have the JSON's dtype."""
+    """Return parameters that zero3_init_flag did not shard; sharded ones already have the JSON's dtype."""
     return [param for param in model.parameters() if not hasattr(param, "ds_tensor")]
 
 
-# Attention functions registered with transformers: SDPA on the flag's backend, without building a mask.
+# Attention functions for transformers: SDPA on the flag's backend, without a mask if none is needed.
 
 SDPA_BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
@@ -211,17 +213,18 @@ SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"by value of --attn_implementation; with sdpa itself, PyTorch chooses the fastest backend that fits"
+"backend by value of --attn_implementation; for `sdpa`, PyTorch chooses the fastest backend that fits"
 _ON_CPU = ("sdpa_math", "sdpa_flash")
 
 
 def transformers_name(kernel: str, config: PretrainedConfig, *, documents_apart: bool = False) -> str:
     """Register SDPA or its backend with transformers. Return the name of the attention there.
 
-    If every layer of `config` attends to all earlier tokens, no mask function is registered. Batches have no
-    padding, so none is needed; it would read position ids from the device in every forward, and the host
+    If every layer of `config` attends to all earlier tokens, no mask function is registered, because batches
+    have no padding. A mask function would read position ids from the device in every forward, and the host
     would wait for the GPU. `documents_apart`: sequences have several documents that must not see each other,
-    so a mask function is needed.
+    so a mask function is registered.
+
     Raises ValueError if this machine's PyTorch can't train with the backend.
     """
     if kernel != "sdpa" and kernel not in SDPA_BACKENDS:
@@ -276,10 +279,11 @@ _ALWAYS_SAVED = (
 def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -> None:
     """Make backward recompute activations, according to `--gradient_checkpointing`.
 
-    full: save only the input of each decoder layer. selective_layer: the same, but only in every second layer
-    (the second, the fourth, ...), as in torchtitan. selective_op: in every layer, save its input, the result
-    of attention and the results of every second matrix product (query, value, gate and down); recompute the
-    rest, such as key, output and up. (Backward does not need down's result, but torchtitan saves it, too.)
+    full: save only the input of each decoder layer. selective_layer: do so in every second layer only (the
+    second, the fourth, ...), as in torchtitan. selective_op: in every layer, save the layer's input, the
+    result of attention and the results of every second matrix product (query, value, gate and down).
+    Recompute the rest, such as key, output and up. (Backward does not need down's result, but torchtitan
+    saves it, too.)
     """
     if mode == "none":
         return
@@ -294,8 +298,8 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     """Return a layer's forward that backward recomputes, inside the hooks of torch.compile and the engine.
 
     transformers 5.17 checkpoints outside these hooks, and compiled layers then can't choose operators
-    ("Tensor cached during selective activation checkpoint has been mutated"). It returns a function, because
-    torch.compile can't trace a partial of `checkpoint`.
+    ("Tensor cached during selective activation checkpoint has been mutated"). The result is a function,
+    because torch.compile can't trace a partial of `checkpoint`.
     """
 
     @wraps(forward)
@@ -328,7 +332,7 @@ def _contexts_for_compiler() -> tuple[Any, Any]:
 
 
 def _policy() -> Callable[[Any], bool]:
-    """Return a function that decides if an operator's result is saved; call it for all operators in order."""
+    """Return a function that decides whether to save an operator's result; it counts, so call it in order."""
     num_matmuls = 0
 
     def is_saved(op: Any) -> bool:
@@ -352,12 +356,12 @@ class _Save(TorchDispatchMode):
         if is_in_place:  # DeepSpeed's linear layer adds its bias in place, for example
             self._copy_saved(args[0])
         result = op(*args, **(kwargs or {}))
-        if self.is_saved(op):  # detached, because autograd is about to track the tensor itself
+        if self.is_saved(op):  # detach, because autograd is about to track the tensor itself
             self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
         return result
 
     def _copy_saved(self, changing: torch.Tensor) -> None:
-        """Replace saved results by copies if they share memory with `changing`."""
+        """Copy saved results that share memory with `changing`, which is about to be overwritten."""
         memory = changing.untyped_storage()._cdata
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

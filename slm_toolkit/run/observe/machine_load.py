@@ -1,4 +1,4 @@
-"""Measure the load on this rank's GPU and machine: other users, energy, clocks, throttling, free memory."""
+"""Measure the load of this rank's GPU and machine: other users, energy, clocks, throttling, memory."""
 
 import os
 import time
@@ -20,7 +20,7 @@ THROTTLE_REASONS = {
 }
 """Bits of NVML's clocks event reasons that mean the GPU runs slower than it could.
 
-Idle is not among them, nor are clocks that a user has set (application, display, sync boost).
+An idle GPU, and clocks that a user has set (application, display, sync boost), are left out.
 """
 
 
@@ -28,7 +28,7 @@ Idle is not among them, nor are clocks that a user has set (application, display
 class GpuState:
     """The processes and the memory in use on a GPU.
 
-    If it is read before this process has a CUDA context there, it counts only other processes.
+    Read before this process has a CUDA context on the GPU, the state counts only other processes.
     """
 
     num_processes: int | None
@@ -39,16 +39,16 @@ class GpuState:
 
 @dataclass(frozen=True)
 class GpuBefore:
-    """NVML's handle of this rank's GPU, and the use of that GPU before the run opened it."""
+    """NVML's handle of this rank's GPU, and the state of the GPU before the run opened it."""
 
     handle: Any | None
     state: GpuState
 
 
 def look_at_gpu(index: int) -> GpuBefore:
-    """Return the use of `cuda:index`; all None without a GPU or NVML.
+    """Return handle and state of `cuda:index`; without a GPU or NVML all values are None.
 
-    Call it before this process has a CUDA context there.
+    Call it before this process has a CUDA context on that GPU.
     """
     handle = None
     if torch.cuda.is_available():
@@ -60,11 +60,12 @@ def open_gpu(uuid: str | None) -> Any | None:
     """Return NVML's handle of a GPU or MIG instance; None without NVML or such a device.
 
     uuid: as NVML, `nvidia-smi -L` and CUDA_VISIBLE_DEVICES write it, or without the prefix, as in
-    `str(torch.cuda.get_device_properties(local_rank).uuid)`. That call opens no context: torch's own
-    initialization makes it for every GPU (_check_capability), and afterwards torch's
-    test_cuda_primary_ctx.py finds no context on unused GPUs.
+    `str(torch.cuda.get_device_properties(local_rank).uuid)`. get_device_properties opens no context: torch
+    itself calls it for every GPU when it starts (_check_capability), and torch's test_cuda_primary_ctx.py
+    finds no context on unused GPUs afterwards.
 
-    Returns None also for a board that is split into MIG instances, because its energy is that of all of them.
+    Returns None also for a board that is split into MIG instances, because its energy counter covers all of
+    them.
     """
     if uuid is None or not _nvml_works():
         return None
@@ -77,7 +78,7 @@ def open_gpu(uuid: str | None) -> Any | None:
 
 
 def gpu_state(handle: Any) -> GpuState:
-    """Return a GPU's current use. The query takes milliseconds, so don't call it inside a run's steps."""
+    """Return a GPU's current state. This takes milliseconds, so don't call it inside a run's steps."""
     processes = _query_nvml(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     # version 1 of the query counts the driver's reserve, hundreds of MiB, as used
     memory = _query_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
@@ -101,7 +102,7 @@ def allocator_retries(device: torch.device) -> dict[str, int]:
 class GpuWatch:
     """Energy, throttling and SM clock of one GPU, read between training steps.
 
-    Call `sample` outside of timed code: a reading takes its own time. Without a handle all values are None.
+    Call `sample` outside of timed code, because reading takes time. Without a handle all values are None.
     """
 
     def __init__(self, handle: Any | None) -> None:
@@ -134,8 +135,8 @@ class GpuWatch:
         """The board's energy per step, from one sample to the next; None if the driver does not count it.
 
         Drivers count it since Volta, but not for every MIG instance and virtual GPU. The counter changes
-        every 20 to 100 ms (petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter). So most shorter steps read
-        0, and only a sum over seconds is a measurement.
+        every 20 to 100 ms (petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter). So most steps that are
+        shorter have 0 joules, and only a sum over seconds is a measurement.
         """
         counter = _if_all_known(self._energy_millijoules)
         if counter is None or self._zero_millijoules is None:
@@ -202,7 +203,7 @@ class HostWatch:
         self._least_available_bytes = min(self._least_available_bytes, psutil.virtual_memory().available)
 
     def ram(self) -> dict[str, int]:
-        """The machine's total_bytes, its least_available_bytes at any sample, its swapped_out_bytes."""
+        """Return the machine's total_bytes, and since `start` least_available_bytes and swapped_out_bytes."""
         return {
             "total_bytes": psutil.virtual_memory().total,
             "least_available_bytes": self._least_available_bytes,
@@ -214,7 +215,7 @@ class HostWatch:
 
         A core is busy unless it is idle or waits for a disk. Stolen time counts as busy, because another
         guest of the host used the core. Interrupts belong to no process, so the launch's interrupts count as
-        others', too. The kernel counts in 10 ms, so the mean is meaningful after seconds, not milliseconds.
+        other programs, too. The kernel counts in units of 10 ms, so only a mean over seconds is meaningful.
         """
         elapsed_seconds = time.monotonic() - self._start_seconds
         busy_seconds = _system_busy_seconds() - self._busy_seconds
@@ -241,7 +242,7 @@ def _query_nvml(query: Callable[..., Any], *arguments: Any) -> Any | None:
 
 def _nvml_works() -> bool:
     try:
-        pynvml.nvmlInit()  # loads the library on the first call; later calls only raise a counter
+        pynvml.nvmlInit()  # the first call loads the library; later calls only raise a counter
     except pynvml.NVMLError:  # no library, no driver, or they don't match
         return False
     return True
@@ -256,11 +257,11 @@ def _is_split(handle: Any) -> bool:
 def _system_busy_seconds() -> float:
     """Return the busy CPU seconds of all cores since boot, from /proc/stat.
 
-    Inside a container, these are the whole machine's seconds, too.
+    Inside a container, /proc/stat also counts the whole machine.
     """
     times = psutil.cpu_times()._asdict()
     not_busy = times["idle"] + times.get("iowait", 0.0)
-    # the seconds of virtual machines, which user and nice include already
+    # user and nice already include the seconds of virtual machines
     counted_twice = times.get("guest", 0.0) + times.get("guest_nice", 0.0)
     return sum(times.values()) - not_busy - counted_twice
 

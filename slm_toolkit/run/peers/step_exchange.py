@@ -1,7 +1,7 @@
 """Exchange values between ranks: Python objects, and after each step the losses, norms and stop signals.
 
-Each rank sends its values after every step and reads those of the others one step later; on a GPU two steps
-later, because losses arrive late. So no rank waits, and all ranks read the same step at the same place.
+Each rank sends its values after every step. It receives those of all ranks one step later; on a GPU two steps
+later, because the host runs ahead of the losses. So no rank waits, and after a step all ranks know the same.
 """
 
 import math
@@ -35,7 +35,7 @@ def gather_to_all(value: Any) -> list[Any]:
 def rank_0_first(work: Callable[[], Result]) -> Result:
     """Do `work` on rank 0, then on the first rank of each other machine, then on the remaining ranks.
 
-    Later ranks find filled caches, whether or not the machines share a disk. A ValueError on one rank is
+    So later ranks find filled caches, whether or not the machines share a disk. A ValueError on one rank is
     raised on all ranks.
     """
     if not torch.distributed.is_initialized():
@@ -70,7 +70,7 @@ class Seen:
     "True if any rank's share of a checkpoint is not on disk yet"
 
     def is_loss_bad(self, max_loss: float) -> bool:
-        """True if a loss is not finite or the mean over ranks exceeds max_loss.
+        """Return True if a loss is not finite or the mean over ranks exceeds max_loss.
 
         A single rank's loss may exceed it, because that rank may have few labels.
         """
@@ -91,7 +91,8 @@ class Seen:
 class StopSignal:
     """Note the first SIGTERM (schedulers send it before they take a machine away) or SIGINT (Ctrl-C).
 
-    The run acts on it between steps. A second signal ends the process at once if either of the two is SIGINT.
+    The run acts on the signal between steps. A second signal ends the process at once if one of the two is
+    SIGINT and more than SAME_SECONDS lie between them.
     """
 
     def __init__(self, *numbers: int) -> None:
@@ -120,9 +121,9 @@ class StopSignal:
 
 
 def control_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """Make a gloo group of all ranks, which communicates while the GPUs work.
+    """Make a gloo group of all ranks, so that they can communicate while the GPUs work.
 
-    Return None if the default group does that already, or if there is one rank.
+    Return None if the default group is gloo already, in a rehearsal, or if there is only one rank.
     """
     if accelerator.num_processes == 1 or dist.get_backend() in ("gloo", "fake"):
         return None
@@ -161,14 +162,14 @@ class StepExchange:
         return seen
 
     def rest(self) -> list[Seen]:
-        """Wait for all values that were not returned yet, and return them."""
+        """Return the values of all steps that `after` has not returned yet."""
         while self._on_device:
             self._send(*self._on_device.popleft())
         return self._receive()
 
     def _send(self, step: int, values: torch.Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is not None:
-            ready.synchronize()  # the device has begun the next step meanwhile
+            ready.synchronize()  # does not idle the device, which has begun the next step
         by_rank, work = [values], None
         if self._num_ranks > 1:
             by_rank = [torch.empty_like(values) for _ in range(self._num_ranks)]

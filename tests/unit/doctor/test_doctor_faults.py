@@ -60,7 +60,7 @@ def test_a_planted_fault_is_found_and_it_alone(planted: Planted, tmp_path: Path)
 def test_corrected_files_have_the_fault_no_more(planted: Planted, tmp_path: Path) -> None:
     case = planted_case(planted, tmp_path)
     one, found = examined(case)
-    if not any(f.is_mended_by_files for f in found if f.name == planted.name):
+    if not any(f.is_fixed_in_files for f in found if f.name == planted.name):
         assert one.corrected.files == case.files or planted.also
         return
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -103,7 +103,7 @@ def test_no_value_ends_in_a_traceback_and_corrected_files_need_no_correction(
     )
     one, _ = examined(case)
     _, left = examined(one.corrected)
-    assert not [finding for finding in left if finding.is_mended_by_files]
+    assert not [finding for finding in left if finding.is_fixed_in_files]
 
 
 def test_the_table_has_more_than_25_faults() -> None:
