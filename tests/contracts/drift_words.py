@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib
 import inspect
+import io
 import os
 import re
 import socket
@@ -184,7 +185,48 @@ def _options_of_a_parser() -> None:
     assert {"--help", "--seq_len", "--max_length"} <= set(parser._option_string_actions)
 
 
+def _help_in_two_sizes() -> None:
+    parser = argparse.ArgumentParser(prog="slm")
+    action = parser.add_argument_group("group").add_argument("--seq_len", nargs="+", metavar="INT")
+    verb = parser.add_subparsers().add_parser("train")
+    assert action in parser._actions
+    assert action in parser._action_groups[-1]._group_actions
+    assert verb in parser._subparsers._group_actions[0].choices.values()
+    assert isinstance(parser._subparsers._group_actions[0], argparse._SubParsersAction)
+    printed = io.StringIO()
+    parser._print_message("text", printed)
+    assert printed.getvalue() == "text"
+    formatter = parser._get_formatter()
+    assert formatter._metavar_formatter(action, "INT")(1) == ("INT",)
+    assert formatter._format_args(action, "INT") == "INT [INT ...]"
+    assert "--seq_len" in formatter._format_action_invocation(action)
+
+
+def _html_of_results() -> None:
+    from IPython.core.formatters import HTMLFormatter
+
+    assert HTMLFormatter().print_method == "_repr_html_"
+
+
 WORDS = (
+    Leaning(
+        "argparse: what help consists of",
+        (
+            *("_actions", "_action_groups", "_group_actions", "_subparsers", "_SubParsersAction"),
+            *("_get_formatter", "_print_message"),
+            *("_metavar_formatter", "_format_args", "_format_action_invocation"),
+        ),
+        "show the basic flags or all of them, and complete flags in a shell",
+        "config/parser.py: print_help and its formatter; cli/completion.py",
+        _help_in_two_sizes,
+    ),
+    Leaning(
+        "IPython: the method that gives the HTML of a result",
+        ("_repr_html_",),
+        "show a table in a notebook",
+        "api.py: _Displayed",
+        _html_of_results,
+    ),
     Leaning(
         "argparse: the flags that a parser knows",
         ("_option_string_actions",),
