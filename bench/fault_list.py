@@ -51,17 +51,19 @@ OPTIMIZER = (
     Fault("learning rate x 1.5", LOW, "instead(train, 'learning_rate', lambda f: lambda *a: 1.5 * f(*a))"),
     Fault("learning rate x 1.02", _DS, "instead(train, 'learning_rate', lambda f: lambda *a: 1.02 * f(*a))"),
     Fault(
-        "constant learning rate", _FSDP, "instead(train, 'learning_rate', lambda f: lambda peak, *a: peak)"
+        "constant learning rate",
+        _FSDP,
+        "instead(train, 'learning_rate', lambda f: lambda c, *a: c.learning_rate)",
     ),
     Fault(
         "schedule a step late",
         _DDP,
-        "instead(train, 'learning_rate', lambda f: lambda p, w, s, n: f(p, w, max(0, s - 1), n))",
+        "instead(train, 'learning_rate', lambda f: lambda c, s, n: f(c, max(0, s - 1), n))",
     ),
     Fault(
         "schedule a step late",
         ALL,
-        "instead(train, 'learning_rate', lambda f: lambda p, w, s, n: f(p, w, max(0, s - 1), n))",
+        "instead(train, 'learning_rate', lambda f: lambda c, s, n: f(c, max(0, s - 1), n))",
     ),
     Fault("no bias correction", LOW, "on_step(lambda c: [s.add_(1000) for s in c.steps if s < 500])"),
     Fault("no bias correction", _DS, "on_step(lambda c: [s.add_(1000) for s in c.steps if s < 500])"),

@@ -209,7 +209,7 @@ def _own_row(action: argparse.Action) -> tuple[str, ...]:
     defaults = action.default if isinstance(action.default, list) else [action.default]
     defaults = [value for value in defaults if value not in (None, False, argparse.SUPPRESS)]
     shown = ", ".join(f"`{value}`" for value in defaults) or "-"
-    text = (action.help or "").replace("%%", "%").replace(f"{ROOT}/", "")  # a path in a checkout
+    text = (action.help or "").replace("%%", "%").replace(f"{ROOT.resolve()}/", "")  # of this checkout
     return (_names(action), _values(action), shown, _cell(text))
 
 

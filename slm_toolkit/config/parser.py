@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+import yaml
+
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.base.user_files import read_text, typed_path, yaml_node, yaml_of
 from slm_toolkit.config.run_config import FLAGS
@@ -133,7 +135,8 @@ def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[st
     settings = yaml_of(text, path, hint=_CONFIG_HINT)
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a mapping\nhint: {_CONFIG_HINT}")
-    flags = [f"--{key.value.replace('-', '_')}" for key, _ in yaml_node(text, path, hint=_CONFIG_HINT).value]
+    nodes = yaml_node(text, path, hint=_CONFIG_HINT).value
+    flags = [f"--{key.value.replace('-', '_')}" for key, _ in nodes]
     flags = in_our_names(flags, actions)
     if unknown := [flag for flag in flags if flag not in actions or flag in ("--help", "--config")]:
         hint = "; ".join(filter(None, (_hint(flag, actions) for flag in unknown))) or _CONFIG_HINT
@@ -142,9 +145,16 @@ def _words_of_file(path: str, actions: Mapping[str, argparse.Action]) -> list[st
         raise ValueError(f"{path}: {', '.join(flag[2:] for flag in twice)} given twice\nhint: keep one value")
     return [
         word
-        for flag, value in zip(flags, settings.values(), strict=True)
-        for word in _words_of_setting(flag, value, actions[flag], path)
+        for flag, value, (_, node) in zip(flags, settings.values(), nodes, strict=True)
+        for word in _words_of_setting(flag, _as_typed(value, node, actions[flag]), actions[flag], path)
     ]
+
+
+def _as_typed(value: Any, node: yaml.Node, action: argparse.Action) -> Any:
+    """Return the text where YAML reads another value: `no` is False, 1:12:00:00 a number in base 60."""
+    is_choice = isinstance(value, bool) and node.value in (action.choices or ())
+    is_time = isinstance(value, int | float) and ":" in node.value
+    return node.value if is_choice or is_time else value
 
 
 def _words_of_setting(flag: str, value: Any, action: argparse.Action, path: str) -> list[str]:

@@ -1083,10 +1083,12 @@ def _step_problems(config: RunConfig) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     num_special = config.warmup_steps + (config.lr_decay_steps or 0)
-    if config.lr_decay_steps is not None and config.max_steps is not None and num_special > config.max_steps:
+    num_steps = config.steps_asked
+    if config.lr_decay_steps is not None and num_steps is not None and num_special > num_steps:
+        steps = f"{num_steps} steps" if config.max_steps is None else f"--max_steps {num_steps}"
         problems.append(
             f"--warmup_steps {config.warmup_steps} and --lr_decay_steps {config.lr_decay_steps} with "
-            f"--max_steps {config.max_steps}: together they are at most as many"
+            f"{steps}: together they are at most as many"
         )
     return problems
 

@@ -46,7 +46,7 @@ def test_a_run_whose_time_is_over_saves_and_is_resumed(strategy: str, tmp_path: 
     stopped_after = int(record["reason"].split("after step ")[1].split()[0])
     assert record["reason"] == f"--max_time 1 is over after step {stopped_after} of 30"
     assert stopped_after < 25
-    assert f"note: {record['reason']}\nhint: --resume_from_checkpoint latest goes on from " in done.err
+    assert f"note: {record['reason']}\nhint: --resume_from_checkpoint latest resumes from " in done.err
     again = launch(*flags, "--resume_from_checkpoint", "latest", config=f"accel_configs/{strategy}.yaml")
     assert again.code == 0, again.err
     record = record_under(tmp_path)

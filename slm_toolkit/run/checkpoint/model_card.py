@@ -1,5 +1,7 @@
 """Writes the model card of a saved model: its data, strategy, tokens, losses, versions and command."""
 
+import os
+import re
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -12,8 +14,13 @@ CARD_FILE = "README.md"
 
 
 def model_card(record: RunRecord, config: RunConfig) -> str:
-    """Return the card as Markdown. `record` has the losses and datasets of the training."""
-    return f"---\n{_metadata(record, config).to_yaml()}\n---\n\n{_text(record, config)}"
+    """Return the card as Markdown. `record` has the losses and datasets of the training.
+
+    The card may be published, so paths below the home folder begin with ~ instead of the user's name.
+    """
+    card = f"---\n{_metadata(record, config).to_yaml()}\n---\n\n{_text(record, config)}"
+    home = os.path.expanduser("~").rstrip("/")
+    return re.sub(rf"(?<![\w./~-]){re.escape(home)}/", "~/", card) if home.startswith("/") else card
 
 
 _USE = """\
@@ -42,8 +49,8 @@ def _metadata(record: RunRecord, config: RunConfig) -> ModelCardData:
 
 def _hub_id(place: str | None) -> str | None:
     """`place` if it is an id of the Hub, such as HuggingFaceTB/SmolLM2-135M."""
-    parts = (place or "").split("/")
-    return place if len(parts) == 2 and all(parts) and not Path(place).exists() else None
+    is_id = place is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", place) is not None
+    return place if is_id and not Path(place).exists() else None
 
 
 def _text(record: RunRecord, config: RunConfig) -> str:

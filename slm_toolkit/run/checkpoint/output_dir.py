@@ -146,7 +146,7 @@ def save_model(
             hf_model.save_pretrained(unfinished, state_dict=state_dict)
             written = [unfinished, save_merged(hf_model, state_dict, unfinished)] if merge else [unfinished]
             for place in written:
-                (place / CARD_FILE).write_text(card, encoding="utf-8")
+                (place / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
                 if tokenizer is not None:
                     tokenizer.save_pretrained(place)
     accelerator.wait_for_everyone()

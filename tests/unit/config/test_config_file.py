@@ -53,6 +53,12 @@ def test_a_required_flag_and_a_positional_argument_work_with_it(tmp_path: Path) 
     assert command.source[-2:] == ["--config", "mine.yaml"]
 
 
+def test_no_and_times_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    config = training_config(["--config", write(tmp_path, "save_strategy: no\nmax_time: 1:12:00:00\n")])
+    assert config.save_strategy == "no"
+    assert config.max_seconds == 129_600  # 24 x 3600 + 12 x 3600; YAML 1.1 reads 3 days in base 60
+
+
 def test_names_of_other_trainers_work_in_the_file(tmp_path: Path) -> None:
     assert training_config(["--config", write(tmp_path, "lr: 1e-3\nepochs: 2\n")]).num_train_epochs == 2.0
 

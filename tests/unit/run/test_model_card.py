@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from conftest import made_record
 from huggingface_hub import ModelCard
 
@@ -62,3 +63,20 @@ def test_what_was_not_observed_has_no_row() -> None:
     assert "| adapter | lora |" in card
     assert ModelCard(card).data.library_name == "peft"
     assert "from_pretrained" not in card
+
+
+def test_it_does_not_name_the_users_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    command = (
+        "accelerate launch --config_file /home/me/ddp.yaml -m slm_toolkit.train --output_dir=/data/home/me/x"
+    )
+    card = model_card(dataclasses.replace(RECORD, command=command), RunConfig())
+    assert "someone/stories, ~/own.txt" in card
+    assert "--config_file ~/ddp.yaml" in card
+    assert "--output_dir=/data/home/me/x" in card
+
+
+def test_a_description_of_random_weights_is_not_a_hub_id() -> None:
+    weights = "random, seed 0, because /model.json has no weights"
+    card = model_card(dataclasses.replace(RECORD, weights=weights), RunConfig())
+    assert ModelCard(card).data.base_model is None

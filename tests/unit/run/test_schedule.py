@@ -84,6 +84,10 @@ def test_the_decay_takes_a_tenth_of_the_steps_by_default() -> None:
             | {"lr_scheduler_type": "warmup_stable_decay"},
             "--warmup_steps 5 and --lr_decay_steps 6 with --max_steps 10: together they are at most as many",
         ),
+        (  # 3 steps of warm-up and 30 timed ones by default
+            {"lr_decay_steps": 34, "lr_scheduler_type": "warmup_stable_decay"},
+            "--warmup_steps 0 and --lr_decay_steps 34 with 33 steps: together they are at most as many",
+        ),
         ({"save_strategy": "no", "save_steps": 5}, "--save_strategy no with --save_steps"),
         ({"eval_strategy": "steps"}, "--eval_strategy steps without --eval_steps"),
     ],
