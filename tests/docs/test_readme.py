@@ -1,11 +1,12 @@
 """What the README shows is true: its commands parse or run, its tables are what the code says."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Comparison, record_under, slm, slm_here
+from conftest import ROOT, Comparison, record_under, run, slm, slm_here
 
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.config.flags import add_flags
@@ -47,6 +48,31 @@ def test_a_training_command_names_a_config_that_is_there_and_flags_that_exist(wo
 @pytest.mark.parametrize("words", SLM, ids=" ".join)
 def test_an_slm_command_parses(words: list[str]) -> None:
     _parser().parse_args(with_underscores(words[1:]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "words", [words for words in SLM if words[1] in ("estimate", "recommend") and "path/to" not in str(words)]
+)
+def test_a_prediction_of_the_readme_is_made(words: list[str]) -> None:
+    done = slm_here(*words[1:])
+    assert done.code == 0, done.err
+    assert "$" in done.out
+
+
+@pytest.mark.parametrize("words", TRAIN, ids=" ".join)
+def test_the_long_form_trains(words: list[str], tmp_path: Path) -> None:
+    short = ("--model", "slm-1m", "--seq_len", "32", "--max_steps", "2", "--output_dir", str(tmp_path))
+    done = run(*words[:2], "--main_process_port", "0", *words[2:], *short)
+    assert done.code == 0, done.err
+    assert record_under(tmp_path)["strategy"] == "fsdp_shard_grad_op"
+
+
+def test_the_rehearsal_of_the_readme_rehearses(tmp_path: Path) -> None:
+    (words,) = [words for words in SLM if "--rehearse" in words]
+    done = slm(*words[1:], "--strategy", "ddp", "--output_dir", str(tmp_path), "--json")
+    assert done.code == 0, done.err
+    assert {row["evidence"] for row in json.loads(done.out)} == {"rehearsed"}
 
 
 def test_the_text_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
