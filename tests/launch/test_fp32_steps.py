@@ -46,7 +46,7 @@ def test_a_yaml_that_forbids_fp32_leaves_the_run_as_it_is_and_says_why(tmp_path:
     assert done.code == 0, done.err
     record = record_under(tmp_path / "runs")
     assert (record["status"], record["fp32_pass"]["status"]) == ("ok", "failed")
-    assert "mixed precision bf16" in record["fp32_pass"]["reason"]
+    assert "mixed precision is bf16" in record["fp32_pass"]["reason"]
     assert "note: the fp32 steps failed: " in done.err
 
 

@@ -178,7 +178,7 @@ def fill(disk: Path) -> None:
     [
         (("--max_steps", "400"), 0, "after the last step"),
         pytest.param(
-            ("--max_steps", "4", "--save_final_model", "true"), 2**20, "in saving", marks=pytest.mark.slow
+            ("--max_steps", "4", "--save_final_model", "true"), 2**20, "while saving", marks=pytest.mark.slow
         ),
         pytest.param(
             *(("--max_steps", "400", "--report_to", "tensorboard"), 0, ""),  # step 1, or before
