@@ -82,7 +82,7 @@ def test_a_lock_ends_with_its_process_though_a_child_of_it_lives_on(tmp_path: Pa
     program = (
         "import os, sys, time; from pathlib import Path; from slm_toolkit.base.safe_files import hold\n"
         "held = hold(Path(sys.argv[1])); child = os.fork()\n"
-        "print(child, flush=True) if child else None\n"
+        "print(os.getpid(), flush=True) if child == 0 else None\n"  # by then it has closed the lock
         "time.sleep(60)"
     )
     lock = tmp_path / "lock"
