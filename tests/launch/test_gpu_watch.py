@@ -163,7 +163,7 @@ def test_the_cores_of_others_are_counted_and_those_of_the_launch_are_not() -> No
     of_two, of_one = json.loads(done.out)
 
     cores, elapsed, busy, rank, sibling, outsider_seconds = of_two
-    assert min(rank, sibling, outsider_seconds) > 0.02  # all three worked, however little they were let
+    assert min(rank, sibling, outsider_seconds) > 0  # all three worked, however little CPU time they got
     assert cores == pytest.approx((busy - rank - sibling) / elapsed, abs=0.15)
     assert cores >= outsider_seconds / elapsed - 0.15  # 1.0 where three cores are free
 
