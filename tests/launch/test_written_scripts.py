@@ -53,5 +53,5 @@ def test_the_run_section_trains_in_a_copy_of_the_folder(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "node 0 of 1, the first is 127.0.0.1\n" in done.stdout
+    assert "node 0 of 1, the first node is 127.0.0.1\n" in done.stdout
     assert record_under(tmp_path / "sky_workdir")["zero_stage"] == 2
