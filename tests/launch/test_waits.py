@@ -73,9 +73,9 @@ def test_the_live_line_and_a_pipe_show_what_a_run_waits_for(is_terminal: bool, t
     add(run.folder / LOG_FILE, f"waiting: {COMPILES}\n")
     display.progress(run, None)
     display.progress(run, None)
-    assert display.bars.tasks[1].fields["says"] == COMPILES
+    assert display.bars.tasks[1].fields["status"] == COMPILES
     assert written.getvalue().count(COMPILES) == (0 if is_terminal else 1)
     display.progress(run, STEP_1)
-    assert display.bars.tasks[1].fields["says"] == "loss 5.500  1,234 tokens/s"
+    assert display.bars.tasks[1].fields["status"] == "loss 5.500  1,234 tokens/s"
     display.end(run, made_record(seconds_total=283.0), kept=False)
     assert f"283 s, 0 s of it before step 1: {COMPILES}" in written.getvalue()
