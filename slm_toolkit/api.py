@@ -12,7 +12,7 @@ with the message that the command line prints.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     import pandas
@@ -32,6 +32,7 @@ GLOBAL_BATCH_TOKENS = 524_288
 "0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"
+Item = TypeVar("Item")
 _TEXT_WIDTH = 160
 "columns of a table as text"
 _NOTEBOOK_WIDTH = 120
@@ -373,8 +374,35 @@ class _Displayed:
         return _html_of(self.table(width=_NOTEBOOK_WIDTH), width=_NOTEBOOK_WIDTH)
 
 
+class _Listed(_Displayed, Generic[Item]):
+    """A result that is also a sequence of its rows."""
+
+    rows: list[Item]
+
+    @property
+    def _items(self) -> list[Item]:
+        return self.rows
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        return self._items[index]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the objects that the verb prints with --json."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
+        return _data_frame(self.to_dicts())
+
+
 @dataclass(frozen=True, repr=False)
-class Estimates(_Displayed):
+class Estimates(_Listed["Estimate"]):
     """Estimates of a grid, in its order."""
 
     rows: list["Estimate"]
@@ -382,25 +410,12 @@ class Estimates(_Displayed):
     "sentences on what the estimates do not follow, and on strategies that were left out"
     found_largest_batch: bool = False
 
-    def __iter__(self) -> Iterator["Estimate"]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> "Estimate":
-        return self.rows[index]
-
     def __repr__(self) -> str:
         return f"<Estimates: {len(self)} rows>"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm estimate --json`."""
         return [dict(vars(row)) for row in self.rows]
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
-        return _data_frame(self.to_dicts())
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""
@@ -410,7 +425,7 @@ class Estimates(_Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class Recommendation(_Displayed):
+class Recommendation(_Listed["Plan"]):
     """Plans for a whole training, the best first."""
 
     plans: list["Plan"]
@@ -427,14 +442,9 @@ class Recommendation(_Displayed):
     deadline_hours: float | None = None
     budget_usd: float | None = None
 
-    def __iter__(self) -> Iterator["Plan"]:
-        return iter(self.plans)
-
-    def __len__(self) -> int:
-        return len(self.plans)
-
-    def __getitem__(self, index: int) -> "Plan":
-        return self.plans[index]
+    @property
+    def _items(self) -> list["Plan"]:
+        return self.plans
 
     def __repr__(self) -> str:
         return f"<Recommendation: {len(self)} plans>"
@@ -449,10 +459,6 @@ class Recommendation(_Displayed):
         from slm_toolkit.recommend.plans import as_json
 
         return [as_json(plan) for plan in self.plans]
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return a line for each plan, with the names of `to_dicts`. Raises ValueError without pandas."""
-        return _data_frame(self.to_dicts())
 
     def table(self, *, width: int = _TEXT_WIDTH, top: int = 10) -> "RenderableType":
         """Return what `slm recommend` prints, with the first `top` rows; print it with `crop=False`."""
@@ -506,22 +512,13 @@ class Records:
 
 
 @dataclass(frozen=True, repr=False)
-class Report(_Displayed):
+class Report(_Listed["Row"]):
     """Ranked rows of recorded runs. Each row's fields are the keys of `slm report --json`."""
 
     rows: list["Row"]
     records: Records
     problems: list[str] = field(default_factory=list)
     "a sentence for each record that could not be read or shown"
-
-    def __iter__(self) -> Iterator["Row"]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> "Row":
-        return self.rows[index]
 
     def __repr__(self) -> str:
         return f"<Report: {len(self)} rows of {len(self.records)} runs>"
@@ -531,10 +528,6 @@ class Report(_Displayed):
         from slm_toolkit.report.tables.export import json_rows
 
         return json_rows(self.rows)
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return a line for each row, with the names of `to_dicts`. Raises ValueError without pandas."""
-        return _data_frame(self.to_dicts())
 
     def to_json(self) -> str:
         from slm_toolkit.report.tables.export import json_text

@@ -200,7 +200,11 @@ def test_a_models_size_is_the_one_in_the_table(name: str, printed: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "formula"),
-    re.findall(r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$", PAGES["getting_started.md"], re.M),
+    re.findall(
+        r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$",
+        PAGES["getting_started.md"] + (ROOT / "README.md").read_text(),
+        re.M,
+    ),
 )
 def test_bytes_per_parameter_are_those_that_were_counted(
     name: str, formula: str, aligned: Comparison

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Comparison, record_under, run, slm, slm_here
+from conftest import ROOT, record_under, run, slm, slm_here
 
 from slm_toolkit.cli.main import _VERBS, _parser
 from slm_toolkit.config.flags import add_flags
@@ -120,17 +120,3 @@ def test_it_stays_short_and_its_sentences_too() -> None:
     lengths = sorted(len(re.findall(r"[\w'-]+", part)) for part in re.split(r"[.?!:] ", text) if part.strip())
     assert lengths[len(lengths) // 2] <= 12
     assert lengths[len(lengths) * 9 // 10] <= 22
-
-
-@pytest.mark.parametrize(
-    ("name", "formula"), re.findall(r"^\| `(\w+)\.yaml` \|.*\| ([\d+/N ]+) \|$", README, re.M)
-)
-def test_bytes_per_parameter_are_those_that_were_counted(
-    name: str, formula: str, aligned: Comparison
-) -> None:
-    if name == "single":
-        pytest.skip("not part of the comparison; test_optimizer holds its sixteen bytes")
-    state = aligned.rows[name]["state_bytes_per_rank"]
-    whole, _, shared = formula.partition(" + ") if "+" in formula else ("0", "", formula)
-    per_rank = float(shared.split("/")[0]) / (2 if "/N" in shared else 1) + float(whole)
-    assert sum(state.values()) / 951_424 == pytest.approx(per_rank, rel=0.01)
