@@ -65,7 +65,7 @@ def estimate(
     """Estimate memory, speed and cost of every combination, as `slm estimate` does. Nothing runs.
 
     `model`: a preset such as slm-1b, a folder or a hub id. `strategy`: shipped names, YAMLs or DeepSpeed
-    JSONs; None: the six that are studied. `gpu`: as in a100-40gb or a100-40gb:8; None: memory only.
+    JSONs; None: the six of the study. `gpu`: a name such as a100-40gb or a100-40gb:8; None: memory only.
     `num_gpus` counts all nodes (default: 8). `find_largest_batch` looks for the largest batch per GPU that
     fits `gpu`. `flags`: any other field of RunConfig, with a value or a list of values. Fields of an Estimate
     end in their units: bytes per GPU, seconds per step, dollars. Raises one ValueError with all problems.
@@ -146,11 +146,11 @@ def recommend(
 ) -> "Recommendation":
     """Rank GPUs, their number, strategies and batches for a whole training, as `slm recommend` does.
 
-    `gpu`: offers, as in h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour). `tokens`: to
-    train on; or `target_loss`; without both, as many as the scaling law `law` calls compute-optimal.
+    `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour). `tokens`
+    or `target_loss` sets the length of the training; without both, the scaling law `law` sets it.
     `global_batch_tokens`: tokens per optimizer step. `records`: folders of your own runs, which count more
-    than estimates. The others: as for `estimate`. The result has no plans if none is within the limits.
-    Raises ValueError for a user's mistake.
+    than estimates. The other arguments are those of `estimate`. The result has no plans if none is
+    within the limits. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.config.parser import count, positive_number, price_per_hour
     from slm_toolkit.predict.deployments import deployments
@@ -248,8 +248,8 @@ def compare(
 ) -> "Report":
     """Run every combination on this machine, as `slm compare` does, and report on all of them.
 
-    Each run is a process tree of its own, with its record under `output_dir` (default: runs). Finished runs
-    are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else two
+    Each run is a separate process tree and writes its record under `output_dir` (default: runs). Finished
+    runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else two
     processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`: any
     other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
     ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
@@ -338,9 +338,9 @@ def report(
 ) -> "Report":
     """Make ranked rows of records, as `slm report` does; launches of the same run share a row.
 
-    `records`: of `read_records`, or its paths. `usd_per_gpu_hour`: your price in place of the table's.
-    `parity_tolerance`: the largest difference of a loss that passes. `strict`: rows that were computed with
-    other numerics have no rank. Raises ValueError for a user's mistake.
+    `records`: the result of `read_records`, or paths. `usd_per_gpu_hour`: your price instead of the table's.
+    `parity_tolerance`: the largest difference of a loss that passes. `strict`: rows with other
+    numerics get no rank. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.report.rows import rows_of
 

@@ -1,4 +1,4 @@
-"""One comparison from its flags to its records: what is planned, checked, launched and kept."""
+"""Plan, check and launch the runs of one comparison, and return their records."""
 
 import sys
 import threading
@@ -36,17 +36,17 @@ from slm_toolkit.strategy.groups import strategies_asked
 from slm_toolkit.strategy.strategy import Strategy, check_one_machine, find_strategy, precision_note
 
 CheckLaunches = Callable[..., list[str]]
-"doctor.before_launch.check_launches: doctor stands above this room"
+"doctor.before_launch.check_launches, passed in because this room can't import doctor, which is above it"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a comparison is asked to do: the flags of `slm compare` but for those of its output."""
+    """The settings of a comparison: the flags of `slm compare` without its output flags."""
 
     given: dict[str, Any]
-    "field name of RunConfig to a value or a list of values"
+    "values by field name of RunConfig; a list makes a grid"
     strategy: list[str] | None
-    "None: the six that are studied"
+    "None: the six strategies of the study"
     num_processes: int | None = None
     timeout_seconds: float = 3600
     num_retries: int = 0
@@ -60,16 +60,16 @@ class Request:
     force: bool = False
     usd_per_gpu_hour: float | None = None
     nodes: SlurmNodes | None = None
-    "None: runs go on on this machine"
+    "the nodes of Slurm; None: all runs are on this machine"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A comparison that can begin."""
+    """A comparison whose runs are planned and checked."""
 
     runs: list[PlannedRun]
     slots: list[Slot]
-    "where runs go on side by side"
+    "one slot for each run that can run at the same time"
     machine: Machine
 
 
@@ -78,8 +78,7 @@ def prepare(
 ) -> Prepared:
     """Plan all runs and check them before anything starts. Notes go to stderr.
 
-    `names`: the flags that ask for something other than their default. Raises ValueError with what can't be
-    run.
+    `names`: the flags with another value than their default. Raises ValueError with all wrong settings.
     """
     nodes = request.nodes
     check_training(every_config(request.given), [find_strategy(name) for name in request.strategy or ()])
@@ -149,13 +148,13 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a comparison, in the order in which its runs were planned."""
+    """The results of a comparison, in the order of its planned runs."""
 
     records: list[tuple[Path, RunRecord]]
     searches: dict[str, BatchSearch]
-    "by the record's file, where the largest batch was looked for"
+    "with find_largest_batch: the search of each run, keyed by the path of its record"
     interrupted: bool
-    "by Ctrl-C"
+    "whether Ctrl-C stopped the comparison"
 
 
 def launch_all(
@@ -166,10 +165,10 @@ def launch_all(
     console: Console,
     guard: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Done:
-    """Do what is not done yet; the console shows the progress. The folder of the runs is locked meanwhile.
+    """Launch the runs that have no record yet. Show progress on the console, and lock the folder of the runs.
 
-    `guard` is entered around what fails by a user's mistake, in the threads of runs too: the command line
-    prints such errors there. Raises ValueError for a folder that can't be used.
+    `guard` is a context manager around calls that raise ValueError for a user's mistake, also in the threads
+    of runs; the command line prints the error there. Raises ValueError for a folder that can't be used.
     """
     runs, machine = prepared.runs, prepared.machine
     folder = Path(runs[0].config.output_dir)
@@ -179,10 +178,8 @@ def launch_all(
         if num_left_over:
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
         is_rehearsal = bool(request.given.get("rehearse"))
-        if (
-            machine.num_gpus == 0 and request.nodes is None and not is_rehearsal
-        ):  # Slurm's jobs have their own
-            advise(console)
+        if machine.num_gpus == 0 and request.nodes is None and not is_rehearsal:
+            advise(console)  # about this machine's allocator, which Slurm's jobs don't use
         return _launch_all(prepared, request, jobs=jobs, console=console, guard=guard)
 
 
