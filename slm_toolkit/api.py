@@ -250,8 +250,8 @@ def compare(
 
     Each run is a separate process tree and writes its record under `output_dir` (default: runs). Finished
     runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else
-    two processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`: any
-    other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
+    two processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`:
+    any other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
     ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
     """
     from rich.console import Console
