@@ -335,14 +335,18 @@ def report(
     usd_per_gpu_hour: float | None = None,
     parity_tolerance: float | None = None,
     strict: bool = False,
+    sort: str = "rank",
 ) -> "Report":
     """Make ranked rows of records, as `slm report` does; launches of the same run share a row.
 
     `records`: the result of `read_records`, or paths. `usd_per_gpu_hour`: your price instead of the table's.
     `parity_tolerance`: the largest difference of a loss that passes. `strict`: rows with other
-    numerics get no rank. Raises ValueError for a user's mistake.
+    numerics get no rank. `sort`: "rank" (fastest first), "strategy", "memory" or "cost". Raises ValueError
+    for a user's mistake.
     """
-    from slm_toolkit.report.rows import rows_of
+    from slm_toolkit.report.rows import SORTS, rows_of, sorted_rows
+
+    _check_choices(sort=(sort, SORTS))
 
     read = records if isinstance(records, Records) else read_records(records)
     usd_per_gpu_hour, parity_tolerance = _report_numbers(usd_per_gpu_hour, parity_tolerance)
@@ -354,7 +358,7 @@ def report(
         strict=strict,
         problems=problems,
     )
-    return Report(rows, read, problems)
+    return Report(sorted_rows(rows, sort), read, problems)
 
 
 class _Displayed:
@@ -562,6 +566,18 @@ class Report(_Listed["Row"]):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    def caption(self) -> str:
+        """Return what the rows share, and the machine, the days and the versions of their runs."""
+        from slm_toolkit.report.tables.comparison import heading, provenance
+
+        return f"{heading(self.rows).plain}; {provenance(self.rows)}"
+
+    def verdict(self) -> list[str]:
+        """Return the conclusions as sentences: the fastest row, the cheapest, the smallest."""
+        from slm_toolkit.report.verdict import verdict
+
+        return verdict(self.rows)
 
     def panels(self, *, problems: list[str] | None = None) -> list["Panel"]:
         """Return all charts as plotly figures. `problems` takes a line for each damaged memory timeline."""

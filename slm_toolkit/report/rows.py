@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,8 +46,12 @@ class Row:
     "machines of the ranks; None in older records"
     gpu: str | None
     cpu: str
+    num_cores: int | None
+    "CPU cores of the machine of rank 0; None in older records"
     allocator: str | None
     "malloc or its replacement; None in older records"
+    versions: dict[str, str]
+    "of Python and of the packages"
     started_at: str
     numerics: str
     attn_implementation: str | None
@@ -71,7 +75,7 @@ class Row:
     tokens_per_second: float | None
     "median over all ranks"
     tokens_per_second_lowest: float | None
-    "lower end of the interval in which another measurement is expected"
+    "lower end of the interval in which another measurement is expected; None: fewer than ten timed steps"
     tokens_per_second_highest: float | None
     num_timed_steps: int | None
     num_launches: int
@@ -156,8 +160,17 @@ class Row:
         return self.peak_allocated_bytes if self.gpu or self.is_rehearsed else self.peak_rss_bytes
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Return both ends of the interval of tokens per second; only for rows with a rate."""
+    def compared_bytes(self) -> int | None:
+        """Return `peak_bytes`; on a CPU the training state, because a process's RSS has other parts, too."""
+        if self.gpu or self.is_rehearsed:
+            return self.peak_bytes
+        return sum((self.state_bytes_per_rank or {}).values()) or None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return both ends of the interval of tokens per second; None if too few steps were timed."""
+        if self.tokens_per_second_lowest is None:
+            return None
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
 
 
@@ -201,7 +214,9 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         num_machines=main_record.num_machines,
         gpu=main_record.gpu,
         cpu=main_record.cpu,
+        num_cores=main_record.num_cores,
         allocator=main_record.versions.get("allocator"),
+        versions=main_record.versions,
         started_at=main_record.started_at,
         attn_implementation=main_record.attn_implementation,
         **{
@@ -435,7 +450,7 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
 
 def _competes(row: Row, *, strict: bool) -> bool:
     fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    timed = row.tokens_per_second is not None and row.world_size is not None and not row.is_rehearsed
+    timed = row.interval is not None and row.world_size is not None and not row.is_rehearsed
     return row.status == "ok" and row.parity_holds is not False and timed and fair
 
 
@@ -504,6 +519,25 @@ def _with_differences(row: Row, reference: Row) -> Row:
 
 
 # The order of a report.
+
+
+def sorted_rows(rows: list[Row], by: str) -> list[Row]:
+    """Return the rows of each model, sequence length and machine with the best first; "strategy": unchanged.
+
+    Ties of ranks are sorted by rate. Rows with an unknown value come last, in their old order.
+    """
+    place = {group: index for index, group in enumerate(dict.fromkeys(map(_machine, rows)))}
+    value = _SORT_VALUES[by]
+    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) == (), value(row)))
+
+
+_SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
+    "rank": lambda row: () if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu),
+    "strategy": lambda row: (),
+    "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
+    "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
+}
+SORTS = tuple(_SORT_VALUES)
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:

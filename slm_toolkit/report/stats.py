@@ -21,8 +21,9 @@ class Throughput:
     """Tokens per second over all ranks, and the interval in which another measurement is expected."""
 
     tokens_per_second: float
-    lowest: float
-    highest: float
+    lowest: float | None
+    "None, like `highest`: fewer than STEPS_PER_BLOCK steps were timed, too few to tell how much they vary"
+    highest: float | None
     num_timed_steps: int
     num_launches: int
     num_warmup_steps: int
@@ -33,8 +34,8 @@ class Throughput:
         return replace(
             self,
             tokens_per_second=self.tokens_per_second * factor,
-            lowest=self.lowest * factor,
-            highest=self.highest * factor,
+            lowest=None if self.lowest is None else self.lowest * factor,
+            highest=None if self.highest is None else self.highest * factor,
         )
 
 
@@ -46,12 +47,27 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     more launches, the interval is Student's prediction interval for another launch. Fewer launches don't show
     how much launches differ. Then it is the interval of the blocks' median (below three blocks: of the steps'
     median), but at least LAUNCH_NOISE in both directions. Disturbed launches widen it: see `disturbance`.
+    Fewer than ten timed steps have no interval.
     """
     timed = [(record, timed_seconds(record)) for record in repeats]
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
     if not timed:
         return None
     medians = [median(_block_rates(record, seconds)) for record, seconds in timed]
+    num_timed_steps = sum(len(seconds) for _, seconds in timed)
+    lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
+    return Throughput(
+        tokens_per_second=median(medians),
+        lowest=lowest,
+        highest=highest,
+        num_timed_steps=num_timed_steps,
+        num_launches=len(timed),
+        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
+    )
+
+
+def _interval(timed: list[tuple[RunRecord, list[float]]], medians: list[float]) -> tuple[float, float]:
+    """Return the interval of the launches' rates, whose medians these are; see `throughput`."""
     rate = median(medians)
     if len(medians) >= 3:
         lowest, highest = _prediction_interval(medians)
@@ -60,14 +76,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         lowest, highest = interval_of_median(sample)
         lowest, highest = min(lowest, rate * (1 - LAUNCH_NOISE)), max(highest, rate * (1 + LAUNCH_NOISE))
     factor = max(disturbance(record) for record, _ in timed)
-    return Throughput(
-        tokens_per_second=rate,
-        lowest=min(lowest, rate / factor),
-        highest=max(highest, rate * factor),
-        num_timed_steps=sum(len(seconds) for _, seconds in timed),
-        num_launches=len(timed),
-        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
-    )
+    return min(lowest, rate / factor), max(highest, rate * factor)
 
 
 def disturbance(record: RunRecord) -> float:

@@ -49,11 +49,22 @@ def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
     assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
 
 
-def test_few_steps_are_taken_one_by_one() -> None:
-    # 4 timed steps are one block, which says nothing of how steps differ: the slowest is half as fast
-    rate = throughput([with_steps(1.0, 1.0, 1.0, 1.0, 2.0, timing_warmup_steps=1)])
-    assert rate.tokens_per_second == pytest.approx(4 * 8192 / 5)
+def test_one_block_of_steps_is_taken_step_by_step() -> None:
+    # ten timed steps are one block, which says nothing of how steps differ; two of them are half as fast.
+    # Of ten values the second lowest and the second highest hold the median in 98 % of samples
+    rate = throughput([with_steps(1.0, *[1.0] * 8, *[2.0] * 2, timing_warmup_steps=1)])
+    assert rate.tokens_per_second == pytest.approx(10 * 8192 / 12)
     assert (rate.lowest, rate.highest) == pytest.approx((8192 / 2, 8192))
+
+
+def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
+    nine, ten = (with_steps(*[1.0] * (1 + count), timing_warmup_steps=1) for count in (9, 10))
+    assert (throughput([nine]).lowest, throughput([nine]).highest) == (None, None)
+    assert throughput([ten]).lowest == pytest.approx(8192 * (1 - LAUNCH_NOISE))
+    rows = [
+        row_from(dataclasses.replace(record, strategy=name)) for record, name in ((nine, "a"), (ten, "b"))
+    ]
+    assert [row.rank for row in ranked([*rows, rows[1]], strict=False)] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,7 @@ NUMERICS = {"residual_dtype": "bfloat16", "accumulation": 1, "tokens_per_step": 
 def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
     other = {**NUMERICS, "residual_dtype": "float32"}
     made = [
-        row_from(with_steps(*[1.0] * 9, strategy=name, identity=name, engine=engine, numerics=numerics))
+        row_from(with_steps(*[1.0] * 13, strategy=name, identity=name, engine=engine, numerics=numerics))
         for name, engine, numerics in (
             ("ds_zero2", "deepspeed", NUMERICS),
             ("ddp", "ddp", NUMERICS),
@@ -265,7 +276,7 @@ def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
 
 def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
     names = ("ddp", "ds_zero1")
-    rows = [row_from(with_steps(*[1.0] * 9, strategy=name, identity=name)) for name in names]
+    rows = [row_from(with_steps(*[1.0] * 13, strategy=name, identity=name)) for name in names]
     assert [row.rank for row in ranked(rows, strict=False)] == [1, 1]
     assert [row.rank for row in ranked(rows, strict=True)] == [None, None]
 
