@@ -99,11 +99,17 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
     ).with_defaults(has_gpu=True)
     strategy = find_strategy("fsdp_full_shard")
     setup = Setup(spec, strategy, config, num_gpus=int(row["num_gpus"]))
+    ours = estimated_bytes(setup, row)
+    return ours / (float(row["published_gib"]) * 2**30) - 1, ours
+
+
+def estimated_bytes(setup: Setup, row: dict[str, Any]) -> float:
+    """Return what the row's metric counts: allocated, reserved, or used (reserved with CUDA's context)."""
     memory = peak(setup)
     ours = memory.peak_bytes + int(row["extra_bytes_per_token"]) * setup.num_tokens
-    if row["metric"] == "reserved":
+    if row["metric"] in ("reserved", "used"):
         ours += allocator_slack(setup, memory, allocated=ours)
-    return ours / (float(row["published_gib"]) * 2**30) - 1, ours
+    return ours + (context_bytes(num_gpus=setup.num_gpus) if row["metric"] == "used" else 0)
 
 
 def fits(case: tuple[Any, ...], *, software: str) -> bool:

@@ -52,10 +52,11 @@ class Row:
 def published_rows(table: str = "published_speed.csv") -> tuple[Row, ...]:
     """Of published_speed.csv, which constants are fitted to, or of other_speed.csv, which they are not."""
     with (DATA / table).open(newline="") as file:
-        return tuple(_row(line) for line in csv.DictReader(file))
+        return tuple(row_of(line) for line in csv.DictReader(file))
 
 
-def _row(line: dict[str, str]) -> Row:
+def row_of(line: dict[str, str]) -> Row:
+    """Return one line of a table; a table may have more columns than these."""
     gated, seq_len = line["gated"] == "1", int(line["seq_len"])
     integers = (
         "num_layers",
@@ -112,8 +113,8 @@ def _gpu(name: str) -> Gpu:
     return dataclasses.replace(gpu_of_name("h100-80gb"), name=name, memory_bytes_per_second=2.4e12)
 
 
-def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
-    setup = Setup(
+def setup_of(row: Row) -> Setup:
+    return Setup(
         row.spec,
         row.strategy,
         row.config,
@@ -122,6 +123,10 @@ def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
         gpu=row.gpu,
         deployment=Deployment(row.cluster),
     )
+
+
+def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
+    setup = setup_of(row)
     sent = transfers(setup, reduces_each_micro_step=software.reduces_each_micro_step)
     time = step_time(setup, sent, software, loss_kernel=row.loss_kernel)
     assert time is not None
