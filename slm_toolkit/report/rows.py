@@ -21,7 +21,7 @@ from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
-from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
+from slm_toolkit.report.stats import MIN_ROUNDS, joules_per_token, mean_phases, paired_lead, throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 
@@ -78,6 +78,8 @@ class Row:
     "lower end of the interval in which another measurement is expected; None: fewer than ten timed steps"
     tokens_per_second_highest: float | None
     num_timed_steps: int | None
+    tokens_per_second_by_round: dict[int, float]
+    "each launch's rate; round n has the n-th launch of each run of `slm compare --repeats`"
     num_launches: int
     "launches that ended ok and were timed"
     num_warmup_steps: int | None
@@ -135,8 +137,8 @@ class Row:
     parity: str | None
     "the result of the comparison as a sentence"
     rank: int | None
-    """1 + the number of faster rows of the same model, sequence length and GPU; faster: the whole interval,
-    per GPU, is above this row's"""
+    """1 + the number of clearly faster rows of the same model, sequence length and GPU, per GPU: their whole
+    interval is above this row's; with three rounds of --repeats, the interval of their ratios is above 1"""
     shares_rank: bool | None
     "whether another row has the same rank: a tie"
     warnings: list[str]
@@ -235,6 +237,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         tokens_per_second_lowest=rate.lowest if rate else None,
         tokens_per_second_highest=rate.highest if rate else None,
         num_timed_steps=rate.num_timed_steps if rate else None,
+        tokens_per_second_by_round=rate.by_round if rate else {},
         num_launches=rate.num_launches if rate else 0,
         num_warmup_steps=rate.num_warmup_steps if rate else None,
         phase_seconds=mean_phases(ok[0]) if ok else None,
@@ -441,11 +444,23 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
     """Return each row's rank, and whether it is shared; no ranks for a group of one row."""
     if len(group) < 2:
         return []
-    # per GPU, so that two GPUs are not twice as good as one; a rank counts the rows that are clearly faster
-    lowest = sorted(row.interval[0] / row.world_size for row in group)
-    ranks = [1 + len(group) - bisect_right(lowest, row.interval[1] / row.world_size) for row in group]
+    if any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in group):
+        ranks = [1 + sum(_is_faster(other, row) for other in group if other is not row) for row in group]
+    else:
+        # per GPU, so that two GPUs are not twice as good as one
+        lowest = sorted(row.interval[0] / row.world_size for row in group)
+        ranks = [1 + len(group) - bisect_right(lowest, row.interval[1] / row.world_size) for row in group]
     num_of_rank = Counter(ranks)
     return [(row, (rank, num_of_rank[rank] > 1)) for row, rank in zip(group, ranks, strict=True)]
+
+
+def _is_faster(row: Row, other: Row) -> bool:
+    """Return whether a row is clearly faster per GPU: in paired rounds, or by the whole interval."""
+    lead = paired_lead(row.tokens_per_second_by_round, other.tokens_per_second_by_round)
+    scale = other.world_size / row.world_size
+    if lead is not None:
+        return lead[0] * scale > 1
+    return row.interval[0] * scale > other.interval[1]
 
 
 def _competes(row: Row, *, strict: bool) -> bool:

@@ -1,7 +1,8 @@
 """Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
+import re
 from dataclasses import dataclass, replace
-from math import comb, sqrt
+from math import comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
@@ -16,6 +17,12 @@ bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (202
 _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
+MIN_ROUNDS = 3
+"rounds of `slm compare --repeats` from which two rows are compared round by round"
+_STUDENT_T_99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250)
+"Student's t, two-sided 99 %, for 3, 4, ... paired rounds: among many rows, a wrong winner should be rare"
+
+
 @dataclass(frozen=True)
 class Throughput:
     """Tokens per second over all ranks, and the interval in which another measurement is expected."""
@@ -26,6 +33,8 @@ class Throughput:
     highest: float | None
     num_timed_steps: int
     num_launches: int
+    by_round: dict[int, float]
+    "each launch's rate by `round_of`; empty if two launches have the same round"
     num_warmup_steps: int
     "steps left out at the start; the largest number of all launches"
 
@@ -36,6 +45,7 @@ class Throughput:
             tokens_per_second=self.tokens_per_second * factor,
             lowest=None if self.lowest is None else self.lowest * factor,
             highest=None if self.highest is None else self.highest * factor,
+            by_round={number: rate * factor for number, rate in self.by_round.items()},
         )
 
 
@@ -54,6 +64,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     if not timed:
         return None
     medians = [median(_block_rates(record, seconds)) for record, seconds in timed]
+    by_round = {round_of(record): launch for (record, _), launch in zip(timed, medians, strict=True)}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
     lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
     return Throughput(
@@ -62,6 +73,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         highest=highest,
         num_timed_steps=num_timed_steps,
         num_launches=len(timed),
+        by_round=by_round if len(by_round) == len(timed) else {},
         num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
     )
 
@@ -94,6 +106,25 @@ def disturbance(record: RunRecord) -> float:
     if record.gpu or busy <= OTHER_CORES or not cores:
         return 1.0
     return (cores / max(0.1, cores - busy)) ** 2
+
+
+def round_of(record: RunRecord) -> int:
+    """Return the number of a launch of `slm compare --repeats`, which runs all strategies in each round."""
+    number = re.search(r"-r(\d+)$", record.run_name)
+    return int(number[1]) if number else 1
+
+
+def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[float, float] | None:
+    """Return the 99 % interval of rates / others over the rounds of both; None below three rounds.
+
+    A machine that gets slower for a while slows all launches of a round, so their ratio hardly changes. The
+    interval is Student's, of the mean of the logarithms of the ratios.
+    """
+    logs = [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
+    if len(logs) < MIN_ROUNDS:
+        return None
+    half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
+    return exp(fmean(logs) - half), exp(fmean(logs) + half)
 
 
 def timed_seconds(record: RunRecord) -> list[float]:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.stats import MIN_ROUNDS
 from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.tables.fitted import (
     DASH,
@@ -121,7 +122,11 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         )
     notes += _warnings(rows)
     if any(row.rank for row in rows) and "rank" not in dropped:
-        scope = "among rows of one model, sequence length and machine; =: shared, the intervals overlap"
+        paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
+        shared = (
+            "shared, not clearly different in paired rounds" if paired else "shared, the intervals overlap"
+        )
+        scope = f"among rows of one model, sequence length and machine; =: {shared}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
     if any(row.interval and row.interval[1] > 1.5 * row.tokens_per_second for row in rows):
         causes = "other programs used the cores, or few steps were timed (--max_steps)"

@@ -1,6 +1,7 @@
 """Rates, warm-up, intervals, ranks and audits, from records made by hand with numbers worked by hand."""
 
 import dataclasses
+from math import exp, sqrt
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import made_record
 
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled, ranked, row_of
-from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, throughput
+from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, paired_lead, throughput
 
 
 def with_steps(*slowest: float, **changes: object) -> RunRecord:
@@ -287,3 +288,37 @@ def test_labels_tell_rows_apart_by_what_differs() -> None:
     record = with_steps(1.0, 1.0)
     twice = [row_of([(Path(folder, "ddp", "record.json"), record)]) for folder in ("a", "b")]
     assert list(labelled(twice)) == ["ddp a/ddp", "ddp b/ddp"]
+
+
+def test_rounds_are_paired_so_that_a_drift_of_the_machine_hides_no_difference() -> None:
+    # the machine gets up to twice as slow from round to round, but b always takes 5 % longer than a: the
+    # ratio of their rates is 1.05 in each round, so the interval of its mean has no width
+    slowness = (1.0, 1.5, 2.0, 1.2)
+    a, b, c = (
+        row_from(
+            *(
+                with_steps(*[factor * share] * 13, strategy=name, identity=name, run_name=f"{name}{suffix}")
+                for factor, suffix in zip(slowness, ("", "-r2", "-r3", "-r4"), strict=True)
+            )
+        )
+        for name, share in (("a", 1.0), ("b", 1.05), ("c", 1.0))
+    )
+    assert a.tokens_per_second_by_round.keys() == {1, 2, 3, 4}
+    lead = paired_lead(a.tokens_per_second_by_round, b.tokens_per_second_by_round)
+    assert lead == pytest.approx((1.05, 1.05))
+    assert overlap(a.interval, b.interval)
+    assert [row.rank for row in ranked([a, b, c], strict=False)] == [1, 3, 1]
+
+
+def test_the_interval_of_paired_rounds_is_students() -> None:
+    # ratios e^0.1, e^0.2, e^0.3: mean of the logarithms 0.2, s = 0.1, t for 2 degrees of freedom 9.925
+    rates = {1: exp(0.1), 2: exp(0.2), 3: exp(0.3), 5: 7.0}
+    half = 9.925 * 0.1 / sqrt(3)
+    assert paired_lead(rates, {1: 1.0, 2: 1.0, 3: 1.0, 4: 9.0}) == pytest.approx(
+        (exp(0.2 - half), exp(0.2 + half))
+    )
+    assert paired_lead(rates, {1: 1.0, 2: 1.0}) is None
+
+
+def test_launches_of_the_same_round_are_not_paired() -> None:
+    assert throughput([made_record(), made_record()]).by_round == {}
