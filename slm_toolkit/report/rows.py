@@ -389,7 +389,7 @@ def labelled(rows: list[Row]) -> dict[str, Row]:
     names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     row_fields = ("evidence", "world_size", "gpu", "allocator")  # the first two distinguish rehearsals
-    machine = [name for name in row_fields if len({getattr(row, name) for row in rows}) > 1]
+    machine = [name for name in row_fields if len({getattr(row, name) for row in rows} - {None}) > 1]
 
     short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
 
