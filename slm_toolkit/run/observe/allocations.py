@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -177,17 +178,29 @@ def part_of(allocation: Allocation) -> str:
     return "activations" if allocation.phase == "forward" else "temporary"
 
 
-def reserved_bytes(events: Iterable[Event]) -> int:
+def reserved_bytes(events: list[Event]) -> int:
     """Return the bytes that PyTorch's allocator reserves on a GPU for the events' allocations."""
     allocator = CachingAllocator()
     allocator.repeat(requests_of(events))
     return allocator.peak_reserved_bytes
 
 
-def requests_of(events: Iterable[Event]) -> Iterator[Request]:
-    """Yield the events as an allocator's requests. A resized storage is copied, then the old one freed."""
+def requests_of(events: list[Event]) -> Iterator[Request]:
+    """Yield the events as an allocator's requests. A resized storage is copied, then the old one freed.
+
+    Of the setup, only storages that are alive when the first step begins are requested: a CPU builds the
+    whole model on the device that trains, a GPU does not, and DeepSpeed empties the allocator's cache.
+    """
+    steps = list(dropwhile(lambda event: event.phase == "setup", events))
+    num_bytes_of: dict[Allocation, int] = {}
+    for event in events[: len(events) - len(steps)]:
+        num_bytes_of[event.allocation] = num_bytes_of.get(event.allocation, 0) + event.delta_bytes
     number_and_bytes: dict[Allocation, tuple[int, int]] = {}
-    for number, event in enumerate(events):
+    for allocation, num_bytes in num_bytes_of.items():
+        if num_bytes:
+            number_and_bytes[allocation] = len(number_and_bytes), num_bytes
+            yield "a", len(number_and_bytes) - 1, num_bytes, allocation.stream
+    for number, event in enumerate(steps, len(number_and_bytes)):
         old_number, old_bytes = number_and_bytes.pop(event.allocation, (None, 0))
         num_bytes = old_bytes + event.delta_bytes
         if num_bytes:
