@@ -97,7 +97,7 @@ OF_SMALL_ZERO: dict[str, tuple[Any, ...]] = {
 "so little is computed that gradients and their buckets are most of the memory; ZeRO-1 can't reduce in fp32"
 
 
-_FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _TAKE_SECONDS_TO_IMPORT = (
     *("slm_toolkit.train", "deepspeed", "deepspeed.runtime.zero.stage3", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
@@ -213,6 +213,7 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
         "status": record["status"],
         "reason": record["reason"],
         "peak_bytes": at_peak.get("num_bytes"),
+        "reserved_bytes": (record.get("peak_reserved_bytes") or [None])[0],
         "peak_phase": at_peak.get("phase"),
         "peak_module": at_peak.get("module"),
         "parts": json.dumps(at_peak.get("parts")),

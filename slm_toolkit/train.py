@@ -361,6 +361,7 @@ def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     return {
         "memory_at_peak": timeline.summary,
         "peak_allocated_bytes": [timeline.peak.num_bytes],
+        "peak_reserved_bytes": [timeline.reserved_bytes],
         "num_cores": num_cores(),
     }
 

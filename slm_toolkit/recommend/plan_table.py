@@ -99,7 +99,7 @@ def reasons(plans: list[Plan], *, objective: str) -> list[str]:
         reason = reason_of(plan, winner, objective=objective)
         name = f"{number}: {plan.estimate.num_gpus} x {plan.estimate.gpu} {plan.estimate.strategy}"
         if winner.verdict == "fits" and plan.verdict != "fits":
-            name += " (tight)"
+            name += f" (fits with a probability of {plan.estimate.fit_probability:.0%})"
         if reason.ratio is None:
             lines.append(f"{name}: without a price it can't be compared in dollars")
             continue
@@ -221,7 +221,11 @@ def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
     if len(ranked) > len(listed):
         notes.append(f"{len(ranked) - len(listed)} more plans: use --top, or --json for all")
     if any(plan.verdict != "fits" for plan in listed):
-        notes.append("yellow: a tight fit; 10% more activations would not fit, so measure it first")
+        notes.append("yellow: may not fit, so measure it first")
+    if full := [str(number) for number, plan in enumerate(listed, 1) if plan.estimate.is_nearly_full]:
+        notes.append(
+            f"nearly full, and slower if PyTorch's allocator has to free blocks and retry: {', '.join(full)}"
+        )
     if any(plan.evidence == "estimated" for plan in listed):
         row = listed[0].estimate
         if row.step_seconds:

@@ -114,7 +114,7 @@ class PlanSearch:
     """The result of a search."""
 
     plans: list[Plan]
-    "all plans that fit, including tight ones"
+    "all plans that fit or may fit"
     left_out: list[str]
     "a sentence for each combination that was not considered, with the reason"
 
@@ -258,7 +258,7 @@ def _plan(
             memory_evidence = observed.memory_evidence
             is_measured = memory_evidence == "measured"
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
-    if verdict not in ("fits", "tight") or tokens_per_second is None:
+    if verdict not in ("fits", "may fit") or tokens_per_second is None:
         return None
     tokens_per_step = (
         row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
@@ -365,8 +365,8 @@ def best_plans(
 ) -> list[Plan]:
     """Return the best plan within the limits for each training, GPU type, count and strategy, ranked.
 
-    `objective` is cost or time. A plan whose verdict is tight is taken only if no other plan fits, and comes
-    after all plans that fit. If ranked by cost, GPUs without a price come last.
+    `objective` is cost or time. A plan that only may fit is taken if no other plan fits, and comes after
+    all plans that fit. If ranked by cost, GPUs without a price come last.
     """
     within = [
         plan

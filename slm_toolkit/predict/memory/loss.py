@@ -15,6 +15,8 @@ class LossMemory:
     backward: float
     head: float
     norm: float
+    freed_logits: float = 0.0
+    "bf16 logits that are freed before the loss's backward, and whose block is too small for fp32 logits"
 
 
 def loss_memory(setup: Setup) -> LossMemory:
@@ -65,4 +67,5 @@ def loss_memory(setup: Setup) -> LossMemory:
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
     backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T
-    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
+    freed_logits = 2 * V * T * (compute != FP32)
+    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T, freed_logits)

@@ -29,7 +29,12 @@ from slm_toolkit.predict.memory.engine_bytes import (
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Instant
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
+from slm_toolkit.record.memory_timeline import PARTS
 
+_CHANGING = (
+    *("activations", "logits_and_loss", "gathered_parameters", "gradients", "communication", "temporary"),
+)
+"parts whose bytes change during a step"
 BATCH_BYTES_PER_TOKEN = 24
 "token ids, shifted labels and positions, 8 bytes each"
 
@@ -39,8 +44,10 @@ class MemoryEstimate:
     """Bytes at the peak, on the rank that needs the most memory."""
 
     parts: dict[str, int]
-    "named as in `memory_timeline.PARTS`"
+    "bytes at the peak by part, for each of `memory_timeline.PARTS`"
     peak_instant: str
+    largest: dict[str, int]
+    "each part's bytes at the instant at which that part is largest, and the loss's blocks of both sizes"
 
     @property
     def peak_bytes(self) -> int:
@@ -69,13 +76,15 @@ def peak(setup: Setup) -> MemoryEstimate:
     sums = _saved_below(layers)
     saved = sums[-1] * num_tokens
     fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(setup)
-    best_total, best = -1.0, None
+    best_total, best_instant, best = -1.0, "", (0.0,) * len(_CHANGING)
+    largest = best
 
     def consider(instant: str, at: At, activations: float, logits: float) -> None:
-        nonlocal best_total, best
-        total = at.gathered + at.gradients + at.communication + at.temporary + activations + logits
-        if total > best_total:
-            best_total, best = total, (instant, at, activations, logits)
+        nonlocal best_total, best_instant, best, largest
+        sizes = (activations, logits, at.gathered, at.gradients, at.communication, at.temporary)
+        largest = tuple(map(max, largest, sizes))
+        if sum(sizes) > best_total:
+            best_total, best_instant, best = sum(sizes), instant, sizes
 
     residual = layers[-1].residual * spec.hidden_size * num_tokens
     # Checkpointing with frozen weights requires a gradient of the embedding's output. The output and its
@@ -127,20 +136,21 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("backward: embed_tokens", step.at_embedding, residuals + fixed, 0)
     consider("optimizer step", step.at_optimizer, 2 * residual * needs_input_gradient, 0)
 
-    instant, at, activations, logits = best
     state = step.state
-    parts = {
+    always = {
         "parameters": _parameters_here(setup, round(state.parameters + weights.scales_bytes)),
         "master_weights": state.master_weights,
-        "gradients": state.gradients + at.gradients,
+        "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "activations": activations,
-        "logits_and_loss": logits,
-        "gathered_parameters": at.gathered,
-        "communication": state.communication + at.communication,
-        "temporary": at.temporary,
+        "communication": state.communication,
     }
-    return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
+
+    def parts_with(sizes: tuple[float, ...]) -> dict[str, int]:
+        changing = dict(zip(_CHANGING, sizes, strict=True))
+        return {part: round(always.get(part, 0) + changing.get(part, 0)) for part in PARTS}
+
+    of_loss = max(largest[1], loss.backward + loss.freed_logits)
+    return MemoryEstimate(parts_with(best), best_instant, parts_with((largest[0], of_loss, *largest[2:])))
 
 
 def _in_hook(layer: LayerMemory, where: Instant, made_at: Callable[[Moment], float]) -> float:

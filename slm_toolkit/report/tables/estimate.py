@@ -9,7 +9,7 @@ from rich.text import Text
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
-from slm_toolkit.predict.memory.machine import STATE
+from slm_toolkit.predict.memory.machine import COVERAGE, STATE, SURE
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -24,7 +24,7 @@ from slm_toolkit.report.tables.fitted import (
 )
 
 _BAR_WIDTH = 40
-_VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_VERDICT_STYLE = {"fits": "green", "may fit": "yellow", "unlikely to fit": "yellow", "does not fit": "red"}
 _FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
 _TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *_FLAGS))}
@@ -116,7 +116,7 @@ def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
     if any(row.verdict for row in rows):
         styles = [_VERDICT_STYLE.get(row.verdict, "") for row in rows]
         columns += [
-            Column("fits", [row.verdict or DASH for row in rows], styles=styles),
+            Column("fits", [_fits(row) for row in rows], styles=styles),
             column("headroom\nGiB", lambda row: gib(row.headroom_bytes), 3),
         ]
     columns.append(column("host GiB\nper node", lambda row: gib(row.host_bytes_per_node), 7))
@@ -150,8 +150,8 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     ]
     if largest_batch:
         notes.append(
-            f"batch: the largest per GPU that fits, even if tight, up to {LARGEST_BATCH_TRIED:,}; "
-            "0: not even 1 fits; with margin: the largest that is not tight, the safe choice"
+            f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
+            f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice"
         )
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
         notes.append(f"{gpu.name} has {gib(gpu.memory_bytes)} GiB; source: {gpu.memory_source}")
@@ -160,10 +160,19 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
         )
         notes.append(
-            f"headroom: GPU memory minus {context} GiB for CUDA and NCCL minus allocated; tight: 10% more "
-            "activations, or the middle of reserved, would not fit"
+            f"fits: the probability that allocated and most of the allocator's slack leave {context} GiB for "
+            "CUDA and NCCL; headroom is what remains"
         )
-    if all(row.verdict == "does not fit" for row in rows):
+        notes.append(
+            f"reserved: the range that holds {COVERAGE:.0%} of other people's runs; the probability uses the "
+            "same errors"
+        )
+    if any(row.is_nearly_full for row in rows):
+        notes.append(
+            "nearly full: PyTorch's allocator frees unused blocks and retries, so steps are slower, at least "
+            "the first ones"
+        )
+    if not any(row.fits for row in rows) and rows[0].gpu is not None:
         smaller = "" if largest_batch else "--largest_batch tries smaller batches; "
         notes.append(f"nothing fits: {smaller}`slm recommend` looks for settings that fit")
     notes += _speed_notes(rows)
@@ -238,6 +247,15 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
 
 def _differs(rows: list[Estimate], name: str) -> bool:
     return len({getattr(row, name) for row in rows}) > 1
+
+
+def _fits(row: Estimate) -> str:
+    """Return the verdict with its probability, such as `may fit 71%`."""
+    if row.verdict is None:
+        return DASH
+    percentage = f"{min(max(row.fit_probability, 0.01), 0.99):.0%}"
+    shown = {"1%": "<1%", "99%": ">99%"}.get(percentage, percentage)
+    return f"{row.verdict} {shown}" + "\nnearly full" * bool(row.is_nearly_full)
 
 
 def _reserved(row: Estimate) -> str:
