@@ -118,8 +118,8 @@ def estimate(
 
 def recommend(
     *,
-    gpu: str | Sequence[str],
     model: str | Sequence[str] | None = None,
+    gpu: str | Sequence[str] | None = None,
     tokens: float | None = None,
     target_loss: float | None = None,
     law: str = "besiroglu",
@@ -146,17 +146,18 @@ def recommend(
 ) -> "Recommendation":
     """Rank GPUs, their number, strategies and batches for a whole training, as `slm recommend` does.
 
-    `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour). `tokens`
-    or `target_loss` sets the length of the training; without both, the scaling law `law` sets it.
-    `global_batch_tokens`: tokens per optimizer step. `records`: folders of your own runs, which count more
-    than estimates. The other arguments are those of `estimate`. The result has no plans if none is
-    within the limits. Raises ValueError for a user's mistake.
+    `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour); None:
+    every GPU type with a known price. `tokens` or `target_loss` sets the length of the training; without
+    both, the scaling law `law` sets it. `global_batch_tokens`: tokens per optimizer step. `records`: folders
+    of your own runs, which count more than estimates. The other arguments are those of `estimate`. The
+    result has no plans if none is within the limits. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.config.parser import count, positive_number, price_per_hour
     from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
     from slm_toolkit.recommend.job import configs_of, offers_of, search_all, workloads_of
-    from slm_toolkit.recommend.plans import best_plans, observations_of
+    from slm_toolkit.recommend.plans import observations_of
+    from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.recommend.scaling_laws import LAWS
     from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, notes_on
 

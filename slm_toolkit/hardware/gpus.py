@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from slm_toolkit.base.typed_files import csv_rows
 
@@ -39,6 +40,9 @@ class Gpu:
     "rate to the other GPUs of its node, one way: NVLink, else PCIe"
     node_network_bytes_per_second: float | None
     "network rate of a whole AWS node, one way (p4d, p5, p5en); None: unknown"
+    speed_evidence: Literal["fitted", "compared", "none"]
+    """fitted: constants of the speed form are fitted to many published runs on this GPU type; compared: a few
+    published runs; none: no published run"""
     source: str
     memory_source: str
 
