@@ -10,6 +10,7 @@ from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
+from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
 from slm_toolkit.predict.estimate import Estimate, estimate
@@ -195,7 +196,7 @@ def _search_strategy(
         result.left_out.append(f"{strategy.name}: no closed form for the time of offload")
         return
     smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
-    for config in configs:
+    for config in dict.fromkeys(with_kernels_of(setup.spec, config) for config in configs):
         if problems := contradictions(strategy, config):
             result.left_out.extend(problems)
             continue
