@@ -5,13 +5,14 @@ The paper is Ashkboos et al., "Computational Bottlenecks of Training Small-scale
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from slm_toolkit.hardware.gpus import Gpu
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a decoder-only model. Only Llama-like models can be trained: RMSNorm, gated FFN, RoPE.
+    """Shape of a decoder-only model. Models with RMSNorm, a gated FFN and RoPE can be trained.
 
     gated_ffn, layer_norm and learned_positions describe GPT-2, GPT-NeoX and MPT, which can only be estimated.
     """
@@ -50,6 +51,18 @@ class ModelSpec:
     "tokens that the layers with a window attend to; None: all layers attend to the whole sequence"
     hidden_act: str = "silu"
     attention_dropout: float = 0.0
+    norms: str = "before"
+    "where a layer's norms are: before attention and FFN, after each of them (OLMo 2), or both (Gemma)"
+    qk_norm: str = "none"
+    "norms of queries and keys: none, head (over each head: Qwen3, Gemma 3) or all_heads (OLMo 2)"
+    norm_scales_in_fp32: bool = False
+    "RMSNorm multiplies by its weight before it rounds to the input's dtype (Gemma, OLMo 2), not after"
+    fused_projections: bool = False
+    "one matrix for query, key and value, and one for gate and up (Phi-3)"
+    attention_softcap: bool = False
+    "attention logits are capped with tanh (Gemma 2)"
+    after_head: str = "nothing"
+    "what changes the head's logits before the loss: nothing, softcap (Gemma 2) or scaling (Granite)"
     hub_id: str | None = None
     "the published model of a preset's shape, with weights and a tokenizer"
 
@@ -66,14 +79,7 @@ class ModelSpec:
 
     @property
     def params_per_layer(self) -> int:
-        biases = 0
-        if self.qkv_bias:
-            biases += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if self.output_bias:
-            biases += self.hidden_size
-        if self.ffn_bias:  # down, then up (and gate)
-            biases += self.hidden_size + (self.num_ffn_matrices - 1) * self.ffn_size
-        return self.matmul_params_per_layer + biases + 2 * self.norm_params
+        return sum(tensor.num_elements for tensor in layer_tensors(self))
 
     @property
     def norm_params(self) -> int:
@@ -96,6 +102,52 @@ class ModelSpec:
         """Parameters of the largest single module, as DeepSpeed's ZeRO-3 estimator means it."""
         projection = self.hidden_size * max(self.ffn_size, self.num_heads * self.head_dim)
         return max(self.embedding_params, projection)
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """A parameter of a decoder layer."""
+
+    name: str
+    "of its module, as in transformers"
+    num_elements: int
+    is_matrix: bool = True
+
+
+@lru_cache(maxsize=4096)
+def layer_tensors(spec: ModelSpec) -> tuple[LayerTensor, ...]:
+    """Return the parameters of one decoder layer in transformers' order."""
+    h, f = spec.hidden_size, spec.ffn_size
+    q, v = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.fused_projections:
+        matrices = {"o_proj": (q, h), "qkv_proj": (h, q + 2 * v), "gate_up_proj": (h, 2 * f)}
+    else:
+        matrices = {"q_proj": (h, q), "k_proj": (h, v), "v_proj": (h, v), "o_proj": (q, h)}
+        matrices |= {"gate_proj": (h, f)} if spec.gated_ffn else {}
+        matrices |= {"up_proj": (h, f)}
+    matrices["down_proj"] = (f, h)
+    tensors = []
+    for name, (inputs, outputs) in matrices.items():
+        tensors.append(LayerTensor(name, inputs * outputs))
+        if _has_bias(spec, name):
+            tensors.append(LayerTensor(name, outputs, is_matrix=False))
+        if name == "o_proj" and spec.qk_norm != "none":
+            widths = (q, v) if spec.qk_norm == "all_heads" else (spec.head_dim, spec.head_dim)
+            norms = zip(("q_norm", "k_norm"), widths, strict=True)
+            tensors += [LayerTensor(norm, width, is_matrix=False) for norm, width in norms]
+    norms = {
+        "before": ("input_layernorm", "post_attention_layernorm"),
+        "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    }
+    norms["both"] = (*norms["before"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    tensors += [LayerTensor(name, spec.norm_params, is_matrix=False) for name in norms[spec.norms]]
+    return tuple(tensors)
+
+
+def _has_bias(spec: ModelSpec, name: str) -> bool:
+    if name in ("q_proj", "k_proj", "v_proj"):
+        return spec.qkv_bias
+    return spec.output_bias if name == "o_proj" else spec.ffn_bias
 
 
 def _paper(name: str, num_layers: int, hidden_size: int, ffn_size: int, source: str) -> ModelSpec:

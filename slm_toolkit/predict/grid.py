@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.flag_checks import (
     all_of,
@@ -76,6 +77,7 @@ def estimates(
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
+    problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
     if problems:
         raise all_of(problems)
 

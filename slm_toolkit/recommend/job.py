@@ -8,7 +8,9 @@ from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu, gpu_and_count, gpu_of_name, gpus
 from slm_toolkit.hardware.prices import Price
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
+from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
@@ -111,6 +113,8 @@ def workloads_of(
         spec = model_to_estimate(name)
         if problems := [problem for n in lengths if (problem := position_problem(spec, n)) is not None]:
             raise all_of(problems, verb="recommend")
+        if problems := _given_problems(spec, given):
+            raise all_of(problems, verb="recommend")
         notes += [note for n in lengths for note in unlike_the_model(spec, n)]
         num_params = num_params_of(law, spec)
         tokens = num_tokens
@@ -126,6 +130,19 @@ def workloads_of(
     if not found:
         raise ValueError("\n".join(unreached))
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
+
+
+_KERNELS = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel")
+
+
+def _given_problems(spec: ModelSpec, given: dict[str, Any]) -> list[str]:
+    """Return a sentence for each kernel that the user gave and the model does not have."""
+    asked = ({name: value} for name in _KERNELS for value in given.get(name, []))
+    return [
+        problem
+        for flag in asked
+        for problem in kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
+    ]
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:

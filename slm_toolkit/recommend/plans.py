@@ -11,6 +11,7 @@ from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
+from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
@@ -139,8 +140,9 @@ def search(
     """Return the plans of all GPUs, strategies and `configs`.
 
     `configs` must have their defaults and one micro-step. The number of micro-steps follows from the
-    workload's tokens per step.
+    workload's tokens per step. Kernels that the model does not have are replaced.
     """
+    configs = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in configs))
     result = PlanSearch([], [])
     candidates_by_count: dict[int, list[_Candidate]] = {}
     without_network: list[str] = []

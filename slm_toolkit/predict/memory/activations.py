@@ -13,7 +13,7 @@ save nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -96,32 +96,34 @@ def layer_memory(
     q, v = a * spec.head_dim, spec.num_kv_heads * spec.head_dim
     e = 4 if compute == FP32 else 2
     residual = 2 if compute == BF16 else 4
-    # transformers' norm saves its input and the scaled input in fp32 (in bf16: an fp32 copy of the input, and
-    # the scaled input in bf16), its output for the next matrix product, and 1/rms in fp32. A fused norm saves
-    # only its input, in the input's dtype. Under autocast, instead of the output, each matrix product that
-    # reads it saves a bf16 copy: three products in attention, two in the FFN.
-    if compute == BF16:
-        norm = (4 if fused_norm else 8) * h + 4
-        attention_inputs = ffn_inputs = 0
-    elif compute == AUTOCAST:
-        norm = (4 if fused_norm else 8) * h + 4
-        attention_inputs, ffn_inputs = 6 * h, 4 * h
-    else:
-        norm = (8 if fused_norm else 12) * h + 4
-        attention_inputs = ffn_inputs = 0
+    # Under autocast, each matrix product saves a bf16 copy of its input: three products in attention and two
+    # in the FFN, or one each.
+    copies = (3, 2) if compute == AUTOCAST else (0, 0)
+    if spec.fused_projections:
+        copies = (bool(copies[0]), bool(copies[1]))
+    attention_inputs, ffn_inputs = 2 * h * copies[0], 2 * h * copies[1]
+    norms = saved_by_norms(spec, compute, fused=fused_norm)
+    norm = norms.before
     # Attention saves the rotated query and key, the value, the output and the softmax's normaliser. Instead
     # of the normaliser, eager attention saves the probabilities, (heads x S) per token, in fp32 and in the
     # compute dtype, and it saves the repeated keys and values.
     scores = (4 if compute == FP32 else 6) * a * seq_len
+    if spec.attention_softcap:  # tanh saves its output
+        scores += e * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
+    if spec.fused_projections:
+        # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
+        # query, is copied for the output projection
+        attention += e * (q + v) + e * q
+    attention += norms.of_queries
     # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
     # saves up and its GELU (an assumption, never traced).
     ffn = ((3 if fused_mlp or compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
     # tensors of width i in use at up's gradient; a fused MLP has freed gate
     in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3
-    below_ffn = 2 * norm + attention + attention_inputs
+    below_ffn = 2 * norm + norms.after + attention + attention_inputs
     extra_of_software = EXTRA_OF_2024 * h if software == "2024" else 0
-    everything = below_ffn + ffn_inputs + ffn + extra_of_software
+    everything = below_ffn + ffn_inputs + ffn + norms.after + extra_of_software
 
     ln = 16 * h + 8 if fused_norm else 24 * h  # transformers' RMSNorm backward: six fp32 tensors at once
     if compute != BF16:
@@ -129,7 +131,7 @@ def layer_memory(
     if eager:
         softmax = (12 * a * seq_len + 3 * e * q, 8 * a * seq_len + 5 * e * q)
     else:
-        softmax = (4 * e * (q + v) + 4 * a,)
+        softmax = (4 * e * (q + v) + 4 * a + norms.of_queries,)
         if compute == AUTOCAST:  # RoPE's backward is in fp32
             softmax += (12 * q + 4 * v,)
     projections = e * (3 * h + q) if compute != AUTOCAST else 8 * h + 2 * q
@@ -138,7 +140,13 @@ def layer_memory(
         Moment("mlp", below_ffn + ffn_inputs + ffn + 2 * e * i, 1, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs + e * (h + in_ffn * i), 2, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
-        Moment("post_attention_layernorm", norm + attention_inputs + attention + ln, 3, 0, 0),
+        Moment(
+            "post_attention_layernorm",
+            (0 if spec.norms == "after" else norm) + norms.after + attention_inputs + attention + ln,
+            3,
+            0,
+            0,
+        ),
         *(Moment("self_attn", above + form, 3, 0, 1) for form in softmax),
         Moment("self_attn", above + projections, 3, 2, 1),
         Moment("input_layernorm", ln, 3, 2, 2),
@@ -157,20 +165,75 @@ def layer_memory(
         Arrival("q_proj", norm + e * (q + 2 * h), norm),
         Arrival("input_layernorm", of_norm, of_norm),
     ]
+    if spec.norms != "before":  # backward begins with the norm behind the FFN
+        behind = Moment("post_feedforward_layernorm", everything - norms.after + ln, 0, 0, 0)
+        moments.insert(0, behind)
+    arrivals = _named_as_in(spec, arrivals)
     if checkpointing == "none":
         return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
     # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
     layer_input = 2 * h if compute == BF16 and not fused_norm else 0
+    if spec.norms == "after":  # the matrix products save the input itself, or copies under autocast
+        layer_input = 4 * h if compute == AUTOCAST else 0
     saved, extra = residual * h, layer_input
     if checkpointing == "selective_op":  # saves the outputs of query, value, gate, down and attention
         kept_by_attention = 0 if eager else e * q + 4 * a
-        saved += e * (q + v + i + (0 if compiled else h)) + kept_by_attention
-        extra += e * h  # backward does not need down's output, but it stays allocated
+        products = (q + v, i) if not spec.fused_projections else (q + 2 * v, 2 * i)
+        saved += e * (sum(products) + (0 if compiled or spec.fused_projections else h)) + kept_by_attention
+        extra += (
+            e * h * (not spec.fused_projections)
+        )  # backward does not need down's output, but it stays allocated
     recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
     arrivals = [
         Arrival(arrival.place, arrival.when_made + extra, arrival.in_hook + extra) for arrival in arrivals
     ]
     return LayerMemory(saved, tuple(recomputed), residual, tuple(arrivals))
+
+
+@dataclass(frozen=True)
+class SavedByNorms:
+    """Bytes per token that a layer's norms save."""
+
+    before: float
+    "the norm in front of attention, and also the one in front of the FFN, with the input of the next product"
+    after: float
+    "the norm behind attention, and also the one behind the FFN; 0 if there are none"
+    of_queries: float
+    "the norms of queries and keys"
+
+
+def saved_by_norms(spec: ModelSpec, compute: str, *, fused: bool) -> SavedByNorms:
+    """Return what the norms of a layer save for backward.
+
+    transformers' norm saves its input and the normalised input in fp32 (in bf16: an fp32 copy of the input,
+    and the normalised input in bf16, or in fp32 if its weight multiplies in fp32), and 1/rms in fp32. The
+    next matrix product saves the output; under autocast it saves copies instead. A fused norm saves only its
+    input, in the input's dtype, and 1/rms. Without a norm in front, the matrix product saves the residual
+    stream.
+    """
+    h, e = spec.hidden_size, 4 if compute == FP32 else 2
+    q, v = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    normalised = 2 if compute == BF16 and not spec.norm_scales_in_fp32 else 4
+    output = 0 if compute == AUTOCAST else e
+    of_stream = 2 if compute == BF16 else 4  # the residual stream's element
+    before = ((of_stream if fused else 4 + normalised) + output) * h + 4
+    if spec.norms == "after":
+        before = output * h
+    # the inputs of these norms are results of matrix products
+    normalised = 4 if compute == FP32 or spec.norm_scales_in_fp32 else 2
+    per_element = e if fused else 4 + normalised
+    after = per_element * h + 4 if spec.norms != "before" else 0
+    rows = {"none": 0, "head": spec.num_heads + spec.num_kv_heads, "all_heads": 2}[spec.qk_norm]
+    return SavedByNorms(before, after, (per_element * (q + v) + 4 * rows) * (rows > 0))
+
+
+def _named_as_in(spec: ModelSpec, arrivals: list[Arrival]) -> list[Arrival]:
+    """Return the arrivals of the parameters that a layer has; a fused matrix arrives with its last part."""
+    if not spec.fused_projections:
+        return arrivals
+    names = {"gate_proj": "gate_up_proj", "q_proj": "qkv_proj"}
+    parts = ("up_proj", "v_proj", "k_proj")
+    return [replace(a, place=names.get(a.place, a.place)) for a in arrivals if a.place not in parts]
 
 
 def _progress(moment: Moment) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import Dtypes, Setup
@@ -326,11 +326,9 @@ def zero_3(
     # exceed max_live by its size. In backward its turn comes max_live / p layers before the first layer.
     # Without prefetching, an FFN's matrices and one attention matrix are gathered at the same time.
     h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
-    sizes += tuple((rows * columns, 1) for rows, columns in weights.adapter_shapes)
-    persistent = (
-        sum(size * count for size, count in sizes if size < zero.stage3_param_persistence_threshold) * L
-    )
+    sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
+    sizes += [rows * columns for rows, columns in weights.adapter_shapes]
+    persistent = sum(size for size in sizes if size < zero.stage3_param_persistence_threshold) * L
     in_use = 3 * h * spec.ffn_size + h * q
     prefetches = zero.stage3_prefetch_bucket_size != 0
     wanted = zero.stage3_max_live_parameters if prefetches else in_use
@@ -391,8 +389,7 @@ def largest_chunk(spec: ModelSpec, num_shards: int, adapter_shapes: tuple[tuple[
     if adapter_shapes:
         shares = [-(-rows // num_shards) * columns for rows, columns in adapter_shapes] * spec.num_layers
     else:
-        h, kv, q = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-        layer = [h * q, h * kv, h * kv, h * q, *[h * spec.ffn_size] * 3]
+        layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
         matrices = [spec.embedding_params, *layer * spec.num_layers]
         if not spec.tied:
             matrices.append(spec.embedding_params)

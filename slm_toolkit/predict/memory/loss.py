@@ -33,7 +33,7 @@ def loss_memory(setup: Setup) -> LossMemory:
     fused_norm = config.norm_kernel == "fused"
     # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
-        kept = (4 if fused_norm else 8) * h + 4
+        kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
         norm_backward = 16 * h + 8 if fused_norm else 24 * h
     elif compute == AUTOCAST:
         kept = (6 if fused_norm else 10) * h + 4

@@ -1,0 +1,187 @@
+"""What transformers builds for each model_type: norms, biases, windows, and the defaults of absent keys.
+
+Read from the configuration and modeling files of transformers 5.23.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one model_type."""
+
+    norms: str = "before"
+    "as in ModelSpec"
+    qk_norm: str = "none"
+    "as in ModelSpec"
+    norm_scales_in_fp32: bool = False
+    fused_projections: bool = False
+    has_qkv_bias: bool = False
+    "query, key and value always carry a bias"
+    bias_keys: tuple[str, ...] = ()
+    "the keys that add biases; another model_type ignores them"
+    windows: str = "none"
+    "which layers have a sliding window: none, all, or those of layer_types"
+    window: int | None = None
+    "sliding_window if the key is absent"
+    window_switch: str | None = None
+    "a key that must be true for windows"
+    tied: bool = False
+    kv_heads: int | None = None
+    "num_key_value_heads if the key is absent; None: as many as heads"
+    head_dim: int | None = None
+    "None: hidden_size / heads"
+    heads_divide_width: bool = True
+    "transformers refuses a hidden_size that is no multiple of the heads"
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+_GEMMA = Family(
+    norms="both",
+    norm_scales_in_fp32=True,
+    bias_keys=("attention_bias",),
+    windows="layer_types",
+    window=4096,
+    tied=True,
+    kv_heads=4,
+    head_dim=256,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(bias_keys=_BIASES),
+    "qwen2": Family(
+        has_qkv_bias=True,
+        windows="layer_types",
+        window=4096,
+        window_switch="use_sliding_window",
+        kv_heads=32,
+    ),
+    "mistral": Family(windows="all", window=4096, kv_heads=8),
+    "qwen3": Family(
+        qk_norm="head",
+        bias_keys=("attention_bias",),
+        windows="layer_types",
+        window=4096,
+        window_switch="use_sliding_window",
+        kv_heads=32,
+        head_dim=128,
+        heads_divide_width=False,
+    ),
+    "gemma2": _GEMMA,
+    "gemma3_text": dataclasses.replace(_GEMMA, qk_norm="head"),
+    "smollm3": Family(
+        bias_keys=_BIASES, windows="layer_types", window_switch="use_sliding_window", tied=True, kv_heads=4
+    ),
+    "olmo2": Family(
+        norms="after", qk_norm="all_heads", norm_scales_in_fp32=True, bias_keys=("attention_bias",)
+    ),
+    "granite": Family(bias_keys=_BIASES),
+    "phi3": Family(fused_projections=True, windows="all"),
+}
+
+_BUILT_BIASES = {"attention_bias": "has_qkv_bias"}
+"a bias key, and the field of a family that builds the bias without it"
+_NOT_TRAINED = {
+    "use_bidirectional_attention": "the model would attend to later tokens",
+    "resid_pdrop": "dropout of the residual stream has no closed form",
+}
+"keys of a config.json that no estimate and no training here obeys, if they are set"
+
+
+def ignored_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
+    """Return the keys of a config.json that transformers' classes of this model_type would ignore."""
+    family = FAMILIES[model_type]
+    ignored = []
+    for key in _BIASES:
+        built = family.has_qkv_bias and _BUILT_BIASES.get(key) is not None
+        if key not in family.bias_keys and config.get(key, built) not in (None, built):
+            ignored.append(key)
+    ignored += [key for key in ("num_experts", "num_local_experts") if config.get(key) not in (None, 0, 1)]
+    if family.windows == "none" and config.get("sliding_window") is not None:
+        ignored.append("sliding_window")
+    known = {"full_attention", "sliding_attention"} if family.windows == "layer_types" else {"full_attention"}
+    if set(config.get("layer_types") or ()) - known:
+        ignored.append("layer_types")
+    return ignored
+
+
+def unsupported_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return a clause for each key that changes the model in a way that this project does not know."""
+    return [f"{key} {config[key]!r}: {why}" for key, why in _NOT_TRAINED.items() if config.get(key)]
+
+
+def sliding_window(config: Mapping[str, Any], model_type: str) -> int | None:
+    """Return the window that transformers' class of this model_type sets; None if no layer has one."""
+    family = FAMILIES[model_type]
+    is_off = family.window_switch is not None and not config.get(family.window_switch)
+    if family.windows == "none" or is_off:
+        return None
+    window, kinds = config.get("sliding_window", family.window), config.get("layer_types")
+    if kinds is None and family.window_switch == "use_sliding_window" and family.window is not None:
+        # Qwen: the layers from max_window_layers on
+        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
+    return None if kinds is not None and "sliding_attention" not in kinds else window
+
+
+def after_head(config: Mapping[str, Any], model_type: str) -> str:
+    """Return what the model does with the head's logits, as in ModelSpec; absent keys have defaults."""
+    if config.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None) is not None:
+        return "softcap" if model_type in ("gemma2", "gemma3_text") else "nothing"
+    return "scaling" if model_type.startswith("granite") else "nothing"
+
+
+_SILU = ("silu", "swish")
+
+
+def kernel_problems(spec: ModelSpec, config: RunConfig) -> list[str]:
+    """Return a sentence for each kernel of the flags that would compute another model's function."""
+    return [sentence for sentence, _ in _replaced_kernels(spec, config)]
+
+
+def with_kernels_of(spec: ModelSpec, config: RunConfig) -> RunConfig:
+    """Return the config with the kernels that the model has, in place of those that it does not have."""
+    replaced: dict[str, Any] = {}
+    for _, change in _replaced_kernels(spec, config):
+        replaced |= change
+    return dataclasses.replace(config, **replaced) if replaced else config
+
+
+def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return a sentence and the flag's other value for each kernel that does not fit the model."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    kernel = config.attn_implementation
+    if spec.attention_softcap and kernel.startswith("sdpa"):
+        sentence = (
+            f"--attn_implementation {kernel}: {spec.name} caps its attention logits, and SDPA does not; use "
+            "--attn_implementation eager (on a GPU, also flash_attention_2 or flex_attention)"
+        )
+        found.append((sentence, {"attn_implementation": "eager"}))
+    if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
+        sentence = (
+            f"--loss_kernel fused_linear: {spec.name} changes the head's logits before the loss "
+            f"({spec.after_head}), and this kernel never has them; use --loss_kernel fused_logits"
+        )
+        found.append((sentence, {"loss_kernel": "fused_logits"}))
+    if spec.norm_scales_in_fp32 and config.norm_kernel == "fused":
+        sentence = (
+            f"--norm_kernel fused: {spec.name} multiplies by a norm's weight before it rounds, and this "
+            "kernel after it; use --norm_kernel hf"
+        )
+        found.append((sentence, {"norm_kernel": "hf"}))
+    if config.mlp_kernel == "fused" and (spec.fused_projections or spec.hidden_act not in _SILU):
+        reason = "gate and up are one matrix" if spec.fused_projections else f"it is {spec.hidden_act}"
+        sentence = (
+            f"--mlp_kernel fused: it computes down(silu(gate) * up), and {spec.name} does not: {reason}; "
+            "use --mlp_kernel hf"
+        )
+        found.append((sentence, {"mlp_kernel": "hf"}))
+    return found
