@@ -13,6 +13,7 @@ from slm_toolkit.hardware.gpus import Gpu, find_gpu
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
 from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records
@@ -128,6 +129,7 @@ def search(
     gpus_per_node: int,
     observations: Observations,
     software: str = "2026",
+    like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return the plans of all GPUs, strategies and `configs`.
 
@@ -161,6 +163,7 @@ def search(
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
                     software=software,
+                    like=like,
                     deployment=offer.deployment,
                 )
                 _search_strategy(workload, offer, setup, considered, observations, result)
@@ -379,7 +382,8 @@ def best_plans(
     for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
         row = plan.estimate
         # these settings change the result of the training, not only its speed
-        training = (row.model, row.numerics, row.seq_len, row.reduce_dtype, row.peft, row.lora_r)
+        dtypes = (row.numerics, row.reduce_dtype, row.grad_dtype)
+        training = (row.model, *dtypes, row.seq_len, row.peft, row.lora_r)
         best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
     return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
 

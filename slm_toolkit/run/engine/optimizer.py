@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
+
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
 CPU_CHUNK_ELEMENTS = 2**20
@@ -41,6 +43,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
+        self.fp32_gradients: Fp32Gradients | None = None
+        "with `--grad_dtype fp32`, under DDP or in one process"
         self.grad_norm: torch.Tensor | None = None
         "norm of all gradients before clipping, in fp32; each step sets it"
 
@@ -56,12 +60,13 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             (group, pieces)
             for group in self.param_groups
             for pieces in _chunks(
-                [param for param in group["params"] if param.grad is not None], in_pieces=self.in_pieces
+                [param for param in group["params"] if gradient_of(param) is not None],
+                in_pieces=self.in_pieces,
             )
         ]
         scratch = self._scratch()
         norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
-        a_gradient = chunks[0][1][0].param.grad
+        a_gradient = gradient_of(chunks[0][1][0].param)
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
@@ -72,6 +77,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group, pieces in chunks:
             self._update(group, pieces, clip, scratch, found_inf)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+        if self.fp32_gradients is not None:
+            self.fp32_gradients.zero(keep=not set_to_none)
 
     def _scratch(self) -> torch.Tensor | None:
         """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
@@ -153,7 +163,7 @@ class _Piece:
 
     @property
     def gradient(self) -> torch.Tensor:
-        local = local_part(self.param.grad)
+        local = local_part(gradient_of(self.param))
         return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 

@@ -29,7 +29,8 @@ from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy
 P = 130_569_920  # parameters of slm-100m
 KEYS = {
     *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
-    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "gradient_checkpointing"),
+    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "grad_dtype", "keep_grads", "like"),
+    "gradient_checkpointing",
     *("gradient_accumulation_steps", "loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel"),
     *("torch_compile", "optim", "software", "calibration", "peft", "lora_r", "lora_dropout"),
     *("adapted_modules", "num_trainable_params"),
