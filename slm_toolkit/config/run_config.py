@@ -677,6 +677,33 @@ class RunConfig:
         column="optimizer",
         heading="{}",
     )
+    adam_dtype: str | None = Flag(
+        None,
+        "dtype of AdamW's two moments (default: that of the weights it updates). bf16: 4 bytes less per "
+        "parameter; with --adam_beta2 0.999 the second moment is rounded where it was. Not under DeepSpeed",
+        group="optimizer",
+        choices=("bf16", "fp32"),
+        grid=True,
+        excludes=(
+            Excludes(
+                "numerics",
+                "its moments have the dtype of its weights",
+                values=("stock", "fp32", "pure_bf16"),
+            ),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "is_deepspeed",
+                "{flag} under DeepSpeed, whose moments have the dtype of its master weights: leave it out",
+                own=("bf16",),
+            ),
+        ),
+        may_change_on_resume=False,
+        losses="rounded",
+        estimate="counts",
+        column="moments in",
+        heading="moments in {}",
+    )
     learning_rate: float = Flag(
         3e-4,
         "peak learning rate",

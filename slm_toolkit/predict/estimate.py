@@ -63,6 +63,7 @@ class Estimate:
     mlp_kernel: str
     torch_compile: bool
     optim: str
+    adam_dtype: str | None
     peft: str
     lora_r: int | None
     "None without LoRA"
@@ -184,6 +185,7 @@ def estimate(
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,
         optim=config.optim,
+        adam_dtype=config.adam_dtype,
         peft=config.peft,
         lora_r=adapters.rank if adapters and adapters.rank else None,
         lora_dropout=config.lora_dropout if adapters and adapters.rank else None,

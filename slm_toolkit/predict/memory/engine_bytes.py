@@ -456,6 +456,7 @@ def optimizer_temporary(setup: Setup) -> float:
     elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)
     updated = dtypes.master or dtypes.parameter
     cast = updated if updated != dtypes.kept_gradient else 0
+    cast += 2 * updated if dtypes.moments < 2 * updated else 0
     return elements * (cast + updated * foreach)
 
 

@@ -56,8 +56,9 @@ def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
             "hint: use stage 2"
         )
     dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
-    sums_in_fp32 = config.grad_dtype == "fp32" and strategy.is_replicated
-    return dataclasses.replace(dtypes, kept_gradient=4) if sums_in_fp32 else dtypes
+    if config.grad_dtype == "fp32" and strategy.is_replicated:
+        dtypes = dataclasses.replace(dtypes, kept_gradient=4)
+    return dataclasses.replace(dtypes, moments=4) if config.adam_dtype == "bf16" else dtypes
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:

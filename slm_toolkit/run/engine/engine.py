@@ -243,6 +243,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
     return AdamWWithMasterWeights(
         groups,
         master_dtype=master_dtype,
+        moment_dtype=torch.bfloat16 if config.adam_dtype == "bf16" else master_dtype,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU

@@ -29,17 +29,21 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         *,
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
+        moment_dtype: torch.dtype | None = None,
         holds_flat_shards: bool = False,
         in_pieces: bool = False,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
+        moment_dtype: of the moments between steps (default: master_dtype). A step casts a chunk's moments.
+
         in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
+        self.moment_dtype = moment_dtype or master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
@@ -104,11 +108,17 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
         ]
         beta1, beta2 = group["betas"]
+        moments, squares = (
+            [piece.of(state[kind]) for state, piece in zip(states, pieces, strict=True)]
+            for kind in ("exp_avg", "exp_avg_sq")
+        )
+        kept = [*moments, *squares]
+        in_step = [moment.to(self.master_dtype) for moment in kept]  # the same tensors if they have the dtype
         adamw(
             masters,
             gradients,
-            [piece.of(state["exp_avg"]) for state, piece in zip(states, pieces, strict=True)],
-            [piece.of(state["exp_avg_sq"]) for state, piece in zip(states, pieces, strict=True)],
+            in_step[: len(moments)],
+            in_step[len(moments) :],
             max_exp_avg_sqs=[],
             # adamw increments the count for each piece, so all pieces but the last get a copy
             state_steps=[
@@ -126,6 +136,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        if self.moment_dtype != self.master_dtype:
+            torch._foreach_copy_(kept, in_step)
         followers = [index for index, state in enumerate(states) if "master" in state]
         if followers:
             torch._foreach_copy_(
@@ -139,8 +151,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if not state:
             if param.dtype != self.master_dtype:
                 state["master"] = param.detach().to(self.master_dtype)
-            state["exp_avg"] = torch.zeros_like(param, dtype=self.master_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.master_dtype)
+            state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.moment_dtype)
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=param.device if self.defaults["fused"] else "cpu"
             )
