@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slm_toolkit.predict.estimate import Estimate
+    from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.recommend.job import GpuOffer
     from slm_toolkit.recommend.plans import Plan
     from slm_toolkit.record.run_record import RunRecord
@@ -54,6 +55,7 @@ def estimate(
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
     software: Literal["2024", "2026"] = "2026",
+    like: str | None = None,
     usd_per_gpu_hour: float | None = None,
     prices: str | Path | None = None,
     price_kind: str | None = None,
@@ -67,7 +69,8 @@ def estimate(
     `model`: a preset such as slm-1b, a folder or a hub id. `strategy`: shipped names, YAMLs or DeepSpeed
     JSONs; None: the six of the study. `gpu`: a name such as a100-40gb or a100-40gb:8; None: memory only.
     `num_gpus` counts all nodes (default: 8). `find_largest_batch` looks for the largest batch per GPU that
-    fits `gpu`. `flags`: any other field of RunConfig, with a value or a list of values. Fields of an Estimate
+    fits `gpu`. `like`: trainer, torchtune, nanotron, torchtitan or litgpt, to estimate what that trainer does
+    by default. `flags`: any other field of RunConfig, with a value or a list of values. Fields of an Estimate
     end in their units: bytes per GPU, seconds per step, dollars. Raises one ValueError with all problems.
     """
     from slm_toolkit.config.parser import positive_number, price_per_hour
@@ -75,6 +78,7 @@ def estimate(
     from slm_toolkit.predict import grid
     from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, gpus_asked
+    from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
     from slm_toolkit.strategy.groups import strategies_asked
 
     given = _flags(
@@ -88,7 +92,10 @@ def estimate(
         peft=peft,
     )
     _check_choices(software=software, price_kind=price_kind)
-    strategies, left_out = strategies_asked(_list(strategy), given, has_gpu=True)
+    own_flags, trainer = given, trainer_named(like)
+    given, trainer = as_liked(trainer, own_flags)
+    names = _list(strategy) or (list(trainer.strategies) if trainer else None)
+    strategies, left_out = strategies_asked(names, given, has_gpu=True)
     gpus, counts = gpus_asked(_list(gpu), _counts(num_gpus)) if gpu else ([None], _counts(num_gpus))
     rows = grid.estimates(
         given,
@@ -99,6 +106,7 @@ def estimate(
         find_largest_batch=find_largest_batch,
         live_deepspeed=live_deepspeed,
         software=software,
+        like=trainer,
         deployments=deployments(
             usd_per_gpu_hour=_number("usd_per_gpu_hour", usd_per_gpu_hour, price_per_hour),
             prices=_path(prices),
@@ -109,6 +117,7 @@ def estimate(
         ),
     )
     notes = [
+        *notes_like(trainer_named(like), own_flags),
         *left_out,
         *grid.notes_on_models(given),
         *grid.notes_on_strategies(strategies, given.get("numerics") or [RunConfig.numerics]),
@@ -132,6 +141,7 @@ def recommend(
     strategy: Names | None = None,
     records: str | Path | Sequence[str | Path] = (),
     software: Literal["2024", "2026"] = "2026",
+    like: str | None = None,
     seq_len: int | Sequence[int] | None = None,
     per_device_train_batch_size: int | Sequence[int] | None = None,
     numerics: str | Sequence[str] | None = None,
@@ -149,12 +159,14 @@ def recommend(
     `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour); None:
     every GPU type with a known price. `tokens` or `target_loss` sets the length of the training; without
     both, the scaling law `law` sets it. `global_batch_tokens`: tokens per optimizer step. `records`: folders
-    of your own runs, which count more than estimates. The other arguments are those of `estimate`. The
-    result has no plans if none is within the limits. Raises ValueError for a user's mistake.
+    of your own runs, which count more than estimates. `like`: rank what another trainer would do, as in
+    `estimate`. The other arguments are those of `estimate`. The result has no plans if none is within the
+    limits. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.config.parser import count, positive_number, price_per_hour
     from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
+    from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
     from slm_toolkit.recommend.job import configs_of, offers_of, search_all, workloads_of
     from slm_toolkit.recommend.plans import observations_of
     from slm_toolkit.recommend.ranking import best_plans
@@ -171,6 +183,12 @@ def recommend(
         peft=peft,
     )
     _check_choices(software=software, price_kind=price_kind, objective=objective, law=(law, LAWS))
+    if like is not None and records:
+        raise ValueError(
+            f"--like {like} with --records: the records are slm_toolkit's own runs\nhint: give one of them"
+        )
+    own_flags, trainer = given, trainer_named(like)
+    given, trainer = as_liked(trainer, own_flags)
     deployment_of = deployments(
         usd_per_gpu_hour=_number("usd_per_gpu_hour", usd_per_gpu_hour, price_per_hour),
         prices=_path(prices),
@@ -193,8 +211,10 @@ def recommend(
         global_batch_tokens=_number("global_batch_tokens", global_batch_tokens, positive_number),
         law_name=law,
     )
-    names = _list(strategy) or ["single", *STUDIED_STRATEGIES]
+    names = _list(strategy) or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]
     strategies = [find_strategy(name) for name in dict.fromkeys(names)]
+    if trainer and (problems := trainer.problems(strategies)):
+        raise ValueError("\n".join(problems) + "\nhint: leave --strategy or --like out")
     found = search_all(
         workloads,
         offers,
@@ -203,6 +223,7 @@ def recommend(
         gpus_per_node=gpus_per_node,
         observations=observations_of([Path(folder) for folder in _list(records) or []]),
         software=software,
+        like=trainer,
     )
     limits = {
         "deadline_hours": _number("deadline_hours", deadline_hours, positive_number),
@@ -212,11 +233,12 @@ def recommend(
         plans=best_plans(found.plans, objective=objective, **limits),
         considered=found.plans,
         left_out=found.left_out,
-        notes=[*notes, *notes_on(strategies)],
+        notes=[*notes_like(trainer_named(like), own_flags), *notes, *notes_on(strategies)],
         offers=offers,
         objective=objective,
         gpus_per_node=gpus_per_node,
         software=software,
+        like=trainer,
         **limits,
     )
 
@@ -444,6 +466,7 @@ class Recommendation(_Listed["Plan"]):
     objective: str
     gpus_per_node: int
     software: str
+    like: "OtherTrainer | None" = None
     deadline_hours: float | None = None
     budget_usd: float | None = None
 
@@ -478,7 +501,11 @@ class Recommendation(_Listed["Plan"]):
                 budget_usd=self.budget_usd,
             )
         advice = advice_on(
-            self.plans, offers=self.offers, gpus_per_node=self.gpus_per_node, software=self.software
+            self.plans,
+            offers=self.offers,
+            gpus_per_node=self.gpus_per_node,
+            software=self.software,
+            like=self.like,
         )
         return plan_report(self.plans, advice, top=top, objective=self.objective, width=width)
 

@@ -8,7 +8,7 @@ from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_software_flag
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
 from slm_toolkit.strategy.groups import help_of_strategies
 
 _DESCRIPTION = """\
@@ -60,6 +60,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "which takes seconds",
     )
     add_software_flag(parser)
+    add_like_flag(parser)
     add_price_flags(parser)
     add_network_flags(parser)
     parser.add_argument(
@@ -79,6 +80,7 @@ def _estimate(args: argparse.Namespace) -> int:
             find_largest_batch=args.largest_batch,
             live_deepspeed=args.deepspeed == "live",
             software=args.software,
+            like=args.like,
             flags=given_flags(args),
             **deployment_flags(args),
         )

@@ -11,7 +11,7 @@ from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
-from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_software_flag
+from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, shipped_strategies
 
 _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint")  # scaling_laws.LAWS
@@ -89,6 +89,7 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         help="folders with records of your runs and rehearsals. A matching record replaces the estimate",
     ).basic = True
     add_software_flag(parser)
+    add_like_flag(parser)
     parser.add_argument("--top", type=count, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument(
         "--write",
@@ -156,6 +157,7 @@ def _recommend(args: argparse.Namespace) -> int:
             strategy=args.strategy,
             records=args.records,
             software=args.software,
+            like=args.like,
             flags=given_flags(args),
             **deployment_flags(args),
         )

@@ -252,19 +252,55 @@ class RunConfig:
     )
     reduce_dtype: str | None = Flag(
         None,
-        "dtype of gradient reduction, with --numerics aligned or pure_bf16 (default: bf16). ZeRO-1 can't "
-        "use fp32",
+        "dtype of gradient reduction (default: bf16; with --numerics stock, the engine's own). Under ZeRO "
+        "fp32 also keeps the reduced gradients in fp32; ZeRO-1 then keeps all of them on every rank",
         group="model",
         choices=("bf16", "fp32"),
         grid=True,
         excludes=(
-            Excludes("numerics", "each engine has its own", values=("stock",)),
+            Excludes("numerics", "each engine has its own", values=("stock",), own=("bf16",)),
             dataclasses.replace(_NO_LOW_PRECISION, own=("bf16",)),
         ),
         losses="rounded",
         estimate="counts",
         column="reduced in",
         heading="gradients reduced in {}",
+    )
+    grad_dtype: str | None = Flag(
+        None,
+        "dtype in which the gradients of bf16 weights are summed over micro-steps, reduced and kept for "
+        "the optimizer (default: bf16). fp32: 4 bytes more per parameter, whole on every rank under DDP and "
+        "ZeRO-1, as in nanotron. Not under FSDP",
+        group="model",
+        choices=("bf16", "fp32"),
+        grid=True,
+        excludes=(
+            Excludes("numerics", "its gradients have the engine's own dtype", values=("stock", "fp32")),
+            Excludes("reduce_dtype", "fp32 sums are reduced in fp32", values=("bf16",), own=("fp32",)),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "is_fsdp",
+                "{flag} under FSDP, which keeps a gradient in its weight's dtype: use --numerics stock "
+                "--reduce_dtype fp32, whose weights are fp32",
+                own=("fp32",),
+            ),
+        ),
+        losses="rounded",
+        estimate="counts",
+        column="gradients in",
+        heading="gradients in {}",
+    )
+    keep_grads: bool = Flag(
+        False,
+        "after a step set the gradients to zero instead of freeing them: they take memory in forward, too. "
+        "nanotron and Megatron-LM do so. Under DeepSpeed only ZeRO-1 with fp32 gradients, which always does",
+        group="model",
+        grid=True,
+        losses="same",
+        estimate="counts",
+        column="keeps gradients",
+        heading="gradients kept between steps",
     )
     fp8: str = Flag(
         "none",
@@ -641,6 +677,33 @@ class RunConfig:
         column="optimizer",
         heading="{}",
     )
+    adam_dtype: str | None = Flag(
+        None,
+        "dtype of AdamW's two moments (default: that of the weights it updates). bf16: 4 bytes less per "
+        "parameter; with --adam_beta2 0.999 the second moment is rounded where it was. Not under DeepSpeed",
+        group="optimizer",
+        choices=("bf16", "fp32"),
+        grid=True,
+        excludes=(
+            Excludes(
+                "numerics",
+                "its moments have the dtype of its weights",
+                values=("stock", "fp32", "pure_bf16"),
+            ),
+        ),
+        excludes_strategies=(
+            ExcludesStrategy(
+                "is_deepspeed",
+                "{flag} under DeepSpeed, whose moments have the dtype of its master weights: leave it out",
+                own=("bf16",),
+            ),
+        ),
+        may_change_on_resume=False,
+        losses="rounded",
+        estimate="counts",
+        column="moments in",
+        heading="moments in {}",
+    )
     learning_rate: float = Flag(
         3e-4,
         "peak learning rate",
@@ -1004,6 +1067,11 @@ class RunConfig:
     def loss_chunks(self) -> LossChunks:
         """How the fused losses cut a micro-step's tokens."""
         return LossChunks(self.loss_chunk_tokens)
+
+    @property
+    def reduces_in_fp32(self) -> bool:
+        """True if the flags ask for gradients of bf16 weights to be reduced in fp32."""
+        return self.numerics != "fp32" and "fp32" in (self.reduce_dtype, self.grad_dtype)
 
     @property
     def records_graphs(self) -> bool:

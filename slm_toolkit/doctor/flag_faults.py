@@ -210,16 +210,17 @@ def _dtypes(case: Case) -> Iterator[Finding]:
 
 def _communication(case: Case) -> Iterator[Finding]:
     """Check the dtypes in which gradients are reduced and accumulated; the edits remove both keys."""
-    content, numerics, flag = case.files.deepspeed, case.flags.numerics, case.flags.reduce_dtype
+    content, numerics = case.files.deepspeed, case.flags.numerics
+    flag = "fp32" if case.flags.reduces_in_fp32 else case.flags.reduce_dtype
     types = content.get("data_types")
     reduces = content.get("communication_data_type")
     keeps = types.get("grad_accum_dtype") if isinstance(types, dict) else None
     wide, severity = ("fp32", "float32"), "unwise"
-    if keeps in wide and case.zero_stage == 1 and numerics != "fp32":
+    if keeps in wide and case.zero_stage == 1 and numerics != "fp32" and flag != "fp32":
         severity, name = "wrong", "zero1-becomes-another-optimizer"
         sentence = f"grad_accum_dtype is {keeps} under ZeRO-1"
         why = "DeepSpeed then uses its BF16_Optimizer, which takes 5 bytes more per parameter"
-        then = ", or stage 2"
+        then = ", or stage 2; --reduce_dtype fp32 if you want it so"
     elif reduces == "fp16" or (reduces is not None and reduces not in ("fp32", "bf16", "fp16", "auto")):
         severity, name, sentence = "wrong", "communication-dtype", f"communication_data_type is {reduces}"
         why = (

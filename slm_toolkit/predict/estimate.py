@@ -52,6 +52,10 @@ class Estimate:
     attn_implementation: str
     numerics: str
     reduce_dtype: str | None
+    grad_dtype: str | None
+    keep_grads: bool
+    like: str | None
+    "preset of `--like`: the trainer that this row estimates; None: slm_toolkit's own"
     gradient_checkpointing: str
     gradient_accumulation_steps: int
     loss_kernel: str
@@ -60,6 +64,7 @@ class Estimate:
     mlp_kernel: str
     torch_compile: bool
     optim: str
+    adam_dtype: str | None
     peft: str
     lora_r: int | None
     "None without LoRA"
@@ -178,6 +183,9 @@ def estimate(
         attn_implementation=config.attn_implementation,
         numerics=config.numerics,
         reduce_dtype=config.reduce_dtype,
+        grad_dtype=config.grad_dtype,
+        keep_grads=config.keep_grads,
+        like=setup.like.name if setup.like else None,
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         loss_kernel=config.loss_kernel,
@@ -186,6 +194,7 @@ def estimate(
         mlp_kernel=config.mlp_kernel,
         torch_compile=config.torch_compile,
         optim=config.optim,
+        adam_dtype=config.adam_dtype,
         peft=config.peft,
         lora_r=adapters.rank if adapters and adapters.rank else None,
         lora_dropout=config.lora_dropout if adapters and adapters.rank else None,
@@ -253,7 +262,8 @@ def _speed_and_cost(setup: Setup) -> dict[str, Any]:
         from slm_toolkit.predict.speed.step import step_time
 
         software = calibrated(SOFTWARE[setup.software], setup.calibration)
-        time = step_time(setup, sent, software)
+        compiled_loss = setup.own_loss is not None and setup.own_loss == setup.like.compiled_loss
+        time = step_time(setup, sent, software, loss_kernel="compiled" if compiled_loss else None)
     return {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
 
 

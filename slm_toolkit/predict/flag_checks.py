@@ -9,6 +9,7 @@ from slm_toolkit.config.flag_pairs import Pair, pair_problems
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.setup.other_trainers import NAMES
 from slm_toolkit.predict.setup.setup import unknown_to_estimates
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy
@@ -32,6 +33,15 @@ def add_software_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_like_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--like",
+        choices=NAMES,
+        help="estimate another trainer with its defaults: trainer (Hugging Face's), torchtune, nanotron, "
+        "torchtitan or litgpt. Your own flags win. Notes name what it sets",
+    ).basic = True
+
+
 def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:
     """Raise one ValueError with all problems in the fields of a RunConfig and the numbers of GPUs."""
     several = {
@@ -52,16 +62,17 @@ def all_of(problems: list[str], *, verb: str = "estimate") -> ValueError:
 def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_node: int) -> list[str]:
     """Return the problems of each value, combined with the first value of every other flag.
 
-    Among the flags of estimates, RunConfig restricts only one pair: all its combinations are checked.
+    Among the flags of estimates, RunConfig restricts only those of dtypes: all their combinations are
+    checked.
     """
     first = {name: values[0] for name, values in several.items()}
-    pair = [
-        {name: value for name, value in zip(("numerics", "reduce_dtype"), values, strict=True) if value}
-        for values in itertools.product(several.get("numerics", [None]), several.get("reduce_dtype", [None]))
+    of_dtypes = ("numerics", "reduce_dtype", "grad_dtype")
+    together = [
+        {name: value for name, value in zip(of_dtypes, values, strict=True) if value}
+        for values in itertools.product(*(several.get(name, [None]) for name in of_dtypes))
     ]
     single = [{name: value} for name, values in several.items() for value in values]
-    alone = ("numerics", "reduce_dtype")
-    changes = [*pair, *(change for change in single if not any(name in change for name in alone))]
+    changes = [*together, *(change for change in single if not any(name in change for name in of_dtypes))]
     configs = [RunConfig(**{**first, **change}) for change in changes]
     problems = [problem for config in configs for problem in config.problems()]
     problems += [problem for config in configs for problem in unknown_to_estimates(config)]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slm_toolkit.hardware.gpus import Gpu
     from slm_toolkit.predict.deepspeed_estimator import DeepSpeedEstimator
     from slm_toolkit.predict.estimate import Estimate
+    from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.predict.setup.setup import Deployment
 
 
@@ -38,6 +39,7 @@ def estimates(
     find_largest_batch: bool = False,
     live_deepspeed: bool = False,
     software: str = "2026",
+    like: "OtherTrainer | None" = None,
     deployments: "Callable[[Gpu | None], Deployment] | None" = None,
 ) -> list["Estimate"]:
     """Return an Estimate for each different combination.
@@ -74,6 +76,7 @@ def estimates(
         for config in configs
         for problem in contradictions(strategy, config)
     ]
+    problems += like.problems(strategies) if like else []
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
@@ -98,6 +101,7 @@ def estimates(
                 gpus_per_node=gpus_per_node,
                 gpu=gpu,
                 software=software,
+                like=like,
                 deployment=deployments(gpu) if deployments else Deployment(),
             )
             rows[key] = estimate_of(setup.launched, deepspeed=deepspeed)

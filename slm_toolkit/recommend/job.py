@@ -13,6 +13,7 @@ from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate
+from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Observations, Plan, PlanSearch, Workload, search
 from slm_toolkit.recommend.scaling_laws import LAWS, compute_optimal_tokens, num_params_of, tokens_for_loss
@@ -173,7 +174,14 @@ _MOST_ADVISED_GPUS = 3
 "GPU types, best first, with a line on aligned widths"
 
 
-def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int, software: str) -> list[str]:
+def advice_on(
+    ranked: list[Plan],
+    *,
+    offers: list[GpuOffer],
+    gpus_per_node: int,
+    software: str,
+    like: OtherTrainer | None = None,
+) -> list[str]:
     """Return lines on the gain of aligned widths, and on changes that speed up the first plan."""
 
     def setup_of(plan: Plan) -> Setup:
@@ -185,10 +193,13 @@ def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int,
             gpus_per_node=gpus_per_node,
             gpu=next(offer.gpu for offer in offers if offer.gpu.name == plan.estimate.gpu),
             software=software,
+            like=like,
             deployment=plan.deployment,
         )
 
     lines = []
+    if like is not None:
+        lines.append(f"estimated as {like.title} trains; the command starts slm_toolkit's own trainer")
     for name in list(dict.fromkeys(plan.estimate.gpu for plan in ranked))[:_MOST_ADVISED_GPUS]:
         gain = alignment_gain(setup_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
         if gain is not None and gain.speedup >= WORTH_SAYING:
@@ -217,6 +228,7 @@ def search_all(
     gpus_per_node: int,
     observations: Observations,
     software: str,
+    like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return all plans that fit, and reasons for those left out."""
     found, left_out = [], []
@@ -229,6 +241,7 @@ def search_all(
             gpus_per_node=gpus_per_node,
             observations=observations,
             software=software,
+            like=like,
         )
         found += of_job.plans
         left_out += of_job.left_out

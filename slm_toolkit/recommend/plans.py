@@ -16,6 +16,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
 from slm_toolkit.record.files import find_records
@@ -136,6 +137,7 @@ def search(
     gpus_per_node: int,
     observations: Observations,
     software: str = "2026",
+    like: OtherTrainer | None = None,
 ) -> PlanSearch:
     """Return the plans of all GPUs, strategies and `configs`.
 
@@ -168,6 +170,7 @@ def search(
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
                     software=software,
+                    like=like,
                     deployment=offer.deployment,
                 )
                 if _is_network_unknown(setup) and not observations:

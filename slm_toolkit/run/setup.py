@@ -488,7 +488,8 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         model, optimizer, *loaders = accelerator.prepare(job.model, optimizer, *loaders)
     let_collectives_wait()
     loader = loaders[0] if loaders else None
-    reduce_as_asked(model, config)
+    if (sums := reduce_as_asked(model, config)) is not None:
+        optimizer.optimizer.fp32_gradients = sums
     held_out = job.data.held_out if job.data is not None else {}
     eval_loaders = {
         name: accelerator.prepare_data_loader(

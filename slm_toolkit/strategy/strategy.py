@@ -86,6 +86,10 @@ class Strategy:
         return self.zero_stage == 0
 
     @property
+    def is_zero_1(self) -> bool:
+        return self.zero_stage == 1
+
+    @property
     def is_zero_3(self) -> bool:
         return self.zero_stage == 3
 
@@ -525,13 +529,13 @@ def contradictions(
         )
     where = strategy.path or strategy.name
     problems += [f"{where}: {problem}" for problem in strategy_problems(config, strategy)]
-    # deepspeed 0.19: with bf16 parameters and fp32 gradients, ZeRO-1 becomes the class BF16_Optimizer, with
-    # 5 bytes more per parameter after backward (2 ranks); ZeRO-0 has no such option
-    reduces_in_fp32 = config.reduce_dtype == "fp32" and config.numerics in ("aligned", "pure_bf16")
-    if reduces_in_fp32 and strategy.zero_stage in (0, 1):
+    if config.reduces_in_fp32 and strategy.zero_stage == 0:
+        problems.append(f"{where}: --reduce_dtype fp32: ZeRO-0 has no such option: remove it from --strategy")
+    if config.keep_grads and strategy.is_deepspeed and not (strategy.is_zero_1 and config.reduces_in_fp32):
+        problems.append(f"{where}: --keep_grads: DeepSpeed frees its gradients by itself: leave it out")
+    if config.reduces_in_fp32 and config.numerics == "pure_bf16" and strategy.zero_stage == 1:
         problems.append(
-            f"{where}: --reduce_dtype fp32 would give ZeRO-{strategy.zero_stage} another optimizer: remove "
-            f"{strategy.name} from --strategy"
+            f"{where}: --numerics pure_bf16 with gradients in fp32: ZeRO-1 then has fp32 master weights"
         )
     return problems
 

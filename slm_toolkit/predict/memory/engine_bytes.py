@@ -8,7 +8,7 @@ D: the trained ones of P, p and E.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
@@ -91,6 +91,7 @@ class Copies:
         return self.waiting(len(self.recomputed)) + self.trained_of_layer * sum(self.recomputed)
 
 
+NO_COPIES = Copies()
 DDP_BUCKET_BYTES = 25 * 2**20
 "gradients that DDP reduces at once, unless a single gradient is larger: the default of bucket_cap_mb"
 
@@ -105,16 +106,21 @@ def replicated(
     accumulates: bool,
     copies: Copies,
     optimizer_temporary: float,
+    keeps_gradients: bool = False,
 ) -> Step:
     """Return the step of a single process or of DDP: every rank has the whole training state.
 
-    DDP, even with one rank, adds buckets as large as all gradients.
+    DDP, even with one rank, adds buckets as large as all gradients. If gradients are kept in a wider dtype,
+    each is added to its sum and freed at once (`run/engine/fp32_gradients.py`); DDP makes empty gradients at
+    the end of backward. `keeps_gradients`: a step sets gradients to zero instead of freeing them.
     """
     P, L, e = weights.total, spec.num_layers, dtypes.gradient
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
+    kept, is_summed = dtypes.kept_gradient, dtypes.kept_gradient > e
     buckets = G * e if has_buckets else 0
     state = State(P * dtypes.parameter, G * dtypes.master, G * dtypes.moments, buckets)
-    before = G * e if accumulates else 0
+    exist_before = accumulates or keeps_gradients
+    before = G * kept if exist_before else 0
     widest = weights.widest_trained * e
     in_a_bucket = min(G, max(weights.largest_trained, DDP_BUCKET_BYTES // e))
     copied = in_a_bucket * 4 if has_buckets and reduces_copies else 0
@@ -123,20 +129,35 @@ def replicated(
     def at_layer(layer: int, made: float) -> At:
         recomputed = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
         gathered = copies.waiting(layer + 1) + recomputed
-        if accumulates:
+        if exist_before:
             return At(gathered, before + held, temporary=widest)
-        return At(gathered, e * (D + weights.trained_norm + (L - 1 - layer) * g + made))
+        head = D * e if is_summed and spec.tied else D * kept
+        sums = head + kept * (weights.trained_norm + (L - 1 - layer) * g + made)
+        return At(gathered, sums)
+
+    def at_embedding() -> At:
+        if not is_summed:
+            return At(0, G * e + (2 + exist_before if spec.tied else exist_before) * D * e, temporary=copied)
+        parts = before or (G - D) * kept, (3 if spec.tied else 1) * D * e  # of a tied gradient, and their sum
+        return At(0, max(sum(parts), G * kept + D * e))
 
     waiting = copies.waiting(L) + copies.of_head * copies.head_waits
+    of_head = D * e if spec.tied or not is_summed else 0 if exist_before else D * kept
+    hooks: list[tuple[Instant, At]] = []
+    if is_summed and not spec.tied:
+        hooks.append((Instant("lm_head"), At(0, (before or D * kept) + D * e)))
+    if is_summed and has_buckets:
+        hooks.append((Instant("end"), At(0, G * (kept + e))))
     return Step(
         state,
         at_forward_loss=At(copies.in_forward + copies.of_head, before),
         at_loss=At(waiting, before),
         at_head=At(waiting, before + D * e, temporary=copies.of_head * bool(D)),
-        at_norm=At(copies.waiting(L), before + D * e),
+        at_norm=At(copies.waiting(L), before + of_head),
         at_layer=at_layer,
-        at_embedding=At(0, G * e + (2 + accumulates if spec.tied else accumulates) * D * e, temporary=copied),
-        at_optimizer=At(0, G * e, temporary=optimizer_temporary),
+        at_embedding=at_embedding(),
+        at_optimizer=At(0, G * kept, temporary=optimizer_temporary),
+        at_reductions=tuple(hooks),
     )
 
 
@@ -150,6 +171,9 @@ def fsdp2(
     reshard_after_forward: bool,
     accumulates: bool,
     optimizer_temporary: float,
+    keeps_gradients: bool = False,
+    root_holds_vocabulary: bool = False,
+    copies: Copies = NO_COPIES,
 ) -> Step:
     """Return the step of FSDP2. accelerate's units: each layer, the embedding, the final norm with the head.
 
@@ -157,12 +181,18 @@ def fsdp2(
     until the next unit's buffer is filled. The last unit stays gathered for backward, which gathers one unit
     ahead. A single rank gathers nothing: it copies a unit when it needs it, and none ahead.
     `num_ranks` is the number of shards of the GPU's state, `gathering_ranks` the number of ranks in an
-    all-gather; they differ if the state is offloaded.
+    all-gather; they differ if the state is offloaded. `keeps_gradients`: a step sets the sharded gradients to
+    zero instead of freeing them. `root_holds_vocabulary`: embedding, final norm and head are the root's unit,
+    which is gathered during the whole step. `copies`: of gathered fp32 weights, if autocast makes them.
     """
     P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
     G, g, D = weights.trained, weights.trained_layer, weights.trained_vocabulary
     w, r, kept = dtypes.compute, dtypes.reduced, dtypes.kept_gradient
-    tail, trained_tail = E + spec.hidden_size, D + weights.trained_norm
+    # one unit, which is gathered during the whole step: the head's gradient waits for the embedding's
+    is_one_unit = spec.tied or root_holds_vocabulary
+    num_vocabularies = 2 if is_one_unit and not spec.tied else 1
+    tail = num_vocabularies * E + spec.hidden_size
+    trained_tail = D + weights.trained_norm
     share, trained_share, sent = P / num_ranks, G / num_ranks, g
     if weights.is_frozen:  # adapters have few rows, so some ranks have one row and others none
         if num_ranks == gathering_ranks:
@@ -171,24 +201,28 @@ def fsdp2(
         sent = gathering_ranks * sharded_adapters(weights, gathering_ranks)
         p += sent - g
         P += L * (sent - g)
-    state = State(share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments)
+    sharded = (share * dtypes.parameter, trained_share * dtypes.master, trained_share * dtypes.moments)
+    state = State(*sharded, gradients=trained_share * kept * keeps_gradients)
+    kept *= not keeps_gradients  # they are in the state already
     before = G * max(dtypes.gradient, r) if accumulates else 0  # unsharded, in the reduction's dtype
     widest = weights.widest_trained * w
-    # tied: embedding, norm and head are one unit, which is gathered during the whole step; the head's
-    # gradient waits for the embedding's gradient
-    held, held_gradient = (tail, trained_tail) if spec.tied else (0, 0)
+    held, held_gradient = (tail, trained_tail) if is_one_unit else (0, 0)
     is_alone = gathering_ranks == 1
+
+    def copied_at(layer: int) -> float:
+        again = copies.of_layer if copies.recomputed and copies.recomputed[layer] else 0
+        return copies.waiting(layer + 1) + again
 
     def gathered_at(layer: int) -> float:
         if not reshard_after_forward:
-            return (E + (layer + 1) * p) * w
-        ahead = p if layer else 0 if spec.tied else E
-        return (held + p + ahead * (not is_alone)) * w
+            return (num_vocabularies * E + (layer + 1) * p) * w + copied_at(layer)
+        ahead = p if layer else 0 if is_one_unit else E
+        return (held + p + ahead * (not is_alone)) * w + copied_at(layer)
 
     def at_layer(layer: int, made: float) -> At:
         if accumulates:
             return At(gathered_at(layer), before + held_gradient * w, temporary=widest)
-        last = 0 if spec.tied else trained_tail
+        last = 0 if is_one_unit else trained_tail
         reduced_so_far = last + (L - 1 - layer) * g
         return At(
             gathered_at(layer),
@@ -197,24 +231,66 @@ def fsdp2(
         )
 
     whole = P * w if not reshard_after_forward else 0
-    flat = 0 if is_alone else p if spec.tied else tail
+    flat = 0 if is_alone else p if is_one_unit else tail
     next_unit = 0 if is_alone else p
     # a frozen embedding sends no gradient, and the buffer of its all-gather is still allocated
-    end = E if weights.is_frozen and not spec.tied and not is_alone else 0
+    end = E if weights.is_frozen and not is_one_unit and not is_alone else 0
+    waiting = copies.waiting(L) + copies.of_head * copies.head_waits
     return Step(
         state,
-        at_gather=None if spec.tied or is_alone else At((whole or (p + tail) * w) + tail * w, before),
-        at_forward_loss=At((whole or tail * w) + flat * w, before),
-        at_loss=At(whole or tail * w, before),
-        at_head=At(whole or (tail + next_unit) * w, before + D * w),
-        at_norm=At(whole or (tail + next_unit) * w, before + trained_tail * w),
+        at_gather=None if is_one_unit or is_alone else At((whole or (p + tail) * w) + tail * w, before),
+        at_forward_loss=At((whole or tail * w) + flat * w + copies.in_forward + copies.of_head, before),
+        at_loss=At((whole or tail * w) + waiting, before),
+        at_head=At((whole or (tail + next_unit) * w) + waiting, before + D * w),
+        at_norm=At((whole or (tail + next_unit) * w) + copies.waiting(L), before + trained_tail * w),
         at_layer=at_layer,
         at_embedding=At(
             (tail + end) * w,
-            (3 if spec.tied else 1) * D * w + (before or (G - D) * trained_share / G * kept),
+            (3 if spec.tied else num_vocabularies) * D * w + (before or (G - D) * trained_share / G * kept),
             communication=sent * r,
         ),
         at_optimizer=At(0, trained_share * kept, temporary=optimizer_temporary),
+    )
+
+
+def zero_1_in_fp32(
+    spec: ModelSpec,
+    weights: Weights,
+    dtypes: Dtypes,
+    zero: ZeroSettings,
+    *,
+    num_ranks: int,
+    accumulates: bool,
+    optimizer_temporary: float,
+    has_buckets: bool = False,
+) -> Step:
+    """Return the step of ZeRO-1 with fp32 gradients: DeepSpeed's BF16_Optimizer.
+
+    It keeps an fp32 sum of all gradients on every rank, between steps, too. The bf16 gradients of a step
+    exist besides, because they are added to the sums only after backward. The sums of matrices and those of
+    norms are reduced in place, or copied together if both fit into a bucket (deepspeed 0.19.8,
+    runtime/bf16_optimizer.py, and `buffered_allreduce_fallback` of runtime/engine.py). `has_buckets`: the
+    model is wrapped in DDP, too, which reduces from its buckets (nanotron).
+    """
+    G, w = weights.trained, dtypes.parameter
+    in_backward = replicated(
+        spec,
+        weights,
+        replace(dtypes, master=0, moments=0, kept_gradient=dtypes.gradient),
+        has_buckets=has_buckets,
+        reduces_copies=False,
+        accumulates=accumulates,
+        copies=Copies(),
+        optimizer_temporary=optimizer_temporary,
+    )
+    share = G / num_ranks
+    sums = G * dtypes.kept_gradient
+    copied = sums if zero.reduce_bucket_size >= G and not has_buckets else 0
+    buckets = in_backward.state.communication
+    return replace(
+        in_backward,
+        state=State(weights.total * w, share * dtypes.master, share * dtypes.moments, buckets, sums),
+        at_reductions=((Instant("end"), At(0, G * dtypes.gradient, temporary=copied)),),
     )
 
 
@@ -371,13 +447,15 @@ def optimizer_temporary(setup: Setup) -> float:
     dtypes, weights, strategy = setup.dtypes, setup.weights, setup.strategy
     num_shards = 1 if strategy.is_replicated else setup.gpu_state_ranks
     foreach = setup.config.optim == "adamw_torch"
-    if strategy.is_deepspeed or setup.config.numerics == "stock":
+    is_torchs_own = setup.config.numerics == "stock" or setup.like is not None
+    if strategy.is_deepspeed or is_torchs_own:
         updated = dtypes.master or dtypes.parameter
         return weights.trained / num_shards * updated * foreach
     elements = largest_chunk(setup.spec, num_shards, weights.adapter_shapes)
-    cast = dtypes.master if dtypes.master else 0
-    temporary = (dtypes.master or dtypes.parameter) * foreach
-    return elements * (cast + temporary)
+    updated = dtypes.master or dtypes.parameter
+    cast = updated if updated != dtypes.kept_gradient else 0
+    cast += 2 * updated if dtypes.moments < 2 * updated else 0
+    return elements * (cast + updated * foreach)
 
 
 @lru_cache(maxsize=4096)

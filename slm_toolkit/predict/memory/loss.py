@@ -64,6 +64,9 @@ def loss_memory(setup: Setup) -> LossMemory:
             in_forward = kept * T + (e + 4) * V * T
         after = kept * T + e * V * T
         return LossMemory(kept * T, in_forward, after, after + e * h * T, norm_backward * T)
+    if (own := setup.own_loss) is not None:
+        forward, backward = (kept + output) * T + own.forward * V * T, kept * T + own.backward * V * T
+        return LossMemory(kept * T, forward, backward, kept * T + e * (V + h) * T, norm_backward * T)
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
     backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T

@@ -23,6 +23,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
     fsdp2,
     optimizer_temporary,
     replicated,
+    zero_1_in_fp32,
     zero_1_or_2,
     zero_3,
 )
@@ -75,13 +76,14 @@ def peak(setup: Setup) -> MemoryEstimate:
 
     sums = _saved_below(layers)
     saved = sums[-1] * num_tokens
+    alive = setup.own_loss.alive * spec.vocab_size * num_tokens if setup.own_loss else 0
     fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(setup)
     best_total, best_instant, best = -1.0, "", (0.0,) * len(_CHANGING)
     largest = best
 
     def consider(instant: str, at: At, activations: float, logits: float) -> None:
         nonlocal best_total, best_instant, best, largest
-        sizes = (activations, logits, at.gathered, at.gradients, at.communication, at.temporary)
+        sizes = (activations, logits + alive, at.gathered, at.gradients, at.communication, at.temporary)
         largest = tuple(map(max, largest, sizes))
         if sum(sizes) > best_total:
             best_total, best_instant, best = sum(sizes), instant, sizes
@@ -209,8 +211,9 @@ def _engine_step(setup: Setup) -> Step:
             weights,
             dtypes,
             has_buckets=not strategy.is_single,
-            reduces_copies=config.reduce_dtype == "fp32" and dtypes.gradient == 2,
+            reduces_copies=config.reduces_in_fp32 and dtypes.kept_gradient == 2,
             accumulates=accumulates,
+            keeps_gradients=config.keep_grads,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
             optimizer_temporary=temporary,
         )
@@ -224,9 +227,17 @@ def _engine_step(setup: Setup) -> Step:
             reshard_after_forward=setup.placement.reshard_after_forward,
             accumulates=accumulates,
             optimizer_temporary=temporary,
+            keeps_gradients=config.keep_grads,
+            root_holds_vocabulary=setup.like is not None and setup.like.root_holds_vocabulary,
+            copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
         )
     zero = strategy.deepspeed.zero_optimization.of_width(spec.hidden_size)
     shares = {"num_ranks": setup.gpu_state_ranks, "optimizer_temporary": temporary}
+    if zero.stage == 1 and dtypes.kept_gradient > dtypes.gradient:
+        has_buckets = setup.like is not None and setup.like.zero_1_has_buckets
+        return zero_1_in_fp32(
+            spec, weights, dtypes, zero, **shares, accumulates=accumulates, has_buckets=has_buckets
+        )
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps
         shares |= {"num_gpus": setup.shard_ranks, "num_micro_steps": num_micro_steps}

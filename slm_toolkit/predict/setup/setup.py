@@ -11,6 +11,7 @@ from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
+from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
 from slm_toolkit.strategy.groups import check_groups, fit_groups
 from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES
 from slm_toolkit.strategy.sharding import Sharding
@@ -46,20 +47,18 @@ class Dtypes:
 
 def dtypes_of(strategy: Strategy, config: RunConfig) -> Dtypes:
     """Return the dtypes that flags and the DeepSpeed JSON set. Raise ValueError without a closed form."""
-    fp32_reduction = config.reduce_dtype == "fp32" or _accumulates_in_fp32(strategy)
-    return engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
-
-
-def _accumulates_in_fp32(strategy: Strategy) -> bool:
-    """Return whether a DeepSpeed JSON sets fp32 gradients for bf16 weights; raise ValueError with ZeRO-1."""
-    if strategy.deepspeed is None or not strategy.deepspeed.accumulates_in_fp32:
-        return False
-    if strategy.zero_stage == 1:
+    fp32_reduction = config.reduces_in_fp32 or (
+        strategy.deepspeed is not None and strategy.deepspeed.accumulates_in_fp32
+    )
+    if fp32_reduction and strategy.zero_stage == 1 and strategy.sharding.optimizer_device != "none":
         raise ValueError(
-            f"{strategy.path}: no closed form for grad_accum_dtype fp32 with ZeRO-1 (another optimizer)\n"
-            "hint: measure it in a rehearsal: --rehearse N"
+            f"{strategy.path}: no closed form for fp32 gradients under ZeRO-1 with an offloaded optimizer\n"
+            "hint: use stage 2"
         )
-    return True
+    dtypes = engine_dtypes(strategy, config.numerics, fp32_reduction=fp32_reduction)
+    if config.grad_dtype == "fp32" and strategy.is_replicated:
+        dtypes = dataclasses.replace(dtypes, kept_gradient=4)
+    return dataclasses.replace(dtypes, moments=4) if config.adam_dtype == "bf16" else dtypes
 
 
 def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) -> Dtypes:
@@ -76,7 +75,7 @@ def engine_dtypes(strategy: Strategy, numerics: str, *, fp32_reduction: bool) ->
     if numerics == "aligned" or strategy.is_deepspeed:
         return Dtypes(2, 4, 8, 2, 2, 4 if fp32_reduction else 2, 2)
     if strategy.is_fsdp:  # fp32 shards, gathered in bf16
-        return Dtypes(4, 0, 8, 2, 2, 2, 4)
+        return Dtypes(4, 0, 8, 2, 2, 4 if fp32_reduction else 2, 4)
     return Dtypes(4, 0, 8, 2, 4, 4, 4)  # autocast over fp32
 
 
@@ -111,6 +110,8 @@ class Setup:
     "None: only bytes are estimated"
     software: str = "2026"
     "generation of torch and transformers, a key of `predict.speed.software.SOFTWARE`"
+    like: OtherTrainer | None = None
+    "the preset of `--like`; None: slm_toolkit's own trainer"
     deployment: Deployment = field(default=Deployment(), hash=False)  # a measured network contains dicts
 
     @property
@@ -151,14 +152,31 @@ class Setup:
 
     @cached_property
     def dtypes(self) -> Dtypes:
-        return dtypes_of(self.strategy, self.config)
+        dtypes = dtypes_of(self.strategy, self.config)
+        if not self.gathers_in_fp32:
+            return dtypes
+        return dataclasses.replace(dtypes, compute=4, gradient=4, reduced=2)
+
+    @property
+    def gathers_in_fp32(self) -> bool:
+        """True if FSDP gathers fp32 weights, as one of the presets of `--like` does."""
+        is_stock = self.config.numerics == "stock" and self.strategy.is_fsdp
+        return is_stock and self.like is not None and self.like.gathers_in_fp32
+
+    @property
+    def own_loss(self) -> LossBytes | None:
+        """The loss of the preset of `--like`; None: that of `--loss_kernel`."""
+        if self.like is None or self.config.loss_kernel != "hf" or self.compute == FP32:
+            return None
+        return (self.config.torch_compile and self.like.compiled_loss) or self.like.loss
 
     @cached_property
     def compute(self) -> str:
         """Precision of matrix products and the residual stream: BF16, AUTOCAST or FP32."""
         if self.config.numerics == "fp32":
             return FP32
-        return AUTOCAST if self.config.numerics == "stock" and self.strategy.is_replicated else BF16
+        is_autocast = self.strategy.is_replicated or self.gathers_in_fp32
+        return AUTOCAST if self.config.numerics == "stock" and is_autocast else BF16
 
     @property
     def num_tokens(self) -> int:

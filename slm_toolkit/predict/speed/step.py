@@ -496,8 +496,10 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
     norm = gradient
     cast = gradient + updated if gradient != updated else 0
     clip = 2 * updated if config.max_grad_norm or config.numerics == "stock" else 0  # stock multiplies by 1
-    adamw = 3 * updated + 2 * dtypes.moments  # gradient read; master and moments read and written
+    adamw = 7 * updated  # gradient read; master and moments read and written
     adamw *= 1.0 if config.optim == "adamw_torch_fused" else _UNFUSED_ADAM
+    if dtypes.moments < 2 * updated:  # narrower moments are cast before and after
+        adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     return norm + cast + clip + adamw + copy_back
 

@@ -103,6 +103,10 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
 
     if strategy.is_replicated:
         return (transfer("reduce_gradients", "all_reduce", gradients, buckets),)
+    if strategy.zero_stage == 1 and dtypes.kept_gradient > dtypes.gradient:  # whole sums, after backward
+        reduced = transfer("reduce_gradients", "all_reduce", gradients, buckets, overlaps=False)
+        updated = weights.trained * dtypes.compute
+        return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
     if strategy.zero_stage in (1, 2):
         reduced = transfer(
             "reduce_gradients",

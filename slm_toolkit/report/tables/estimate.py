@@ -141,7 +141,8 @@ def _heading(rows: list[Estimate], largest_batch: bool) -> Text:
         and (name in _ABOVE_IF_DEFAULT or value != getattr(RunConfig, name, None))
         and not (largest_batch and title == "batch")
     ]
-    return Text("estimated: " + ", ".join(same), style="bold")
+    as_trained_by = f", as {rows[0].like} trains" if rows[0].like else ""
+    return Text("estimated: " + ", ".join(same) + as_trained_by, style="bold")
 
 
 def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> list[Text]:

@@ -22,6 +22,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
+from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
 from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
@@ -104,9 +105,10 @@ def start_accelerator(launch: Launch, config: RunConfig, *, project_dir: str) ->
             )
         )
         _write_deepspeed_config(accelerator.deepspeed_plugin.deepspeed_config, config)
-    if engine == "fsdp2" and _reduces_in_fp32(config):
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    if engine == "fsdp2" and config.reduces_in_fp32:
+        plugin = accelerator.state.fsdp_plugin
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()  # stock has accelerate's own
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
     return accelerator
 
 
@@ -136,30 +138,31 @@ def _write_deepspeed_config(deepspeed: dict[str, Any], config: RunConfig) -> Non
     zero = deepspeed.get("zero_optimization") or {}
     if zero.get("zero_hpz_partition_size") == "auto":  # hpZ: a second copy of the parameters on each node
         zero["zero_hpz_partition_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if _reduces_in_fp32(config):  # needs both settings: either alone has no effect
+    if config.reduces_in_fp32:  # needs both settings: either alone has no effect
         deepspeed["communication_data_type"] = "fp32"
         deepspeed["data_types"] = {**deepspeed.get("data_types", {}), "grad_accum_dtype": "fp32"}
 
 
-def _reduces_in_fp32(config: RunConfig) -> bool:
-    """Return True if gradients of bf16 weights are reduced in fp32."""
-    return config.reduce_dtype == "fp32" and config.numerics != "fp32"
+def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> Fp32Gradients | None:
+    """Set how DDP reduces gradients; with `--grad_dtype fp32` return the sums, also for a single process.
 
-
-def reduce_as_asked(model: torch.nn.Module, config: RunConfig) -> None:
-    """Set DDP's communication hook for `--reduce_dtype fp32`, and for a rehearsal, which has no other ranks.
-
+    `--reduce_dtype fp32` needs a communication hook, and so does a rehearsal, which has no other ranks.
     FSDP2 and DeepSpeed take the dtype from their own configuration.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if config.grad_dtype == "fp32" and (is_ddp or probe_engine(model).engine == "single"):
+        return Fp32Gradients(model)
+    if not is_ddp:
+        return None
+    in_fp32 = config.reduces_in_fp32 and config.numerics != "stock"  # whose gradients are fp32 anyway
     if config.rehearse is not None:
         sizes = [param.numel() for param in model.parameters() if param.requires_grad]
         bucket_size = 25 * 2**20 // next(model.parameters()).element_size()  # bucket_cap_mb's default
         largest = max(bucket_size, *sizes)
-        model.register_comm_hook(largest if _reduces_in_fp32(config) else 0, _reduce_nothing)
-    elif _reduces_in_fp32(config):
+        model.register_comm_hook(largest if in_fp32 else 0, _reduce_nothing)
+    elif in_fp32:
         model.register_comm_hook(model.process_group, _reduce_in_fp32)
+    return None
 
 
 def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
@@ -241,6 +244,7 @@ def build_optimizer(model: torch.nn.Module, config: RunConfig, strategy: Strateg
     return AdamWWithMasterWeights(
         groups,
         master_dtype=master_dtype,
+        moment_dtype=torch.bfloat16 if config.adam_dtype == "bf16" else master_dtype,
         max_grad_norm=config.max_grad_norm,
         holds_flat_shards=strategy.is_fsdp1,
         in_pieces=not torch.cuda.is_available() and config.rehearse is None,  # a rehearsal imitates a GPU
@@ -253,12 +257,20 @@ def _is_matrix(param: torch.Tensor) -> bool:
     return len(shape) >= 2
 
 
+def finish_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Wait until the gradients of the last micro-step are reduced, if the engine does not wait by itself."""
+    sums = getattr(optimizer.optimizer, "fp32_gradients", None)
+    if sums is not None:
+        sums.finish()
+
+
 def optimizer_step(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     max_grad_norm: float | None,
+    keep_grads: bool = False,
 ) -> torch.Tensor | float | None:
     """Clip (unless 0 or None), step and clear gradients. Return the norm over all ranks before clipping.
 
@@ -279,7 +291,7 @@ def optimizer_step(
             _step_if_finite(optimizer, inner, norm)
         else:  # fp16's gradient scaler skips steps that are not finite
             optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not keep_grads)
     return norm
 
 

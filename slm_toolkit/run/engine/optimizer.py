@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients, gradient_of
+
 CHUNK_ELEMENTS = 2**25
 "gradients cast to fp32 together: 128 MiB; casting all would add 4 bytes per parameter to the peak memory"
 CPU_CHUNK_ELEMENTS = 2**20
@@ -27,20 +29,26 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         *,
         max_grad_norm: float,
         master_dtype: torch.dtype = torch.float32,
+        moment_dtype: torch.dtype | None = None,
         holds_flat_shards: bool = False,
         in_pieces: bool = False,
         **options: Any,
     ) -> None:
         """`max_grad_norm` 0 means no clipping; `options` are AdamW's.
 
+        moment_dtype: of the moments between steps (default: master_dtype). A step casts a chunk's moments.
+
         in_pieces: for a CPU, work in chunks of CPU_CHUNK_ELEMENTS and cut larger parameters.
         holds_flat_shards: each parameter is a plain tensor with this rank's shard, as under FSDP1.
         """
         super().__init__(params, **options)
         self.master_dtype = master_dtype
+        self.moment_dtype = moment_dtype or master_dtype
         self.max_grad_norm = max_grad_norm
         self.holds_flat_shards = holds_flat_shards
         self.in_pieces = in_pieces
+        self.fp32_gradients: Fp32Gradients | None = None
+        "with `--grad_dtype fp32`, under DDP or in one process"
         self.grad_norm: torch.Tensor | None = None
         "norm of all gradients before clipping, in fp32; each step sets it"
 
@@ -56,12 +64,13 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             (group, pieces)
             for group in self.param_groups
             for pieces in _chunks(
-                [param for param in group["params"] if param.grad is not None], in_pieces=self.in_pieces
+                [param for param in group["params"] if gradient_of(param) is not None],
+                in_pieces=self.in_pieces,
             )
         ]
         scratch = self._scratch()
         norms = [norm for _, pieces in chunks for norm in _norms(pieces, scratch)]
-        a_gradient = chunks[0][1][0].param.grad
+        a_gradient = gradient_of(chunks[0][1][0].param)
         self.grad_norm = _global_norm(norms, a_gradient, holds_flat_shards=self.holds_flat_shards)
         clip = (
             (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
@@ -72,6 +81,11 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         found_inf = is_bad.float() if self.defaults["fused"] else None
         for group, pieces in chunks:
             self._update(group, pieces, clip, scratch, found_inf)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+        if self.fp32_gradients is not None:
+            self.fp32_gradients.zero(keep=not set_to_none)
 
     def _scratch(self) -> torch.Tensor | None:
         """With `in_pieces`, return a buffer for a chunk's fp32 gradients; reusing it avoids fragmentation."""
@@ -94,11 +108,17 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             piece.of(state.get("master", piece.param)) for state, piece in zip(states, pieces, strict=True)
         ]
         beta1, beta2 = group["betas"]
+        moments, squares = (
+            [piece.of(state[kind]) for state, piece in zip(states, pieces, strict=True)]
+            for kind in ("exp_avg", "exp_avg_sq")
+        )
+        kept = [*moments, *squares]
+        in_step = [moment.to(self.master_dtype) for moment in kept]  # the same tensors if they have the dtype
         adamw(
             masters,
             gradients,
-            [piece.of(state["exp_avg"]) for state, piece in zip(states, pieces, strict=True)],
-            [piece.of(state["exp_avg_sq"]) for state, piece in zip(states, pieces, strict=True)],
+            in_step[: len(moments)],
+            in_step[len(moments) :],
             max_exp_avg_sqs=[],
             # adamw increments the count for each piece, so all pieces but the last get a copy
             state_steps=[
@@ -116,6 +136,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        if self.moment_dtype != self.master_dtype:
+            torch._foreach_copy_(kept, in_step)
         followers = [index for index, state in enumerate(states) if "master" in state]
         if followers:
             torch._foreach_copy_(
@@ -129,8 +151,8 @@ class AdamWWithMasterWeights(torch.optim.AdamW):
         if not state:
             if param.dtype != self.master_dtype:
                 state["master"] = param.detach().to(self.master_dtype)
-            state["exp_avg"] = torch.zeros_like(param, dtype=self.master_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.master_dtype)
+            state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.moment_dtype)
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=param.device if self.defaults["fused"] else "cpu"
             )
@@ -153,7 +175,7 @@ class _Piece:
 
     @property
     def gradient(self) -> torch.Tensor:
-        local = local_part(self.param.grad)
+        local = local_part(gradient_of(self.param))
         return local if self.stretch is None else local.reshape(-1)[self.stretch]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from slm_toolkit.record.step_breakdown import Anatomy, anatomy_of, read_trace
+from slm_toolkit.run.engine.fp32_gradients import gradient_of
 from slm_toolkit.run.engine.training_state import parameter_name
 
 READING_GRADIENTS = "slm_toolkit: reading gradients"
@@ -190,11 +191,12 @@ class GradientCounter:
 
 def live_gradients(model: torch.nn.Module, engine: Any) -> list[torch.Tensor | None]:
     """Return all gradients in this rank's memory; `engine` is DeepSpeed's, None under any other."""
-    gradients = [param.grad for param in model.parameters()]
+    gradients = [gradient_of(param) for param in model.parameters()]
     if engine is not None:
         zero = engine.optimizer
         for group in getattr(zero, "averaged_gradients", {}).values():
             gradients += group or []
+        gradients += getattr(zero, "fp32_groups_gradients_flat", [])  # BF16_Optimizer's
         gradients += [master.grad for master in _deepspeed_masters(zero)]  # offloaded gradients
     return gradients
 
@@ -210,7 +212,7 @@ def gradient_norms(module: torch.nn.Module, engine: Any) -> dict[str, float | No
     for name, param in module.named_parameters():
         if not param.requires_grad:
             continue
-        gradient = param.grad if engine is None else _whole_gradient(param)
+        gradient = gradient_of(param) if engine is None else _whole_gradient(param)
         if gradient is not None and engine is None and gradient.shape != param.shape:
             return {}
         norm = None if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float32)
@@ -282,7 +284,10 @@ def _deepspeed_state(engine: Any) -> dict[str, list[torch.Tensor]]:
 
 def _deepspeed_masters(zero: Any) -> list[torch.Tensor]:
     """Return the master weights of stage 3, or of stages 1 and 2; empty under stage 0."""
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    names = (
+        *("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"),
+        "fp32_groups_flat_partition",  # of BF16_Optimizer: stage 1 with fp32 gradients
+    )
     return next((list(getattr(zero, name)) for name in names if hasattr(zero, name)), [])
 
 

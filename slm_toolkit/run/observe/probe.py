@@ -373,8 +373,9 @@ def _group_sizes(optimizer: Any, engine: Any) -> list[int]:
     if engine is None:
         return [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
     zero = engine.optimizer
-    if hasattr(zero, "bit16_groups"):
-        return [sum(param.numel() for param in group) for group in zero.bit16_groups]
+    for name in ("bit16_groups", "bf16_groups"):  # of stages 1 and 2; of stage 1 with fp32 gradients
+        if hasattr(zero, name):
+            return [sum(param.numel() for param in group) for group in getattr(zero, name)]
     sizes: dict[int, int] = {}
     for index, group in enumerate(getattr(zero, "fp16_groups", ())):
         group_id = zero.sub_group_to_group_id[index]

@@ -35,9 +35,10 @@ TINY_STEPS = ("--strategy", "ddp", "--gpu", "a100-40gb", "--seq_len", "64")
 "one more sequence of 64 tokens takes a small part of the allocator's slack"
 KEYS = {
     *("model", "strategy", "evidence", "gpu", "num_gpus", "gpus_per_node", "per_device_train_batch_size"),
-    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "gradient_checkpointing"),
+    *("seq_len", "attn_implementation", "numerics", "reduce_dtype", "grad_dtype", "keep_grads", "like"),
+    "gradient_checkpointing",
     *("gradient_accumulation_steps", "loss_kernel", "loss_chunk_tokens", "norm_kernel", "mlp_kernel"),
-    *("torch_compile", "optim", "software", "calibration", "peft", "lora_r", "lora_dropout"),
+    *("torch_compile", "optim", "adam_dtype", "software", "calibration", "peft", "lora_r", "lora_dropout"),
     *("adapted_modules", "num_trainable_params"),
     *("peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes"),
     *("peak_reserved_bytes", "peak_reserved_low_bytes", "peak_reserved_high_bytes", "host_bytes_per_node"),

@@ -40,6 +40,20 @@ def test_masters_move_as_torchs_fp32_adamw_does() -> None:
     assert torch.equal(ours.state[low]["master"], full.detach())
 
 
+def test_bf16_moments_are_those_of_fp32_rounded_after_each_step() -> None:
+    # two steps by hand with beta1 0.5, beta2 0.5, gradients 1 and 1/256:
+    # exp_avg 0.5, then 0.5 / 2 + 1 / 512 = 0.251953125, whose 8 bits are 0.251953125 itself (129 / 512);
+    # exp_avg_sq 0.5, then 0.25 + 2^-17 = 0.25000763, rounded to 0.25
+    low = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    options = {"lr": 1e-2, "betas": (0.5, 0.5), "weight_decay": 0.0}
+    ours = AdamWWithMasterWeights([low], max_grad_norm=0, moment_dtype=torch.bfloat16, **options)
+    train(low, ours, [torch.ones(1), torch.full((1,), 1 / 256)])
+    state = ours.state[low]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    assert state["master"].dtype == torch.float32
+    assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == (0.251953125, 0.25)
+
+
 def test_many_steps_too_small_for_bf16_still_add_up() -> None:
     low = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
     # 100 steps of 1e-4 make 0.01, bf16's step at 1 is 0.0039: rounding each step away would leave 1

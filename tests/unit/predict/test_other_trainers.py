@@ -1,0 +1,156 @@
+"""`--like`: presets of other trainers, and the flags of gradients that they need."""
+
+import dataclasses
+
+import pytest
+
+from slm_toolkit import api
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
+from slm_toolkit.predict.setup.other_trainers import NAMES, TRAINERS, as_liked, notes_like, trainer_named
+from slm_toolkit.predict.setup.setup import Setup
+from slm_toolkit.strategy.strategy import find_strategy
+
+TINY = ModelSpec("tiny", 2, 8, 2, 2, 4, 16, 40)  # 2 layers, h = q = v = 8, i = 16, V = 40
+P = 1960  # 2 x 320 of the vocabulary, 2 x (4 x 64 + 3 x 128 + 2 x 8) of layers, 8 of the final norm
+STATE = ("parameters", "master_weights", "gradients", "optimizer", "communication")
+
+
+def estimate(strategy: str, *, num_gpus: int = 4, like: str | None = None, **flags: object) -> MemoryEstimate:
+    given, trainer = as_liked(trainer_named(like), {"seq_len": 1000, **flags})
+    single = {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
+    config = RunConfig(model="tiny", **single).with_defaults(has_gpu=True)
+    setup = Setup(TINY, find_strategy(strategy), config, num_gpus=num_gpus, like=trainer)
+    return peak(setup)
+
+
+def state_bytes(found: MemoryEstimate) -> int:
+    return sum(found.parts[name] for name in STATE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "bytes_per_parameter"),
+    [
+        # at the loss: bf16 weights 2, masters 4, moments 8, DDP's buckets 2; sums in fp32 are freed by then
+        ("ddp", {"grad_dtype": "fp32"}, 16),
+        # ... or kept: 4 more
+        ("ddp", {"grad_dtype": "fp32", "keep_grads": True}, 20),
+        ("ddp", {"grad_dtype": "fp32", "gradient_accumulation_steps": 2}, 20),
+        # bf16 gradients that are kept: 2 more than 16
+        ("ddp", {"keep_grads": True}, 18),
+        # ZeRO-1: weights 2, sums 4, a quarter of 12; two micro-steps: the bf16 gradients of the first, too
+        ("ds_zero1", {"grad_dtype": "fp32"}, 9),
+        ("ds_zero1", {"reduce_dtype": "fp32", "gradient_accumulation_steps": 2}, 11),
+        # FSDP: a quarter of 2 + 4 + 8, and of kept bf16 gradients 2
+        ("fsdp_full_shard", {"keep_grads": True}, 4),
+    ],
+)
+def test_states_at_the_loss_by_hand(strategy: str, flags: dict, bytes_per_parameter: float) -> None:
+    found = estimate(strategy, **flags)
+    assert found.peak_instant == "backward: the loss"
+    assert state_bytes(found) == pytest.approx(bytes_per_parameter * P)
+
+
+def test_the_end_of_ddps_backward_has_sums_and_empty_gradients() -> None:
+    # one token sequence: weights 2, masters 4, moments 8, buckets 2, sums 4, DDP's empty bf16 gradients 2
+    found = estimate("ddp", grad_dtype="fp32", seq_len=2, per_device_train_batch_size=1)
+    assert found.peak_instant == "backward: end, reducing"
+    assert state_bytes(found) == 22 * P
+
+
+def test_fp32_sums_need_no_copy_in_the_optimizers_step() -> None:
+    in_bf16, in_fp32 = (
+        estimate("single", num_gpus=1, seq_len=2, **flags) for flags in ({}, {"grad_dtype": "fp32"})
+    )
+    assert in_bf16.parts["temporary"] == 4 * (P - 5 * 8)  # all matrices are one chunk; norms are another
+    assert in_fp32.parts["temporary"] == 0
+
+
+def test_bf16_moments_take_half_and_are_cast_in_chunks() -> None:
+    found = estimate("single", num_gpus=1, seq_len=2, adam_dtype="bf16")
+    assert found.peak_instant == "optimizer step"
+    assert found.parts["optimizer"] == 4 * P
+    # a chunk has all matrices: their gradients in fp32, 4, and both moments, 8
+    assert found.parts["temporary"] == 12 * (P - 5 * 8)
+
+
+def test_the_flags_of_nanotron_are_its_gradients_and_its_loss_has_no_flag() -> None:
+    # at the loss of 4 x 1000 tokens: forward has fp32 logits and their softmax, 8 bytes of 40 logits a token
+    found = estimate("ddp", like="nanotron")
+    assert found.peak_instant == "forward: the loss"
+    final_norm = 4 * 8 + 4  # a fused norm keeps its input, 2 x 8, and the stream's gradient 2 x 8
+    assert found.parts["logits_and_loss"] == 4000 * (8 * 40 + final_norm)
+    assert state_bytes(found) == 20 * P
+    # ZeRO-1: weights 2, sums 4, a quarter of 12, and the 2 of DDP's buckets
+    assert state_bytes(estimate("ds_zero1", like="nanotron")) == 11 * P
+
+
+def test_a_root_that_holds_the_vocabulary_is_gathered_at_the_loss() -> None:
+    ours, theirs = (
+        estimate("fsdp_full_shard", like=like, numerics="pure_bf16") for like in (None, "torchtune")
+    )
+    # the head and the final norm, 2 x 328 bytes; torchtune's root also has the embedding, 2 x 320
+    assert ours.parts["gathered_parameters"] == 2 * 328
+    assert theirs.parts["gathered_parameters"] == 2 * (328 + 320)
+
+
+def test_litgpts_logits_live_in_the_optimizers_step() -> None:
+    found = estimate("single", num_gpus=1, like="litgpt", seq_len=2, per_device_train_batch_size=1)
+    assert found.parts["logits_and_loss"] >= 4 * 40 * 2  # fp32, of two tokens
+
+
+def test_flags_of_the_user_win_over_the_preset() -> None:
+    given, trainer = as_liked(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
+    assert given["optim"] == ["adamw_torch"]
+    assert given["reduce_dtype"] == ["fp32"]
+    assert trainer.compiled_loss is not None
+    # another loss replaces the trainer's own
+    _, trainer = as_liked(trainer_named("nanotron"), {"loss_kernel": ["hf"]})
+    assert trainer.loss is None
+    # a flag of the preset that the user's flags exclude is left out: fp32 has no sums of bf16 gradients
+    given, _ = as_liked(trainer_named("nanotron"), {"numerics": ["fp32"]})
+    assert "grad_dtype" not in given
+
+
+def test_notes_name_the_preset_what_it_set_and_what_is_not_followed() -> None:
+    notes = notes_like(trainer_named("torchtitan"), {"optim": ["adamw_torch"]})
+    assert notes[0] == (
+        "like torchtitan: --numerics stock --reduce_dtype fp32 --norm_kernel fused --gradient_checkpointing "
+        "selective_op; yours instead of its own: --optim adamw_torch"
+    )
+    assert any(note.startswith("not followed: tensor, context") for note in notes)
+    assert any("compiled loss, 2 bytes per logit in forward, 4 in backward" in note for note in notes)
+    assert "parallelize.py @018740b7aa" in notes[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_estimates_its_own_strategies(name: str) -> None:
+    rows = api.estimate(model="slm-100m", like=name)
+    assert {row.strategy for row in rows} == set(trainer_named(name).strategies)
+    assert {row.like for row in rows} == {name}
+    assert f"as {name} trains" in str(rows)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_a_presets_flags_are_flags_with_these_values(trainer: object) -> None:
+    config = dataclasses.replace(RunConfig(), **dict(trainer.flags))
+    assert config.problems() == []
+
+
+def test_a_sharding_that_the_trainer_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="nanotron with fsdp_full_shard, which nanotron does not have"):
+        api.estimate(like="nanotron", strategy="fsdp_full_shard")
+    with pytest.raises(ValueError, match="no closed form for adapters as torchtune trains them"):
+        api.estimate(like="torchtune", peft="lora")
+    with pytest.raises(ValueError, match="unknown trainer"):
+        api.estimate(like="axolotl")
+
+
+def test_recommend_ranks_what_the_trainer_would_do() -> None:
+    found = api.recommend(gpu="h100-80gb:8", model="slm-1b", tokens=1e9, like="torchtitan")
+    assert {plan.estimate.like for plan in found} == {"torchtitan"}
+    assert {plan.config.reduce_dtype for plan in found} == {"fp32"}
+    assert "estimated as torchtitan trains; the command starts slm_toolkit's own trainer" in str(found)
+    with pytest.raises(ValueError, match="--like torchtitan with --records"):
+        api.recommend(gpu="h100-80gb:8", like="torchtitan", records="runs")
