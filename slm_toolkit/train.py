@@ -205,7 +205,13 @@ def train(
     progress = NoProgress()
     if accelerator.is_main_process:
         sweep(job.run_dir)
-        progress = TrainingProgress(job.run_dir, record.first_step, num_steps, config.logging_steps)
+        progress = TrainingProgress(
+            job.run_dir,
+            record.first_step,
+            num_steps,
+            device=accelerator.device,
+            logging_steps=config.logging_steps,
+        )
     progress.say(job.batch_described)
     if job.checkpoint is not None:
         conversion = record.resumed_from["conversion"]

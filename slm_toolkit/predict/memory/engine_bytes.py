@@ -294,6 +294,71 @@ def zero_1_in_fp32(
     )
 
 
+def fsdp1(
+    spec: ModelSpec,
+    weights: Weights,
+    dtypes: Dtypes,
+    *,
+    num_ranks: int,
+    reshard_after_forward: bool,
+    prefetches: bool,
+    wraps_layers: bool,
+    accumulates: bool,
+    optimizer_temporary: float,
+) -> Step:
+    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
+
+    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
+    step. Without `wraps_layers` the root is the whole model. `prefetches` is BACKWARD_PRE: backward gathers
+    one layer ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is
+    reduced and freed; the gradient of the head waits for that of the embedding. torch 2.13,
+    distributed/fsdp/_runtime_utils.py; traced by `bench/fsdp1_memory.py`.
+    """
+    P, p, D, L = weights.total, weights.layer, weights.trained_vocabulary, spec.num_layers
+    w, kept, root = dtypes.compute, dtypes.kept_gradient, P - L * p
+    if not wraps_layers:
+        root, p = P, 0
+    share = 1 / num_ranks
+    state = State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments)
+    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
+
+    def gathered_at(layer: int) -> float:
+        if not reshard_after_forward:
+            return (root + (layer + 1) * p) * w
+        return (root + p * (1 + (prefetches and layer > 0))) * w
+
+    def gradients_at(layer: int) -> float:
+        reduced = 0 if accumulates else (L - 1 - layer) * p * share * kept
+        waiting = D if wraps_layers else D + (L - 1 - layer) * weights.layer
+        return before + waiting * w + reduced
+
+    def at_layer(layer: int, made: float) -> At:
+        return At(gathered_at(layer), gradients_at(layer) + made * w)
+
+    def joining(layer: int) -> At:
+        return At(gathered_at(layer), gradients_at(layer) + p * w, communication=p * w)
+
+    after_forward = root * w if reshard_after_forward else P * w
+    # the loss's backward begins with the gathering of the last layer
+    in_loss = after_forward + p * w * (prefetches and reshard_after_forward)
+    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
+    at_end = 2 * root if wraps_layers else 2 * P
+    reduced = 0 if accumulates or not wraps_layers else L * p * share * kept
+    return Step(
+        state,
+        at_forward_loss=At(after_forward, before),
+        at_loss=At(in_loss, before),
+        at_head=At(in_loss, before + D * w),
+        at_norm=At(in_loss, before + D * w),
+        at_layer=at_layer,
+        at_reductions=tuple(
+            (Instant("input_layernorm", layer, p), joining(layer)) for layer in {L - 1, min(1, L - 1), 0}
+        ),
+        at_embedding=At(root * w, before + max(at_end, 3 * D * spec.tied) * w + reduced),
+        at_optimizer=At(0, P * share * kept, temporary=optimizer_temporary),
+    )
+
+
 def zero_1_or_2(
     spec: ModelSpec,
     weights: Weights,

@@ -20,6 +20,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
     At,
     Copies,
     Step,
+    fsdp1,
     fsdp2,
     optimizer_temporary,
     replicated,
@@ -66,6 +67,11 @@ def peak(setup: Setup) -> MemoryEstimate:
     unknown = unknown_to_estimates(config)
     if config.peft != "none" and setup.software != "2026":
         unknown.append(f"--software {setup.software} with --peft {config.peft}: no closed form for it")
+    if setup.strategy.is_fsdp1 and config.peft != "none":
+        unknown.append(
+            f"{setup.strategy.path or setup.strategy.name}: no closed form for adapters under FSDP1\n"
+            "hint: write `fsdp_version: 2` under fsdp_config"
+        )
     if unknown:
         raise ValueError("\n".join(unknown))
     num_tokens, weights = setup.num_tokens, setup.weights
@@ -215,6 +221,18 @@ def _engine_step(setup: Setup) -> Step:
             accumulates=accumulates,
             keeps_gradients=config.keep_grads,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
+            optimizer_temporary=temporary,
+        )
+    if strategy.is_fsdp1:
+        return fsdp1(
+            spec,
+            weights,
+            dtypes,
+            num_ranks=setup.gpu_state_ranks,
+            reshard_after_forward=setup.placement.reshard_after_forward,
+            prefetches=strategy.fsdp.backward_prefetch == "BACKWARD_PRE",
+            wraps_layers=strategy.fsdp.auto_wrap_policy != "NO_WRAP",
+            accumulates=accumulates,
             optimizer_temporary=temporary,
         )
     if strategy.is_fsdp:
