@@ -106,11 +106,22 @@ def row_of(line: dict[str, str]) -> Row:
     )
 
 
+_AT_500_WATTS = (500 / 700) ** (1 / 3)
+"clock at 500 W over that at 700 W: power grows with the cube of the clock (voltage x voltage x clock)"
+
+
 @cache
 def _gpu(name: str) -> Gpu:
     if name != "h100-96gb-hbm2e-500w":
         return gpu_of_name(name)
-    return dataclasses.replace(gpu_of_name("h100-80gb"), name=name, memory_bytes_per_second=2.4e12)
+    h100 = gpu_of_name("h100-80gb")
+    return dataclasses.replace(
+        h100,
+        name=name,
+        memory_bytes_per_second=2.4e12,
+        dense_bf16_flops_per_second=_AT_500_WATTS * h100.dense_bf16_flops_per_second,
+        measured_matmul_flops_per_second=_AT_500_WATTS * h100.measured_matmul_flops_per_second,
+    )
 
 
 def setup_of(row: Row) -> Setup:

@@ -40,7 +40,7 @@ def test_a_frozen_step_makes_no_gradient_of_its_weights() -> None:
     whole, lora, qlora = (estimated(*words, "--peft", peft)[0] for peft in ("none", "lora", "qlora"))
     # a product and the gradient of its input are two of three; thin matrices come on top
     ratio = lora["parts_seconds"]["matmul"] / whole["parts_seconds"]["matmul"]
-    assert 2 / 3 < ratio < 0.85
+    assert 2 / 3 < ratio < 0.87
     trained = lora["num_trainable_params"]
     shares = lora["parts_seconds"]["optimizer"] / whole["parts_seconds"]["optimizer"]
     assert shares == pytest.approx(trained / whole["num_trainable_params"])
