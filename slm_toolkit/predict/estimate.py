@@ -25,6 +25,7 @@ from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
+    from slm_toolkit.predict.changes_that_fit import Change
     from slm_toolkit.predict.speed.software import Software
     from slm_toolkit.predict.speed.step import StepTime
 
@@ -85,6 +86,9 @@ class Estimate:
     "fits, tight or does not fit; see predict/memory/machine.py"
     headroom_bytes: int | None
     "the GPU's memory minus cuda_context and peak_allocated_bytes"
+    changes_that_fit: "list[Change] | None"
+    """if it does not fit: the smallest changes that do, the fastest first; empty: none was found; None: it
+    fits, or `grid.estimates` did not search, because too many rows don't fit"""
     batch_with_margin: int | None
     "with --largest_batch: the largest batch whose verdict is fits, not tight"
     deepspeed_bytes: int | None
@@ -196,6 +200,7 @@ def estimate(
         fits=None if verdict is None else verdict != "does not fit",
         verdict=verdict,
         headroom_bytes=None if usable is None else usable - allocated.middle,
+        changes_that_fit=None,
         batch_with_margin=None,
         deepspeed_bytes=needs.gpu_bytes if needs else None,
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,
