@@ -3,10 +3,9 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.estimate import Change, Estimate, estimate
 from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy
@@ -18,18 +17,6 @@ _MOST_MICRO_STEPS = 1024
 "times as many micro-steps as before"
 _OFFLOADING = ("ds_zero2_offload", "ds_zero3_offload")
 _Option = Callable[[Setup], Setup]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change, or several together, with which a configuration fits."""
-
-    change: str
-    "in words and flags of `slm`"
-    speedup: float | None
-    "tokens/s per GPU after over before; None if one of them is unknown"
-    host_bytes_per_node: int | None
-    "RAM of a node, for a strategy that offloads; else None"
 
 
 def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:

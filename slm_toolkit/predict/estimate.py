@@ -25,11 +25,22 @@ from slm_toolkit.predict.speed.traffic import Transfer, transfers
 from slm_toolkit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from slm_toolkit.predict.changes_that_fit import Change
     from slm_toolkit.predict.speed.software import Software
     from slm_toolkit.predict.speed.step import StepTime
 
 LARGEST_BATCH_TRIED = 2**20
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change, or several together, with which a configuration fits."""
+
+    change: str
+    "in words and flags of `slm`"
+    speedup: float | None
+    "tokens/s per GPU after over before; None if one of them is unknown"
+    host_bytes_per_node: int | None
+    "RAM of a node, for a strategy that offloads; else None"
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Estimate:
     "fits, tight or does not fit; see predict/memory/machine.py"
     headroom_bytes: int | None
     "the GPU's memory minus cuda_context and peak_allocated_bytes"
-    changes_that_fit: "list[Change] | None"
+    changes_that_fit: list[Change] | None
     """if it does not fit: the smallest changes that do, the fastest first; empty: none was found; None: it
     fits, or `grid.estimates` did not search, because too many rows don't fit"""
     batch_with_margin: int | None

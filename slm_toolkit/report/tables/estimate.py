@@ -8,8 +8,8 @@ from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
-from slm_toolkit.predict.changes_that_fit import MOST_CHANGES, Change
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
+from slm_toolkit.predict.changes_that_fit import MOST_CHANGES
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Change, Estimate
 from slm_toolkit.predict.memory.machine import STATE
 from slm_toolkit.report.tables.fitted import (
     DASH,
