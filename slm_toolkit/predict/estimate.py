@@ -33,6 +33,18 @@ LARGEST_BATCH_TRIED = 2**20
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change, or several together, with which a configuration fits."""
+
+    change: str
+    "in words and flags of `slm`"
+    speedup: float | None
+    "tokens/s per GPU after over before; None if one of them is unknown"
+    host_bytes_per_node: int | None
+    "RAM of a node, for a strategy that offloads; else None"
+
+
+@dataclass(frozen=True)
 class Estimate:
     """One row of estimates; the fields are the keys of the JSON.
 
@@ -98,6 +110,9 @@ class Estimate:
     "it fits, but its reserved bytes do not: PyTorch then frees unused blocks and retries, which is slower"
     headroom_bytes: int | None
     "the GPU's memory minus cuda_context and needed_bytes"
+    changes_that_fit: list[Change] | None
+    """if it does not fit: the smallest changes that do, the fastest first; empty: none was found; None: it
+    fits, or `grid.estimates` did not search, because too many rows don't fit"""
     batch_with_margin: int | None
     "with --largest_batch: the largest batch whose verdict is fits"
     deepspeed_bytes: int | None
@@ -217,6 +232,7 @@ def estimate(
         verdict=None if probability is None else verdict_of(probability),
         is_nearly_full=None if usable is None else needed <= usable < reserved.middle,
         headroom_bytes=None if usable is None else usable - needed,
+        changes_that_fit=None,
         batch_with_margin=None,
         deepspeed_bytes=needs.gpu_bytes if needs else None,
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,

@@ -12,6 +12,7 @@ from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
+from slm_toolkit.predict.estimate import largest_batch
 from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
@@ -207,6 +208,12 @@ def advice_on(
                 f"aligned widths: on {name}, {gain.sibling} instead of {ranked[0].spec.name} is about "
                 f"{gain.speedup:.2f}x faster"
             )
+    first = ranked[0]
+    most = largest_batch(setup_of(first).launched).batch_with_margin
+    lines.append(
+        f"batch of row 1: {first.estimate.per_device_train_batch_size}, a power of two if you give none; "
+        f"at most {most} fits with its flags, as `slm estimate --largest_batch` says"
+    )
     if (hub_id := ranked[0].spec.hub_id) is not None:
         name = ranked[0].spec.name
         lines.append(

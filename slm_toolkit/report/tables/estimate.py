@@ -8,7 +8,8 @@ from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
+from slm_toolkit.predict.changes_that_fit import MOST_CHANGES
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Change, Estimate
 from slm_toolkit.predict.memory.machine import COVERAGE, STATE, SURE
 from slm_toolkit.report.tables.fitted import (
     DASH,
@@ -41,6 +42,10 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
+_DECIDES_BATCH = (
+    *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
+    *("mlp_kernel", "torch_compile"),
+)
 _OTHERS = ("communication", "temporary", "workspace")
 
 
@@ -49,8 +54,49 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
     columns, dropped = columns_that_fit(_columns(rows, largest_batch=largest_batch), width=width)
     parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
     return Group(
-        _heading(rows, largest_batch), table_of(columns), *parts, *_notes(rows, dropped, largest_batch)
+        _heading(rows, largest_batch),
+        table_of(columns),
+        *_changes(rows),
+        *parts,
+        *_notes(rows, dropped, largest_batch),
     )
+
+
+_MOST_CHANGES_SHOWN = 4
+
+
+def _changes(rows: list[Estimate]) -> list[Text]:
+    """Return a line for the rows that don't fit and share their smallest changes: those, with their cost."""
+    differing = [name for name in _TITLES if _differs(rows, name)]
+    names_by_ways: dict[str, list[str]] = {}
+    for row in rows:
+        if row.changes_that_fit is not None:
+            ways = "; or ".join(map(_change, row.changes_that_fit[:_MOST_CHANGES_SHOWN]))
+            settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
+            names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
+    lines = []
+    for ways, names in names_by_ways.items():
+        do = "does" if len(names) == 1 else "do"
+        would = f"; this would: {ways}" if ways else f", and no {MOST_CHANGES} changes are enough"
+        lines.append(f"{', '.join(names)} {do} not fit{would}")
+    num_left = sum(row.fits is False and row.changes_that_fit is None for row in rows)
+    if num_left:
+        lines.append(f"{num_left} more rows don't fit: estimate one alone to see the changes that do")
+    return [Text(line) for line in lines]
+
+
+def _change(change: Change) -> str:
+    """Return `batch 4 instead of 8 (3% slower)`; of offload also the RAM that it needs."""
+    if change.host_bytes_per_node is not None:
+        cost = "slower, by an unknown amount" if change.speedup is None else _cost(change.speedup)
+        return f"{change.change} ({cost}; {gib(change.host_bytes_per_node)} GiB of RAM per node)"
+    return f"{change.change} ({'speed unknown' if change.speedup is None else _cost(change.speedup)})"
+
+
+def _cost(speedup: float) -> str:
+    if abs(speedup - 1) < 0.005:
+        return "as fast"
+    return f"{abs(speedup - 1):.0%} {'faster' if speedup > 1 else 'slower'} per GPU"
 
 
 def parts_table(row: Estimate) -> RenderableType:
@@ -154,6 +200,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
             f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice"
         )
+        notes.append(f"the batches are for {_assumed(rows)}: other values change them")
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
         notes.append(f"{gpu.name} has {gib(gpu.memory_bytes)} GiB; source: {gpu.memory_source}")
     if any(row.verdict for row in rows):
@@ -173,9 +220,6 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "nearly full: PyTorch's allocator frees unused blocks and retries, so steps are slower, at least "
             "the first ones"
         )
-    if not any(row.fits for row in rows) and rows[0].gpu is not None:
-        smaller = "" if largest_batch else "--largest_batch tries smaller batches; "
-        notes.append(f"nothing fits: {smaller}`slm recommend` looks for settings that fit")
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
         notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
@@ -187,6 +231,12 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     if dropped:
         notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
+
+
+def _assumed(rows: list[Estimate]) -> str:
+    """Return the flags, equal in all rows, that decide how many sequences fit."""
+    values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not _differs(rows, name)}
+    return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
 
 
 def _adapter_notes(rows: list[Estimate]) -> list[str]:
