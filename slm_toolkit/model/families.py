@@ -119,17 +119,27 @@ def unsupported_keys(config: Mapping[str, Any]) -> list[str]:
     return [f"{key} {config[key]!r}: {why}" for key, why in _NOT_TRAINED.items() if config.get(key)]
 
 
-def sliding_window(config: Mapping[str, Any], model_type: str) -> int | None:
-    """Return the window that transformers' class of this model_type sets; None if no layer has one."""
-    family = FAMILIES[model_type]
-    is_off = family.window_switch is not None and not config.get(family.window_switch)
-    if family.windows == "none" or is_off:
-        return None
+def sliding_window(config: Mapping[str, Any], model_type: str) -> tuple[int | None, int]:
+    """Return the window that transformers' class of this model_type sets, and the number of its layers."""
+    family, num_layers = FAMILIES[model_type], config["num_hidden_layers"]
     window, kinds = config.get("sliding_window", family.window), config.get("layer_types")
-    if kinds is None and family.window_switch == "use_sliding_window" and family.window is not None:
-        # Qwen: the layers from max_window_layers on
-        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
-    return None if kinds is not None and "sliding_attention" not in kinds else window
+    is_off = family.window_switch is not None and not config.get(family.window_switch)
+    if family.windows == "none" or is_off or window is None:
+        return None, 0
+    if kinds is not None:
+        num_windows = kinds.count("sliding_attention")
+    elif family.windows == "all":
+        num_windows = num_layers
+    elif model_type == "smollm3":  # the layers without RoPE
+        interval = config.get("no_rope_layer_interval", 4)
+        has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+        num_windows = sum(not rope for rope in has_rope)
+    elif model_type.startswith("gemma"):  # all but every second or sixth layer
+        pattern = 2 if model_type == "gemma2" else config.get("sliding_window_pattern", 6)
+        num_windows = num_layers - num_layers // pattern
+    else:  # Qwen: the layers from max_window_layers on
+        num_windows = max(0, num_layers - config.get("max_window_layers", 28))
+    return (window, num_windows) if num_windows else (None, 0)
 
 
 def after_head(config: Mapping[str, Any], model_type: str) -> str:

@@ -197,6 +197,7 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         **{"rope_theta": float, "rope_parameters.rope_theta": float, family.activation_key: str},
     )
     rope = rope or {}
+    window, num_window_layers = sliding_window(config, model_type)
     attention_bias = "attention_bias" in family.bias_keys and bool(config.get("attention_bias"))
     return ModelSpec(
         name,
@@ -211,7 +212,8 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         qkv_bias=family.has_qkv_bias or attention_bias,
         output_bias=attention_bias,
         ffn_bias="mlp_bias" in family.bias_keys and bool(config.get("mlp_bias")),
-        sliding_window=sliding_window(config, model_type),
+        sliding_window=window,
+        num_window_layers=num_window_layers,
         hidden_act=config.get(family.activation_key) or family.activation,
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         model_type=model_type,

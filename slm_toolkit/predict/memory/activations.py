@@ -111,6 +111,9 @@ def layer_memory(
     if spec.attention_softcap:  # tanh saves its output
         scores += e * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
+    if not eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
+        # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
+        attention += e * seq_len * spec.num_window_layers / spec.num_layers
     if spec.fused_projections:
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
