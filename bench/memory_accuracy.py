@@ -25,7 +25,10 @@ from slm_toolkit.strategy.strategy import find_strategy
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
 MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
-HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
+HALVES = (
+    *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("today", "today_held_out"),
+)
 "those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
@@ -51,7 +54,7 @@ def main() -> None:
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "small_zero"):
+        if half in ("development", "adapters", "small_zero", "today"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")

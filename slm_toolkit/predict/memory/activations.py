@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 from slm_toolkit.predict.setup.adapters import ATTENTION, FFN, Adapters, adapter_sizes, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
 from slm_toolkit.strategy.strategy import Strategy
@@ -92,7 +92,7 @@ def layer_memory(
     fused norms, SiLU is recomputed, and selective_op does not save its last product.
     """
     fused_norm = fused_norm or compiled
-    h, i, a = spec.hidden_size, spec.ffn_size, spec.num_heads
+    h, i, a = spec.hidden_size, spec.active_ffn_size, spec.num_heads
     q, v = a * spec.head_dim, spec.num_kv_heads * spec.head_dim
     e = 4 if compute == FP32 else 2
     residual = 2 if compute == BF16 else 4
@@ -111,6 +111,14 @@ def layer_memory(
     if spec.attention_softcap:  # tanh saves its output
         scores += e * a * seq_len
     attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
+    if not eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
+        # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
+        attention += e * seq_len * spec.num_window_layers / spec.num_layers
+    if latent := spec.latent_attention:  # from transformers' code, never traced
+        values, ranks = a * latent.value_dim, (latent.query_rank or 0) + latent.key_value_rank
+        if not eager:
+            attention = e * (2 * q + a * latent.plain_dim + 2 * values) + 4 * a
+        attention += (4 + e + e) * ranks + 8  # the norms of the narrow projections, and their outputs
     if spec.fused_projections:
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
@@ -119,6 +127,8 @@ def layer_memory(
     # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
     # saves up and its GELU (an assumption, never traced).
     ffn = ((3 if fused_mlp or compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
+    if spec.experts is not None:  # each expert has its own copy of the token and its own output; never traced
+        ffn += 2 * e * h * spec.experts.num_per_token
     # tensors of width i in use at up's gradient; a fused MLP has freed gate
     in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3
     below_ffn = 2 * norm + norms.after + attention + attention_inputs
@@ -464,11 +474,36 @@ def keeps_inputs(strategy: Strategy) -> bool:
     return strategy.zero_stage == 3 and strategy.deepspeed.zero_optimization.memory_efficient_linear
 
 
+_ROLES = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "shared_up_proj": ("gate_proj", "up_proj"),
+    "shared_down_proj": ("down_proj",),
+    "router": ("gate_proj",),
+    "q_a_proj": ("q_proj",),
+    "q_b_proj": ("q_proj",),
+    "kv_a_proj": ("k_proj",),
+    "kv_b_proj": ("v_proj",),
+}
+"the matrices of Llama's layer that have their gradients at about the same time as a matrix of another layer"
+
+
+def _sizes_of_roles(spec: ModelSpec) -> dict[str, float]:
+    """Return the elements of a layer's matrices by the names of Llama's."""
+    if spec.experts is None and spec.latent_attention is None:
+        sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
+        return sizes | {"gate_proj": sizes["gate_proj"] * spec.gated_ffn}
+    sizes = dict.fromkeys((*ATTENTION, *FFN), 0.0)
+    for tensor in layer_tensors(spec):
+        roles = _ROLES.get(tensor.name, (tensor.name,)) if tensor.is_matrix else ()
+        for role in roles:
+            sizes[role] += tensor.num_elements / len(roles)
+    return sizes
+
+
 def gradients_made(spec: ModelSpec, adapters: Adapters | None) -> Callable[[Moment], float]:
     """Return a function: the number of a layer's parameters that have a gradient at a moment of backward."""
     if adapters is None:
-        sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices_of(spec).items()}
-        sizes["gate_proj"] *= spec.gated_ffn
+        sizes = _sizes_of_roles(spec)
     else:
         sizes = dict.fromkeys(matrices_of(spec), 0) | adapter_sizes(spec, adapters)
     ffn, key_and_value, query_and_output = (

@@ -470,7 +470,7 @@ def zero_3(
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
     persistent = sum(size for size in sizes if size < zero.stage3_param_persistence_threshold) * L
-    in_use = 3 * h * spec.ffn_size + h * q
+    in_use = spec.ffn_matmul_params + h * q
     prefetches = zero.stage3_prefetch_bucket_size != 0
     wanted = zero.stage3_max_live_parameters if prefetches else in_use
     used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input

@@ -1,6 +1,6 @@
 """Bytes of the final norm, logits, loss and their gradients at the instants that may be the peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slm_toolkit.predict.memory.activations import keeps_inputs
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
@@ -20,6 +20,24 @@ class LossMemory:
 
 
 def loss_memory(setup: Setup) -> LossMemory:
+    """Return the bytes of the setup's loss, and of what the model does with the head's logits before it.
+
+    While the logits are scaled or capped, they exist twice, and so do their gradients. tanh saves its output.
+    """
+    memory, spec = _loss_memory(setup), setup.spec
+    if spec.after_head == "nothing":
+        return memory
+    of_logits = spec.vocab_size * setup.num_tokens * (4 if setup.compute == FP32 else 2)
+    of_tanh = of_logits * (spec.after_head == "softcap")
+    twice = memory.final_norm + 2 * of_logits
+    return replace(
+        memory,
+        forward=max(memory.forward + of_tanh, twice),
+        backward=max(memory.backward, twice) + of_tanh,
+    )
+
+
+def _loss_memory(setup: Setup) -> LossMemory:
     """Return the bytes of the setup's loss kernel. h: hidden size, V: vocabulary, T: tokens.
 
     transformers' loss makes an fp32 copy of the logits, their log-softmax and its gradient. In 2024 the model

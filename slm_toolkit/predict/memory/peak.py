@@ -191,18 +191,23 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
 
 
 def _shared(setup: Setup) -> float:
-    """Return the bytes that all layers share: RoPE's sine and cosine, and eager attention's masks.
+    """Return the bytes that all layers share: RoPE's sine and cosine, and attention's masks.
 
-    Only recomputation needs the mask, backward does not. With adapters the mask always counts, because this
-    fits their traces better.
+    Only recomputation needs the masks, backward does not. With adapters they always count, because this fits
+    their traces better. SDPA gets a mask, of one byte per element, only for sliding windows. If some layers
+    have a window and others not, eager attention has two masks.
     """
     config = setup.config
     e = 2 if setup.compute == BF16 else 4
     rope = 2 * config.seq_len * setup.spec.head_dim * e
     recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
-    if config.attn_implementation != "eager" or not recomputes:
+    if not recomputes:
         return rope
-    return rope + config.per_device_train_batch_size * config.seq_len**2 * e
+    window, of_mask = setup.spec.sliding_window, config.per_device_train_batch_size * config.seq_len**2
+    if config.attn_implementation != "eager":
+        return rope + of_mask * (window is not None and window < config.seq_len)
+    num_masks = 2 if 0 < setup.spec.num_window_layers < setup.spec.num_layers else 1
+    return rope + num_masks * of_mask * e
 
 
 def _engine_step(setup: Setup) -> Step:

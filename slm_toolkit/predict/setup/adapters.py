@@ -72,7 +72,8 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         return None
     if problem := unknown_targets(config):
         raise ValueError(problem)
-    if not spec.gated_ffn or spec.norms != "before" or spec.qk_norm != "none" or spec.fused_projections:
+    is_llamas = spec.gated_ffn and spec.norms == "before" and spec.qk_norm == "none"
+    if not is_llamas or spec.fused_projections or spec.experts or spec.latent_attention:
         raise ValueError(
             f"--peft {config.peft}: no closed form for {spec.name}, whose layers are not Llama's"
             "\nhint: --rehearse N measures it"

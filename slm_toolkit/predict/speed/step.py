@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, active_matrices
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
 from slm_toolkit.predict.speed.attention import attention_seconds
@@ -59,7 +59,7 @@ def layer_traffic(
     spec: ModelSpec, *, compiled: bool, fused_norm: bool, fused_mlp: bool = False
 ) -> LayerTraffic:
     """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
-    h, f = spec.hidden_size, spec.ffn_size
+    h, f = spec.hidden_size, spec.active_ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
         return LayerTraffic(of_h * h + of_f * f, _COMPILED_KERNELS, is_compiled=True)
@@ -269,6 +269,8 @@ def _products(
     # query, key and value are one matrix in a GPT, three matrices in Llama
     qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
     shapes = (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
+    if spec.experts is not None or spec.latent_attention is not None:
+        shapes = tuple((*shape, 1) for shape in active_matrices(spec))
     forward = backward = aligned = 0.0
     for inputs, outputs, count in shapes:
         size = {"rows": tokens, "element_bytes": element_bytes, "padded": padded}
