@@ -87,9 +87,11 @@ def layer_memory(
 ) -> LayerMemory:
     """Return the memory of a layer whose weights are all trained.
 
-    `checkpointing` is the mode of this layer: none, full or selective_op. `compiled` was never traced. Its
-    assumptions fit published runs (`bench/published_memory.py`): Inductor's norms save the same tensors as
-    fused norms, SiLU is recomputed, and selective_op does not save its last product.
+    `checkpointing` is the mode of this layer: none, full or selective_op. What a compiled layer saves is what
+    AOTAutograd's partitioner saves of it (tests/unit/run/test_compiled_layers.py; with eager attention it
+    saves less): norms save the same tensors as fused norms, and SiLU is recomputed. What its backward uses,
+    and that selective_op does not save its last product, fits published runs
+    (`bench/published_memory.py`).
     """
     fused_norm = fused_norm or compiled
     h, i, a = spec.hidden_size, spec.active_ffn_size, spec.num_heads
@@ -104,6 +106,10 @@ def layer_memory(
     attention_inputs, ffn_inputs = 2 * h * copies[0], 2 * h * copies[1]
     norms = saved_by_norms(spec, compute, fused=fused_norm)
     norm = norms.before
+    if compute == AUTOCAST and compiled:
+        # in fp32 only the layer's input; the FFN's is the sum of that and of attention's output in bf16. One
+        # bf16 copy of each norm's output: (4 + 2) h for two norms, and 2 h twice
+        norm, attention_inputs, ffn_inputs = 3 * h + 4, 2 * h, 2 * h
     # Attention saves the rotated query and key, the value, the output and the softmax's normaliser. Instead
     # of the normaliser, eager attention saves the probabilities, (heads x S) per token, in fp32 and in the
     # compute dtype, and it saves the repeated keys and values.
@@ -261,6 +267,13 @@ class Kernels:
     fused_mlp: bool
     keeps_inputs: bool
     "ZeRO-3's linear layers save their input even if their weight is frozen"
+    compiled: bool = False
+    "Inductor's norms and MLP save what the fused ones do"
+
+    @property
+    def casts_each_input(self) -> bool:
+        """True if autocast makes a bf16 copy for each reader of a tensor; a compiled layer makes one."""
+        return self.compute == AUTOCAST and not self.compiled
 
     @property
     def element(self) -> int:
@@ -299,7 +312,9 @@ def frozen_layer_memory(
     of_scores = has_input_gradient or any(name in adapters for name in ATTENTION[:3])
     attention = _attention(w, adapters, kernels, is_kept=of_scores)
     below = of_scores or "o_proj" in adapters
-    second_norm = norm * below
+    # a compiled layer whose fp32 input is saved adds attention's bf16 output again; see `layer_memory`
+    adds_again = kernels.compiled and compute == AUTOCAST and has_input_gradient
+    second_norm = (2 * w.h + 4 if adds_again else norm) * below
     second_inputs = _inputs(w, adapters, FFN[:2], kernels, has_gradient=below)
     gate, up = (below or name in adapters for name in FFN[:2])
     # gate's gradient needs gate and up; up's gradient needs silu(gate), which a fused MLP recomputes
@@ -331,7 +346,7 @@ def frozen_layer_memory(
         moments.append(Moment("input_layernorm", ln, 3, 2, 2))
     # The end of forward: down_proj's output is ready, and its adapter's input is being computed.
     is_lora = "down_proj" in adapters and adapters.rank > 0
-    last = kept + e * w.h * is_lora + _beside_input(w, adapters, compute) * is_lora
+    last = kept + e * w.h * is_lora + _beside_input(w, adapters, kernels) * is_lora
     if compute == AUTOCAST:
         last += 4 * w.h
     else:
@@ -366,7 +381,7 @@ def _inputs(
         return shared + e * sum(outputs[name] for name in adapted)
     if adapters.drops:
         return shared + (e + 1) * w.h * len(adapted)
-    if kernels.compute == AUTOCAST:  # each adapter makes its own bf16 copy
+    if kernels.casts_each_input:
         return e * w.h * len(adapted)
     return shared or e * w.h * bool(adapted)
 
@@ -396,21 +411,21 @@ def _product(w: _Widths, adapters: Adapters, kernels: Kernels, *, has_gradient: 
     shared = e * w.i * (kernels.keeps_inputs and has_gradient)
     if "down_proj" not in adapters:
         return shared
-    if not adapters.rank:
-        return shared + (4 if kernels.compute == AUTOCAST else e) * w.i
+    if not adapters.rank:  # a compiled layer recomputes what IA3 scales
+        return shared + (4 if kernels.compute == AUTOCAST else e) * w.i * (not kernels.compiled)
     if adapters.drops:
         return shared + (e + 1) * w.i
     return e * w.i
 
 
-def _beside_input(w: _Widths, adapters: Adapters, compute: str) -> float:
+def _beside_input(w: _Widths, adapters: Adapters, kernels: Kernels) -> float:
     """Return the extra bytes per token at the input of down_proj's adapter.
 
     They are the input itself if dropout makes a copy of it, and autocast's temporary fp32 tensors.
     """
-    if compute == AUTOCAST:
+    if kernels.casts_each_input:
         return (6 + 4 * adapters.drops) * w.i
-    return (4 if compute == FP32 else 2) * w.i * adapters.drops
+    return kernels.element * w.i * adapters.drops
 
 
 def _softmax(w: _Widths, kernels: Kernels) -> tuple[float, ...]:
@@ -458,6 +473,8 @@ def layers_of(setup: Setup) -> list[LayerMemory]:
         rest = {"compiled": config.torch_compile, "software": setup.software}
         pair = [layer_memory(spec, **shape, **rest, checkpointing=mode) for mode in modes]
         return [pair[number % 2] for number in range(spec.num_layers)]
+    if config.torch_compile:
+        shape |= {"fused_norm": True, "fused_mlp": True, "compiled": True}
     kernels = Kernels(**shape, keeps_inputs=keeps_inputs(setup.strategy))
     return [
         frozen_layer_memory(

@@ -247,10 +247,10 @@ def unknown_to_estimates(config: RunConfig) -> list[str]:
         value = getattr(config, name)
         typed = f"--{name}" if value is True else f"--{name} {value}"
         problems.append(f"{typed}: no closed form for it; {FLAGS[name].no_closed_form}")
-    if config.peft != "none" and config.torch_compile:
+    if config.peft == "qlora" and config.torch_compile:
         problems.append(
-            f"--torch_compile with --peft {config.peft}: no closed form for the activations of compiled "
-            "adapters; measure them on a GPU"
+            "--torch_compile with --peft qlora: no closed form for layers that 4-bit weights cut into "
+            "several graphs; measure them on a GPU"
         )
     if problem := unknown_targets(config):
         problems.append(problem)

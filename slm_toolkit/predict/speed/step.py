@@ -84,6 +84,7 @@ gradient, which replaces it"""
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
 _LORA_BYTES_OF_OUTPUTS, _LORA_BYTES_OF_INPUTS = 14, 6
+_COMPILED_LORA_BYTES_OF_OUTPUTS = 10  # scale and add are one kernel: read 2 and 2, write 2; backward: scale 4
 _DROPOUT_BYTES = 10  # per input: read 2, write 2, mask 1, and the same in backward
 _DEFENSIVE_CLONE_BYTES = 4  # per output, if the base has 4-bit weights
 _IA3_BYTES = (
@@ -113,7 +114,13 @@ class AdapterWork:
 
 
 def adapter_work(
-    spec: ModelSpec, adapters: Adapters, *, tokens: int, rates: Rates, element_bytes: int
+    spec: ModelSpec,
+    adapters: Adapters,
+    *,
+    tokens: int,
+    rates: Rates,
+    element_bytes: int,
+    compiled: bool = False,
 ) -> AdapterWork:
     """Return a layer's adapter work. LoRA's matrices are thin, so memory traffic dominates their time."""
     matrices = matrices_of(spec)
@@ -134,10 +141,12 @@ def adapter_work(
             )
             forward += seconds.forward
             backward += seconds.backward
-        moved += _LORA_BYTES_OF_OUTPUTS * outputs + _LORA_BYTES_OF_INPUTS * inputs
+        of_outputs = _COMPILED_LORA_BYTES_OF_OUTPUTS if compiled else _LORA_BYTES_OF_OUTPUTS
+        moved += of_outputs * outputs + _LORA_BYTES_OF_INPUTS * inputs
         moved += _DROPOUT_BYTES * inputs * adapters.drops
         moved += _DEFENSIVE_CLONE_BYTES * outputs * adapters.is_quantized
-    kernels = (_LORA_KERNELS + adapters.drops if adapters.rank else _IA3_KERNELS) * len(adapters.targets)
+    of_matrix = _LORA_KERNELS + adapters.drops - compiled if adapters.rank else _IA3_KERNELS
+    kernels = of_matrix * len(adapters.targets)
     unpacking = 0.0
     if adapters.is_quantized:
         size = sum(inputs * outputs for inputs, outputs in matrices.values())
@@ -187,7 +196,8 @@ def micro_step_work(setup: Setup, rates: Rates, software: Software, loss_kernel:
         rates = _fp32_rates(rates, setup.gpu)
     is_frozen, of_adapters = adapters is not None, NO_ADAPTERS
     if is_frozen:
-        of_adapters = adapter_work(spec, adapters, tokens=tokens, rates=rates, element_bytes=element_bytes)
+        shape = {"tokens": tokens, "rates": rates, "element_bytes": element_bytes}
+        of_adapters = adapter_work(spec, adapters, **shape, compiled=compiled)
     products = _products(
         spec, tokens, rates, padded=compiled, element_bytes=element_bytes, is_frozen=is_frozen
     )

@@ -222,7 +222,10 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
         )
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
-        notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
+        notes.append(
+            "compiled: layers keep what torch's partitioner saves; what their kernels use in backward was "
+            "never traced"
+        )
     notes += _adapter_notes(rows)
     if versions := {row.deepspeed_version for row in rows if row.deepspeed_version}:
         notes.append(f"DeepSpeed's estimate: by version {versions.pop()}; model states only, no activations")

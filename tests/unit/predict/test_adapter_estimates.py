@@ -127,7 +127,7 @@ def test_rows_say_what_is_trained_and_deepspeeds_estimator_is_not_asked() -> Non
     [
         ({"packing": "multipack", "dataset": "chats.jsonl"}, "--packing multipack: no closed form"),
         ({"packing": "none", "dataset": "chats.jsonl"}, "--packing none"),
-        ({"peft": "lora", "torch_compile": True}, "--torch_compile with --peft lora"),
+        ({"peft": "qlora", "torch_compile": True}, "--torch_compile with --peft qlora"),
         ({"peft": "lora", "lora_target_modules": "q_proj,lm_head"}, "--lora_target_modules lm_head"),
     ],
 )
