@@ -98,7 +98,7 @@ def _gpu_warnings(watch: dict[str, Any], start: int) -> list[str]:
         warnings.append(f"clocks throttled: {counts}")
     if retries := (watch.get("allocator") or {}).get("num_alloc_retries"):
         warnings.append(
-            f"the GPU was nearly full: the allocator freed unused blocks and retried {retries} times, "
-            "which makes steps slower"
+            "the GPU was nearly full: the allocator waited, freed unused blocks and retried "
+            f"{retries} times, which makes steps slower"
         )
     return warnings

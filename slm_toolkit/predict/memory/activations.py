@@ -27,8 +27,8 @@ SOFTWARE = ("2024", "2026")
 OOMs (slm-2b at batch 16 fits one A100-80GB, but not with DDP) mean that a layer took more than its tensors
 explain, and that the loss copied the logits once more"""
 EXTRA_OF_2024 = 13.5
-"""bytes per token, layer and element of h, on top of the allocator's slack; cause unknown. With 13 to 14, the
-estimates agree with all fits and OOMs of the paper's figures 1 to 4"""
+"""bytes per token, layer and element of h, on top of the allocator's slack; cause unknown. With 13 to 14,
+the estimates agree with all fits and OOMs of the paper's figures 1 to 4"""
 
 
 @dataclass(frozen=True)

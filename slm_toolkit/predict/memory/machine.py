@@ -23,8 +23,8 @@ FROM_HOPPER = ("h100-80gb", "h100-80gb-pcie", "h200", "gh200", "b200", "b300")
 
 # fitted to replays of traced steps with `allocator.py` (results/memory/development.csv, 2026-11-25)
 ROUNDING = 0.03  # fraction of allocated: blocks of 512 bytes, rests of segments
-NOT_REUSED = 0.7  # fraction of the bytes that other instants need, and that the peak leaves unused
-NEEDED_SLACK = 0.7  # median fraction of the slack without which a replayed step runs out of memory
+NOT_REUSED = 0.8  # fraction of the bytes that other instants need, and that the peak leaves unused
+NEEDED_SLACK = 0.65  # median fraction of the slack without which a replayed step runs out of memory
 
 STATE = ("parameters", "master_weights", "gradients", "optimizer")
 

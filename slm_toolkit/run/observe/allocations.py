@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -188,19 +188,23 @@ def reserved_bytes(events: list[Event]) -> int:
 def requests_of(events: list[Event]) -> Iterator[Request]:
     """Yield the events as an allocator's requests. A resized storage is copied, then the old one freed.
 
-    Of the setup, only storages that are alive when the first step begins are requested: a CPU builds the
-    whole model on the device that trains, a GPU does not, and DeepSpeed empties the allocator's cache.
+    Two differences between fake tensors and a GPU are left out. Of the setup, only storages that are alive
+    when the first step begins are requested, because a GPU never has the whole unsharded model. And DTensor
+    derives shapes during the first optimizer step, for which a GPU allocates nothing.
     """
-    steps = list(dropwhile(lambda event: event.phase == "setup", events))
+    unlike_a_gpu = _temporary_in_first_update(events)
+    setup = list(takewhile(lambda event: event.phase == "setup", events))
     num_bytes_of: dict[Allocation, int] = {}
-    for event in events[: len(events) - len(steps)]:
+    for event in setup:
         num_bytes_of[event.allocation] = num_bytes_of.get(event.allocation, 0) + event.delta_bytes
     number_and_bytes: dict[Allocation, tuple[int, int]] = {}
     for allocation, num_bytes in num_bytes_of.items():
         if num_bytes:
             number_and_bytes[allocation] = len(number_and_bytes), num_bytes
             yield "a", len(number_and_bytes) - 1, num_bytes, allocation.stream
-    for number, event in enumerate(steps, len(number_and_bytes)):
+    for number, event in enumerate(events[len(setup) :], len(number_and_bytes)):
+        if event.allocation in unlike_a_gpu:
+            continue
         old_number, old_bytes = number_and_bytes.pop(event.allocation, (None, 0))
         num_bytes = old_bytes + event.delta_bytes
         if num_bytes:
@@ -208,6 +212,15 @@ def requests_of(events: list[Event]) -> Iterator[Request]:
             yield "a", number, num_bytes, event.allocation.stream
         if old_number is not None:
             yield "f", old_number
+
+
+def _temporary_in_first_update(events: list[Event]) -> set[Allocation]:
+    """Return the storages that the first optimizer step allocates and frees."""
+    sizes: dict[Allocation, int] = {}
+    for event in takewhile(lambda event: event.phase != "between", events):
+        if event.allocation.phase == "optimizer":
+            sizes[event.allocation] = sizes.get(event.allocation, 0) + event.delta_bytes
+    return {allocation for allocation, num_bytes in sizes.items() if not num_bytes}
 
 
 @contextmanager

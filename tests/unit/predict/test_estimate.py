@@ -113,8 +113,8 @@ def test_a_verdict_is_a_probability() -> None:
     assert words == ["fits", "may fit", "may fit", "unlikely to fit", "unlikely to fit", "does not fit"]
 
 
-def test_7_tenths_of_the_slack_are_needed() -> None:
-    assert needed_bytes(1000, 100) == 1070
+def test_most_of_the_slack_is_needed() -> None:
+    assert needed_bytes(1000, 100) == 1065
 
 
 def test_a_gpu_is_nearly_full_if_needed_bytes_fit_and_reserved_bytes_do_not() -> None:
@@ -152,14 +152,14 @@ def slack_of(strategy: str, *, accumulation: int = 1) -> int:
 
 
 def test_slack_is_rounding_and_blocks_that_the_peak_does_not_reuse() -> None:
-    assert slack_of("ddp") == 100  # 3 % of 1000, and 0.7 x (60 + 40); freed gradients are reused
-    assert slack_of("ds_zero2", accumulation=4) == 100
+    assert slack_of("ddp") == 110  # 3 % of 1000, and 0.8 x (60 + 40); freed gradients are reused
+    assert slack_of("ds_zero2", accumulation=4) == 110
 
 
 def test_fsdp_has_blocks_in_streams_of_their_own() -> None:
-    assert slack_of("fsdp_full_shard") == 100 + 5 + 7
+    assert slack_of("fsdp_full_shard") == 110 + 5 + 7
     # with accumulation the other gradients are whole ones: all shards, 2 bytes x P / 8, are in that stream
-    assert slack_of("fsdp_full_shard", accumulation=4) == 100 + 5 + 2 * P // 8
+    assert slack_of("fsdp_full_shard", accumulation=4) == 110 + 5 + 2 * P // 8
 
 
 def test_every_gpu_of_hopper_or_newer_is_known_as_such() -> None:

@@ -228,7 +228,7 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
         "compiled again in timed step 7",
         "rank 1: the GPU was in use before the run (3.0 GiB)",
         "rank 1: clocks throttled: sw_power_cap in 4 steps",
-        "rank 1: the GPU was nearly full: the allocator freed unused blocks and retried 6 times, "
+        "rank 1: the GPU was nearly full: the allocator waited, freed unused blocks and retried 6 times, "
         "which makes steps slower",
     ]
     nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
