@@ -11,7 +11,7 @@ from slm_toolkit.hardware.gpus import Gpu
 from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
-from slm_toolkit.strategy.groups import check_groups, fit_groups
+from slm_toolkit.strategy.groups import check_groups, fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES
 from slm_toolkit.strategy.sharding import Sharding
 from slm_toolkit.strategy.strategy import Strategy
@@ -106,7 +106,7 @@ class Setup:
     "all defaults must be filled in"
     num_gpus: int
     gpus_per_node: int = 8
-    "GPUs of a full node; a smaller job uses part of a node"
+    "GPUs of a full node; a job may use a part of each node"
     gpu: Gpu | None = None
     "None: only bytes are estimated"
     software: str = "2026"
@@ -121,7 +121,7 @@ class Setup:
 
     @property
     def ranks_per_node(self) -> int:
-        return min(self.num_gpus, self.gpus_per_node)
+        return ranks_of_each_node(self.num_gpus, self.gpus_per_node)
 
     @property
     def num_nodes(self) -> int:
