@@ -186,6 +186,7 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     )
     rope = rope or {}
     attention_bias = model_type == "llama" and bool(config.get("attention_bias"))
+    window, num_window_layers = _sliding_window(config, model_type)
     return ModelSpec(
         name,
         config["num_hidden_layers"],
@@ -199,7 +200,8 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         qkv_bias=model_type == "qwen2" or attention_bias,
         output_bias=attention_bias,
         ffn_bias=model_type == "llama" and bool(config.get("mlp_bias")),
-        sliding_window=_sliding_window(config, model_type),
+        sliding_window=window,
+        num_window_layers=num_window_layers,
         hidden_act=config.get("hidden_act") or "silu",
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         model_type=model_type,
@@ -254,12 +256,16 @@ def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
         )
 
 
-def _sliding_window(config: dict[str, Any], model_type: str) -> int | None:
-    """Return the window that MistralConfig or Qwen2Config of transformers 5.23 would set."""
-    window = config.get("sliding_window", _WINDOW)
-    if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
-        return None
+def _sliding_window(config: dict[str, Any], model_type: str) -> tuple[int | None, int]:
+    """Return the window that MistralConfig or Qwen2Config of transformers 5.23 would set, and its layers."""
+    window, num_layers = config.get("sliding_window", _WINDOW), config["num_hidden_layers"]
     kinds = config.get("layer_types")
-    if model_type == "qwen2" and kinds is None:
-        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
-    return None if kinds is not None and "sliding_attention" not in kinds else window
+    if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
+        num_windows = 0
+    elif kinds is not None:
+        num_windows = kinds.count("sliding_attention")
+    elif model_type == "qwen2":
+        num_windows = max(0, num_layers - config.get("max_window_layers", 28))
+    else:
+        num_windows = num_layers
+    return (window, num_windows) if num_windows and window is not None else (None, 0)

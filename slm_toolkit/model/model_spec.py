@@ -48,6 +48,8 @@ class ModelSpec:
     "every projection of the feed-forward carries a bias (Llama's mlp_bias)"
     sliding_window: int | None = None
     "tokens that the layers with a window attend to; None: all layers attend to the whole sequence"
+    num_window_layers: int = 0
+    "layers with a window"
     hidden_act: str = "silu"
     attention_dropout: float = 0.0
     hub_id: str | None = None

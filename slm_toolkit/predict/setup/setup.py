@@ -257,8 +257,8 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
     sentences = []
     if spec.sliding_window is not None and spec.sliding_window < seq_len:
         sentences.append(
-            f"{spec.name}: sliding_window {spec.sliding_window}: estimated as if every token attended to all "
-            f"{seq_len}"
+            f"{spec.name}: sliding_window {spec.sliding_window}: sdpa and eager attention compute all "
+            f"{seq_len} tokens and mask them; flash_attention_2 and flex_attention compute the window only"
         )
     if spec.gated_ffn and spec.hidden_act not in ("silu", "swish"):
         sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
