@@ -25,7 +25,9 @@ from slm_toolkit.predict.flag_checks import (
     all_of,
     gpus_asked,
     model_to_estimate,
+    node_problems,
 )
+from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     is_shipped,
@@ -239,12 +241,9 @@ def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[in
     here = len(host.gpu_names) if host.is_meant else 0
     if args.num_gpus is not None:
         per_node = args.gpus_per_node or here or _NUM_GPUS
-        if args.num_gpus > per_node and args.num_gpus % per_node:
-            said = (
-                f"--num_gpus is {args.num_gpus}: use full nodes of {per_node} (--gpus_per_node), or one node"
-            )
-            raise all_of([said], verb="doctor")
-        return args.num_gpus, min(args.num_gpus, per_node)
+        if problems := node_problems(args.num_gpus, per_node):
+            raise all_of(problems, verb="doctor")
+        return args.num_gpus, ranks_of_each_node(args.num_gpus, per_node)
     if here:
         return here * machines, args.gpus_per_node or here
     if processes is None or is_shipped(files.yaml_path) or not files.yaml_text:

@@ -13,7 +13,7 @@ from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
 from slm_toolkit.predict.estimate import largest_batch
-from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate
+from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Observations, Plan, PlanSearch, Workload, search
@@ -67,10 +67,10 @@ def offers_of(
                 continue
             deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
         for number in counts:
-            if number < 1 or (number > gpus_per_node and number % gpus_per_node):
-                problems.append(
-                    f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {gpus_per_node}"
-                )
+            if number < 1:
+                problems.append(f"--gpu {text}: {number} GPUs: at least 1")
+            else:
+                problems += [f"--gpu {text}: {problem}" for problem in node_problems(number, gpus_per_node)]
         found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
         raise ValueError(

@@ -342,8 +342,12 @@ two steps"""
 
 _UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
-_SHARDED_KERNELS = (
-    30  # per layer and pass: host time of FSDP's and ZeRO-3's hooks, in kernel launches; unverified
+_FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
+# per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
+# 0.40 ms of 14 us. bench/zero3_hooks.py timed them on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
+_ZERO_3_KERNELS = 28
+_PLAIN_MODULES = (
+    6  # modules of a layer besides its linear ones: itself, attention, MLP, activation, two norms
 )
 
 
@@ -392,7 +396,7 @@ def step_time(
     micro_steps = config.gradient_accumulation_steps
     work = micro_step_work(setup, rates, software, loss_kernel or config.loss_kernel)
     sharded = strategy.shards_parameters
-    num_kernels = work.num_kernels + (3 * spec.num_layers * _SHARDED_KERNELS if sharded else 0)
+    num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
     optimizer_seconds = (
@@ -495,6 +499,19 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
         adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     return norm + cast + clip + adamw + copy_back
+
+
+def _hook_kernels(setup: Setup) -> float:
+    """Return the host time of FSDP's or ZeRO-3's hooks in a micro-step, in kernel launches.
+
+    It does not depend on the number of tokens: a micro-step can't be shorter. DeepSpeed has hooks on every
+    module, FSDP on every layer. Recomputation runs forward's hooks again: two of ZeRO-3's four.
+    """
+    spec, again = setup.spec, _LAYERS_AGAIN[setup.config.gradient_checkpointing]
+    if not setup.strategy.is_deepspeed:
+        return 3 * spec.num_layers * _FSDP_KERNELS
+    modules = spec.num_layers * (_PLAIN_MODULES + 4 + spec.num_ffn_matrices)
+    return modules * _ZERO_3_KERNELS * (1 + again / 2)
 
 
 def _optimizer_kernels(setup: Setup) -> int:

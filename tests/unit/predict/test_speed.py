@@ -240,6 +240,34 @@ def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> No
         assert row.parts_seconds["launch_overhead"] == 0
 
 
+def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
+    # slm-100m: 9 layers of 13 modules, each 28 launches of 14 us: 45.9 ms, whatever the tokens
+    few, more = rows_of("ds_zero3", per_device_train_batch_size=[1, 2], seq_len=128)
+    floor = 9 * 13 * 28 * 14e-6
+    assert few.step_seconds > floor
+    assert more.step_seconds == pytest.approx(few.step_seconds, rel=0.02)
+    (fsdp,) = rows_of("fsdp_full_shard", per_device_train_batch_size=1, seq_len=128)
+    assert fsdp.step_seconds < floor
+    accumulated, again = rows_of(
+        *("ds_zero3",), seq_len=128, gradient_accumulation_steps=4, gradient_checkpointing=["none", "full"]
+    )
+    assert accumulated.step_seconds > 4 * floor
+    assert again.step_seconds > 4 * 1.5 * floor  # forward's two of the four hooks run again
+
+
+def test_zero_3_gathers_modules_or_what_its_prefetch_bucket_holds(tmp_path: Path) -> None:
+    def calls(**zero: object) -> tuple[float, float]:
+        json = {"zero_optimization": {"stage": 3, **zero}}
+        config = RunConfig(model="slm-100m").with_defaults(has_gpu=True)
+        strategy = find_strategy(own_strategy(tmp_path, "", json, name="zero"))
+        gathered, _, reduced = transfers(Setup(PRESETS["slm-100m"], strategy, config, num_gpus=8))
+        return gathered.num_calls, reduced.num_calls
+
+    # 130,569,920 parameters: 2.6 buckets of 50 million; buckets of 1,000 hold no matrix: 9 x 7 + 2 modules
+    assert calls() == (pytest.approx(130_569_920 / 50e6), pytest.approx(1.0))
+    assert calls(stage3_prefetch_bucket_size=1000)[0] == calls(stage3_prefetch_bucket_size=0)[0] == 65
+
+
 def test_offload_has_no_time(tmp_path: Path) -> None:
     section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     (row,) = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))

@@ -181,10 +181,10 @@ def test_what_ran_out_of_memory_is_not_recommended(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_the_flags_is_named_at_once() -> None:
-    done = slm_here("recommend", "--gpu", "h100-80gb:12", "a100-40gb:8@0", "h100-80gb:x")
+    done = slm_here("recommend", "--gpu", "h100-80gb:13", "a100-40gb:8@0", "h100-80gb:x")
     assert done.code == 2
     for problem in (
-        "12 GPUs: at least 1, and only full nodes of 8",
+        "13 GPUs can't be the same number on each node of up to 8: use full nodes, such as 8 or 16",
         "the price must be above 0",
         "not NAME",
     ):
