@@ -6,7 +6,7 @@ from typing import Any
 
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Gpu, gpu_and_count, gpu_of_name, gpus
+from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
@@ -40,7 +40,7 @@ def offers_of(
 ) -> list[GpuOffer]:
     """Return an offer for each of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
 
-    `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
+    `A100:8` is every A100. `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
     Raises one ValueError with all that can't be read or had.
     """
     found, problems = [], []
@@ -49,26 +49,26 @@ def offers_of(
         if not texts:
             raise ValueError("no GPU type has such a price\nhint: --gpu NAME@USD, or --usd_per_gpu_hour")
     for text in itertools.chain.from_iterable(map(_of_every_type, texts)):
-        asked = gpu_and_count(text)
+        asked = gpus_and_count(text)
         if asked is None:
             problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
             continue
-        name, counts, usd = asked
-        gpu = gpu_of_name(name)
+        names, counts, usd = asked
+        if usd == 0:
+            problems.append(f"--gpu {text}: the price must be above 0")
+            continue
         usual = num_gpus or [n for n in _DEFAULT_COUNTS if n <= gpus_per_node or n % gpus_per_node == 0]
         counts = list(counts) or usual
-        deployment = deployment_of(gpu)
-        if usd is not None:
-            if usd <= 0:
-                problems.append(f"--gpu {text}: the price must be above 0")
-                continue
-            deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
-        for number in counts:
-            if number < 1 or (number > gpus_per_node and number % gpus_per_node):
-                problems.append(
-                    f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {gpus_per_node}"
-                )
-        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
+        problems += [
+            f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {gpus_per_node}"
+            for number in counts
+            if number < 1 or (number > gpus_per_node and number % gpus_per_node)
+        ]
+        for gpu in map(gpu_of_name, names):
+            deployment = deployment_of(gpu)
+            if usd is not None:
+                deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
+            found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
         raise ValueError(
             "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
