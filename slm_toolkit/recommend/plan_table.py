@@ -203,6 +203,8 @@ def _heading(ranked: list[Plan]) -> Text:
     words = []
     for model in dict.fromkeys(plan.estimate.model for plan in ranked):
         plan = next(plan for plan in ranked if plan.estimate.model == model)
+        if plan.starts_from is not None:
+            model = f"{model}, from the weights of {plan.starts_from}"
         expected = f", expected loss {plan.expected_loss:.2f} ({plan.law})" if plan.expected_loss else ""
         words.append(
             f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
@@ -355,7 +357,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _evidence(plan: Plan) -> str:
