@@ -250,11 +250,14 @@ def advice_on(ranked: list[Plan], *, offers: list[GpuOffer], gpus_per_node: int,
     lines = []
     new = [plan for plan in ranked if plan.starts_from is None]  # trained weights keep their shape
     for name in list(dict.fromkeys(plan.estimate.gpu for plan in new))[:_MOST_ADVISED_GPUS]:
-        gain = alignment_gain(setup_of(next(plan for plan in new if plan.estimate.gpu == name)))
+        plan = next(plan for plan in new if plan.estimate.gpu == name)
+        gain = alignment_gain(setup_of(plan))
         if gain is not None and gain.speedup >= WORTH_SAYING:
+            row = plan.estimate
+            price = f": ${plan.usd / gain.speedup:,.2f} instead of ${plan.usd:,.2f}" if plan.usd else ""
             lines.append(
-                f"aligned widths: on {name}, {gain.sibling} instead of {new[0].spec.name} is about "
-                f"{gain.speedup:.2f}x faster"
+                f"aligned widths: on {row.num_gpus} x {name}, {gain.sibling} instead of {row.model} is about "
+                f"{gain.speedup:.2f}x faster{price}"
             )
     first = ranked[0]
     most = largest_batch(setup_of(first).launched).batch_with_margin

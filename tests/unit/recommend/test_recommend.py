@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ def test_aligned_widths_are_named_for_each_gpu_type() -> None:
         "recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B"
     )
     for name in ("a100-40gb", "h100-80gb"):
-        assert f"on {name}, slm-500m-hw (FFN 4096 for 4147) instead of slm-500m is about 1." in done.out
+        assert f"on 1 x {name}, slm-500m-hw (FFN 4096 for 4147) instead of slm-500m is about 1." in done.out
     aligned = slm_here("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
     assert "aligned widths" not in aligned
 
@@ -405,6 +406,22 @@ def test_a_gpu_type_without_published_runs_is_marked() -> None:
     assert " never measured " in shown
     assert "never measured: no published run on gh200" in shown
     assert "* l4: few published runs support the estimated speed" in shown
+
+
+def test_advice_and_notes_are_plain_sentences() -> None:
+    asked = ("--model", "slm-500m", "--gpu", "a100-40gb:8@1", "--strategy", "ddp", "--tokens", "10B")
+    eager = slm_here("recommend", *asked, "--torch_compile", "false").out
+    (speedup,) = re.findall(r"add --torch_compile to row 1: about (\S+)x faster", eager)
+    usd = [recommended(*asked, "--torch_compile", value)[0]["usd"] for value in ("false", "true")]
+    assert float(speedup) == pytest.approx(usd[0] / usd[1], rel=0.05)  # the batch may differ
+    assert "network speed from data sheets, not measured" in eager
+    dollars, gain = re.search(
+        r"\$(\S+) more on row 1 lowers its expected loss by about (\S+) \(law besiroglu", eager
+    ).groups()
+    more = 10e9 * (1 + float(dollars.replace(",", "")) / usd[0])
+    # besiroglu: of the loss only 2085.43 / D^0.3658 depends on the tokens D
+    assert float(gain) == pytest.approx(2085.43 / 10e9**0.3658 - 2085.43 / more**0.3658, abs=0.005)
+    assert float(gain) >= 0.005
 
 
 def folder_with_weights(folder: Path) -> str:
