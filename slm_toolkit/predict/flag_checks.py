@@ -102,17 +102,18 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
 
     Raise ValueError for an invalid value, or if both give a number.
     """
-    from slm_toolkit.hardware.gpus import gpu_and_count
+    from slm_toolkit.hardware.gpus import gpus_and_count
 
     names, counts = [], set()
     for word in words:
-        parsed = gpu_and_count(word)
+        parsed = gpus_and_count(word)
         if parsed is None:
             raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
-        name, numbers, usd_per_hour = parsed
+        of_word, numbers, usd_per_hour = parsed
         if usd_per_hour is not None:
-            raise ValueError(f"--gpu {word}: a price\nhint: --gpu {name} --usd_per_gpu_hour {usd_per_hour:g}")
-        names.append(name)
+            hint = f"hint: --gpu {' '.join(of_word)} --usd_per_gpu_hour {usd_per_hour:g}"
+            raise ValueError(f"--gpu {word}: a price\n{hint}")
+        names += of_word
         counts.add(numbers)
     if counts == {()}:
         return names, num_gpus
