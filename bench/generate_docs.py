@@ -50,6 +50,8 @@ _HALVES = {  # file of results/memory: what it holds
     "fused_mlp": "with `--mlp_kernel fused`, only counted; without one ZeRO-3 row the worst is 1.23 %",
     "adapters": "LoRA and IA3, read while their formulas were written",
     "adapters_held_out": "LoRA and IA3, only counted; 1.05 % without slm-10m under ZeRO-3 on 64 ranks",
+    "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
+    "today_held_out": "the same families, only counted",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

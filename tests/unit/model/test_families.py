@@ -9,6 +9,7 @@ from conftest import ROOT, slm_here
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.fsdp_faults import _DECODER_LAYERS
 from slm_toolkit.model.families import FAMILIES, TRAINABLE, kernel_problems, with_kernels_of
 from slm_toolkit.model.from_config import check_trainable, spec_from_config
 from slm_toolkit.model.model_spec import ModelSpec, flops_per_token, layer_tensors
@@ -50,6 +51,15 @@ def test_a_layers_parameters_are_those_that_transformers_builds_in_its_order(nam
         (key.split(".")[-2], param.numel()) for key, param in decoder_layers(model)[0].named_parameters()
     ]
     assert [(tensor.name, tensor.num_elements) for tensor in layer_tensors(spec)] == built
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_doctor_names_the_layer_that_transformers_wraps(model_type: str) -> None:
+    config = AutoConfig.for_model(**{**SMALL, **MIXTURES.get(model_type, {}), "model_type": model_type})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(decoder_layers(model)[0]).__name__ == _DECODER_LAYERS[model_type]
+    assert _DECODER_LAYERS[model_type] in model._no_split_modules
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
