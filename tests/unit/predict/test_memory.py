@@ -41,8 +41,8 @@ def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "more_params", "more_per_token"),
     [
-        # a norm of 4 weights on queries and one on keys, in 2 layers; each element keeps 4 + 2 bytes, and each
-        # of the 2 + 2 heads 4 bytes: 2 x (6 x (8 + 8) + 4 x 4) = 224
+        # a norm of 4 weights on queries and one on keys, in 2 layers; each element keeps 4 + 2 bytes, and
+        # each of the 2 + 2 heads 4 bytes: 2 x (6 x (8 + 8) + 4 x 4) = 224
         ({"qk_norm": "head"}, 2 * 2 * 4, 224),
         # the weights are 8 wide, 1/rms is one per token: 2 x (6 x 16 + 4 x 2) = 208
         ({"qk_norm": "all_heads"}, 2 * 2 * 8, 208),
