@@ -17,6 +17,7 @@ from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.finding import SEVERITIES, Finding
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.deployments import deployments
 from slm_toolkit.predict.flag_checks import (
@@ -183,6 +184,8 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     spec, host = model_to_estimate(config.model), _host(args)
     if (problem := position_problem(spec, config.seq_len)) is not None:
         raise all_of([problem], verb="doctor")
+    if problems := kernel_problems(spec, config):
+        raise all_of(problems, verb="doctor")
     here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
         names = tuple(dict.fromkeys(args.gpu))

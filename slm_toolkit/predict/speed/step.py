@@ -53,6 +53,7 @@ _EAGER_GPT_KERNELS = (
     30  # two norms, projections 4 with biases, copies 8, attention, GELU, adds; casts of weights 8
 )
 _FUSED_NORM_SAVES = 10
+_EAGER_NORM_KERNELS = 6
 
 
 def layer_traffic(
@@ -67,11 +68,19 @@ def layer_traffic(
         return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
     swiglu = _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
+    more_norms = 2 * (spec.norms == "both") + 2 * (spec.qk_norm != "none")
+    kernels_of_norms = (1 if fused_norm else _EAGER_NORM_KERNELS) * more_norms
     return LayerTraffic(
-        (norms + _ROPE_AND_RESIDUAL) * h + swiglu * f,
-        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm,
+        norms * _norm_width(spec) + _ROPE_AND_RESIDUAL * h + swiglu * f,
+        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm + kernels_of_norms,
         is_compiled=False,
     )
+
+
+def _norm_width(spec: ModelSpec) -> float:
+    """Return the width of all norms of a layer, as a mean of two: hidden, and of queries and keys."""
+    of_queries = (spec.num_heads + spec.num_kv_heads) * spec.head_dim * (spec.qk_norm != "none")
+    return spec.hidden_size * (2 if spec.norms == "both" else 1) + of_queries / 2
 
 
 LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 8}

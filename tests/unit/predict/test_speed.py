@@ -350,3 +350,15 @@ def test_a_gpu_run_is_reported_beside_its_estimated_rate() -> None:
     )
     assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
+
+
+def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
+    llama = PRESETS["llama-3.2-1b"]  # h 2048; 32 heads and 8 key-value heads of 64
+    flags = {"compiled": False, "fused_norm": False}
+    plain = layer_traffic(llama, **flags)
+    gemma = layer_traffic(dataclasses.replace(llama, norms="both"), **flags)
+    # two eager norms move 180 bytes per element of h and are 6 kernels each
+    assert gemma.bytes_per_token - plain.bytes_per_token == 180 * 2048
+    assert gemma.num_kernels - plain.num_kernels == 12
+    qwen = layer_traffic(dataclasses.replace(llama, qk_norm="head"), **flags)
+    assert qwen.bytes_per_token - plain.bytes_per_token == 90 * (32 + 8) * 64
