@@ -194,9 +194,6 @@ def _search_strategy(
     if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
         result.left_out.extend(f"{where}: {problem}" for problem in problems)
         return
-    if strategy.offloads:
-        result.left_out.append(f"{strategy.name}: no closed form for the time of offload")
-        return
     smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
     for config in configs:
         if problems := contradictions(strategy, config):

@@ -42,6 +42,8 @@ _ABOVE_IF_DEFAULT = (
     "lora_r",
 )
 _OTHERS = ("communication", "temporary", "workspace")
+_MOST_RANGES = 3
+"rows with offload whose range a note has"
 
 
 def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = False) -> RenderableType:
@@ -206,12 +208,23 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     if not any(row.gpu for row in rows):
         return []
     notes = []
-    if timed := next((row for row in rows if row.step_seconds), None):
+    with_time = [row for row in rows if row.step_seconds]
+    offloading = [row for row in with_time if row.parts_seconds["offload"]]
+    if timed := next((row for row in with_time if row not in offloading), None):
         slower = timed.step_seconds / timed.step_high_seconds - 1
         faster = timed.step_seconds / timed.step_low_seconds - 1
         notes.append(
             f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
+        )
+    if offloading:
+        ranges = ", ".join(
+            f"{row.strategy} {row.step_low_seconds:.2g} to {row.step_high_seconds:.2g} s a step"
+            for row in offloading[:_MOST_RANGES]
+        )
+        notes.append(
+            f"offload, likely: {ranges}; its time is bytes over PCIe, host memory and disks, whose rates "
+            "differ between hosts: none was measured"
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")
@@ -234,9 +247,7 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
         partly = any(row.network_evidence == "measured in part" for row in rows)
         notes.append("communication: as measured by --network" + ", where it applies" * partly)
     if any(row.gpu and row.tokens_per_second is None for row in rows):
-        notes.append(
-            "no tokens/s for offload, or across nodes with an unknown network: set --inter_node_gbps"
-        )
+        notes.append("no tokens/s across nodes with an unknown network: set --inter_node_gbps")
     return notes
 
 
