@@ -29,6 +29,7 @@ HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters
 "those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
+FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
 _FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
 _ESTIMATED = ("estimated_bytes", "error")
 _NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)
@@ -51,7 +52,7 @@ def main() -> None:
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "small_zero"):
+        if half in ("development", "adapters", "small_zero", "gradients"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
@@ -80,14 +81,24 @@ def write_estimates(path: Path) -> None:
 
 def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
     """What the estimator says of a traced configuration."""
-    flags = {
-        name: int(value) if name in _NUMBERS else float(value) if name in _FRACTIONS else value
-        for name, value in row.items()
-        if name not in _NOT_FLAGS
-    }
-    config = RunConfig(**flags).with_defaults(has_gpu=True)
     spec, strategy = find_model(model_named(row["model"])), find_strategy(row["strategy"])
-    return peak(Setup(spec, strategy, config, num_gpus=int(row["num_gpus"])))
+    return peak(Setup(spec, strategy, config_of(row), num_gpus=int(row["num_gpus"])))
+
+
+def config_of(row: dict[str, Any]) -> RunConfig:
+    """The flags of a traced configuration; an empty one was not given."""
+    flags = {
+        name: int(value)
+        if name in _NUMBERS
+        else float(value)
+        if name in _FRACTIONS
+        else value == "true"
+        if name == "keep_grads"
+        else value
+        for name, value in row.items()
+        if name not in _NOT_FLAGS and value not in ("", None)
+    }
+    return RunConfig(**flags).with_defaults(has_gpu=True)
 
 
 def model_named(name: str) -> str:

@@ -536,7 +536,8 @@ def _optimizer_kernels(setup: Setup) -> int:
 def _accumulation_seconds(setup: Setup, rates: Rates) -> float:
     """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum."""
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
-    return 3 * element_bytes * setup.weights.trained / rates.memory_bytes
+    sum_bytes = 4 if setup.config.reduces_in_fp32 else element_bytes
+    return (element_bytes + 2 * sum_bytes) * setup.weights.trained / rates.memory_bytes
 
 
 BOTTLENECKS = (
