@@ -34,6 +34,7 @@ HALVES = (
 "those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
+FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _ESTIMATED = ("estimated_bytes", "error")
 _NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)
@@ -58,7 +59,7 @@ def main() -> None:
             print(f"  reserved, against replays: {summary(replayed)}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "small_zero", "today"):
+        if half in ("development", "adapters", "small_zero", "today", "gradients"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
@@ -99,14 +100,24 @@ def reserved_error(row: dict[str, Any]) -> float:
 
 
 def setup_of(row: dict[str, Any]) -> Setup:
-    flags = {
-        name: int(value) if name in _NUMBERS else float(value) if name in _FRACTIONS else value
-        for name, value in row.items()
-        if name not in _NOT_FLAGS
-    }
-    config = RunConfig(**flags).with_defaults(has_gpu=True)
     spec, strategy = find_model(model_named(row["model"])), find_strategy(row["strategy"])
-    return Setup(spec, strategy, config, num_gpus=int(row["num_gpus"]))
+    return Setup(spec, strategy, config_of(row), num_gpus=int(row["num_gpus"]))
+
+
+def config_of(row: dict[str, Any]) -> RunConfig:
+    """The flags of a traced configuration; an empty one was not given."""
+    flags = {
+        name: int(value)
+        if name in _NUMBERS
+        else float(value)
+        if name in _FRACTIONS
+        else value == "true"
+        if name == "keep_grads"
+        else value
+        for name, value in row.items()
+        if name not in _NOT_FLAGS and value not in ("", None)
+    }
+    return RunConfig(**flags).with_defaults(has_gpu=True)
 
 
 def model_named(name: str) -> str:

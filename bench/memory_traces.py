@@ -10,6 +10,8 @@
     python bench/memory_traces.py --half small_zero_held_out
     python bench/memory_traces.py --half today         # small Qwen3, Gemma, SmolLM3, OLMo 2, ...; looked at
     python bench/memory_traces.py --half today_held_out
+    python bench/memory_traces.py --half gradients     # dtypes and lifetime of gradients; looked at
+    python bench/memory_traces.py --half gradients_held_out
 
 Each configuration is a real run of `slm_toolkit.train --rehearse N` in a process of its own, forked from one
 that has imported everything, with the environment that `accelerate launch` would set.
@@ -30,20 +32,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from memory_accuracy import model_named
+from memory_accuracy import FLAGS_OF_GRADIENTS, config_of, model_named
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.names import find_model
 from slm_toolkit.record.run_record import RECORD_FILE, installed_versions
-from slm_toolkit.strategy.strategy import Strategy, find_strategy
+from slm_toolkit.strategy.strategy import Strategy, contradictions, find_strategy
 
 SEED = 20261120
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
-    *("small_zero", "small_zero_held_out", "today", "today_held_out"),
+    *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
 )
 NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
+GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
 TODAY = 96
 AXES: dict[str, tuple[Any, ...]] = {
@@ -121,6 +124,28 @@ OF_TODAY: dict[str, tuple[Any, ...]] = {
 }
 "small models of today's families, at batches that fill a GPU of their size"
 
+LEFT_OUT = ""
+"the value of a flag that is not given"
+OF_GRADIENTS: dict[str, tuple[Any, ...]] = {
+    "model": ("slm-3m", "slm-10m", "tied-gqa-3m", "gqa-6m", "qwen-tied-3m", "smollm2-135m"),
+    "strategy": (
+        *("single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op"),
+        *("ds_zero1", "ds_zero1", "ds_zero1", "ds_zero1", "ds_zero2", "ds_zero3"),
+    ),
+    "num_gpus": (1, 2, 8),
+    "per_device_train_batch_size": (1, 2, 8),
+    "seq_len": (64, 128, 257, 512),
+    "gradient_checkpointing": ("none", "none", "full"),
+    "loss_kernel": ("hf", "fused_linear"),
+    "numerics": ("aligned", "aligned", "aligned", "stock", "pure_bf16"),
+    "optim": ("adamw_torch_fused", "adamw_torch"),
+    "gradient_accumulation_steps": (1, 1, 2, 3),
+    "reduce_dtype": (LEFT_OUT, "fp32"),
+    "grad_dtype": (LEFT_OUT, "fp32", "fp32"),
+    "keep_grads": (LEFT_OUT, "true"),
+    "adam_dtype": (LEFT_OUT, "bf16"),
+}
+"what is refused together is left out"
 
 _FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _TAKE_SECONDS_TO_IMPORT = (
@@ -148,6 +173,8 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
             "ddp",
         ):
             continue
+        if "grad_dtype" in drawn and is_refused(drawn):
+            continue
         found[str(drawn)] = drawn
     return list(found.values())
 
@@ -155,6 +182,13 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
 def _kernels_of(drawn: dict[str, Any]) -> dict[str, Any]:
     names = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel")
     return {name: drawn[name] for name in names if name in drawn}
+
+
+def is_refused(configuration: dict[str, Any]) -> bool:
+    """Whether flags exclude each other or the strategy, or change nothing that this half is for."""
+    config, strategy = config_of(configuration), find_strategy(configuration["strategy"])
+    changes = any(configuration[name] != LEFT_OUT for name in ("reduce_dtype", *FLAGS_OF_GRADIENTS))
+    return bool(config.problems() or contradictions(strategy, config)) or not changes
 
 
 def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
@@ -170,7 +204,12 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     }
     today = sample(TODAY, seed + 4, OF_TODAY)
     small |= {"today": today[::2], "today_held_out": today[1::2]}
-    return {**drawn, "adapters": adapters[::2], "adapters_held_out": adapters[1::2], **small}
+    gradients = {
+        "gradients": sample(GRADIENTS, seed + 4, OF_GRADIENTS),
+        "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 5, OF_GRADIENTS),
+    }
+    of_adapters = {"adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
+    return {**drawn, **of_adapters, **small, **gradients}
 
 
 def main() -> None:
@@ -228,7 +267,11 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
 
     strategy = find_strategy(configuration["strategy"])
     os.environ.update(launch_environment(strategy))
-    flags = {name: value for name, value in configuration.items() if name not in ("strategy", "num_gpus")}
+    flags = {
+        name: value
+        for name, value in configuration.items()
+        if name not in ("strategy", "num_gpus") and value != LEFT_OUT
+    }
     flags["model"] = model_named(configuration["model"])
     with tempfile.TemporaryDirectory() as folder:
         argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

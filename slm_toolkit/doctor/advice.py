@@ -175,12 +175,15 @@ def _network(setup: Setup) -> Iterator[Finding]:
     gpu, strategy = setup.gpu.name, setup.strategy.name
     if setup.strategy.offloads:
         yield Finding(
-            name="offload-time-unknown",
+            name="offload-time-uncertain",
             topic="kernels",
             severity="could be faster",
             strategy=strategy,
-            sentence=f"{strategy} offloads: there is no closed form for its time, so only memory was checked",
-            why="the speed of the host's bus, cores and disks decides, and it is not known here",
+            sentence=f"{strategy} offloads: a step takes {row.step_low_seconds:.2g} to "
+            f"{row.step_high_seconds:.2g} s"
+            if row.step_seconds is not None
+            else f"{strategy} offloads",
+            why="the speed of the host's bus, memory and disks decides, and it is not known here",
             change="try --gradient_checkpointing full first, or more GPUs: both cost less time",
         )
     elif row.tokens_per_second is None:

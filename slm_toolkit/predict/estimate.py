@@ -126,7 +126,7 @@ class Estimate:
     traffic_bytes: dict[str, float]
     "bytes that each rank sends in a step, by purpose; intra_node and inter_node are sums over purposes"
     step_seconds: float | None
-    "None without a GPU, with offload, or if the network between the nodes is unknown"
+    "None without a GPU, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
     parts_seconds: dict[str, float] | None
@@ -273,7 +273,7 @@ def _speed_and_cost(setup: Setup) -> dict[str, Any]:
     """Return the fields of Estimate from traffic_bytes on. Without a GPU, the slow imports are skipped."""
     sent = transfers(setup)
     time = software = None
-    if setup.gpu is not None and not setup.strategy.offloads:
+    if setup.gpu is not None:
         from slm_toolkit.predict.speed.software import SOFTWARE, calibrated
         from slm_toolkit.predict.speed.step import step_time
 
@@ -340,8 +340,8 @@ def _speed(setup: Setup, time: "StepTime | None", software: "Software | None") -
     weights, config = setup.weights, setup.config
     return {
         "step_seconds": seconds,
-        "step_low_seconds": seconds / software.high,
-        "step_high_seconds": seconds / software.low,
+        "step_low_seconds": (seconds - time.offload.middle) / software.high + time.offload.low,
+        "step_high_seconds": (seconds - time.offload.middle) / software.low + time.offload.high,
         "parts_seconds": time.parts_seconds,
         "misaligned_seconds": time.misaligned_seconds,
         "tokens_per_second": rate,

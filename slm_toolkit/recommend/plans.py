@@ -302,9 +302,6 @@ def _fitted_strategy(setup: Setup, result: PlanSearch) -> Strategy | None:
         where = f"{count} x {setup.gpu.name} {strategy.name}"
         result.left_out.extend(f"{where}: {problem}" for problem in problems)
         return None
-    if strategy.offloads:
-        result.left_out.append(f"{strategy.name}: no closed form for the time of offload")
-        return None
     return strategy
 
 

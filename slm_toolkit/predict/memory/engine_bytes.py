@@ -138,11 +138,14 @@ def replicated(
     def at_embedding() -> At:
         if not is_summed:
             return At(0, G * e + (2 + exist_before if spec.tied else exist_before) * D * e, temporary=copied)
-        parts = before or (G - D) * kept, (3 if spec.tied else 1) * D * e  # of a tied gradient, and their sum
-        return At(0, max(sum(parts), G * kept + D * e))
+        sums = before or (G - D) * kept
+        parts = (3 if spec.tied else 1) * D * e  # both parts of a tied gradient, and what they add up to
+        return At(0, max(sums + parts, G * kept + D * e))
 
     waiting = copies.waiting(L) + copies.of_head * copies.head_waits
-    of_head = D * e if spec.tied or not is_summed else 0 if exist_before else D * kept
+    of_head = D * e  # at the final norm
+    if is_summed and not spec.tied:  # it is in the sum already
+        of_head = 0 if exist_before else D * kept
     hooks: list[tuple[Instant, At]] = []
     if is_summed and not spec.tied:
         hooks.append((Instant("lm_head"), At(0, (before or D * kept) + D * e)))

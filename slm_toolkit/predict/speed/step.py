@@ -22,6 +22,7 @@ from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
 from slm_toolkit.predict.speed.attention import attention_seconds
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
+from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.strategy.strategy import Strategy
@@ -341,7 +342,7 @@ def _fp32_rates(rates: Rates, gpu: Gpu) -> Rates:
 
 
 PARTS = (
-    *("matmul", "attention", "memory_traffic", "dequantization", "recomputation", "optimizer"),
+    *("matmul", "attention", "memory_traffic", "dequantization", "recomputation", "optimizer", "offload"),
     *("communication", "launch_overhead", "fixed"),
 )
 """parts of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss
@@ -376,6 +377,8 @@ class StepTime:
     "its part in the last micro-step"
     misaligned_seconds: float
     "part of matmul: extra time because widths are not multiples of 8"
+    offload: Range = NO_OFFLOAD
+    "seconds of the part offload, which is its middle"
 
     @property
     def step_seconds(self) -> float:
@@ -411,6 +414,7 @@ def step_time(
     optimizer_seconds = (
         optimizer_bytes(strategy, config) * setup.weights.trained / shards / rates.optimizer_bytes
     )
+    optimizer_seconds *= 1 - offloaded_fraction(setup)
     optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
@@ -424,6 +428,13 @@ def step_time(
     if communication is None:
         return None
     exposed, hidden = communication
+    offload = NO_OFFLOAD
+    if strategy.offloads:
+        offload = offload_seconds(
+            setup,
+            optimizer_bytes_per_parameter=optimizer_bytes(strategy, config),
+            compute_seconds=micro_steps * (device + launch),
+        )
     if setup.num_gpus > 1:
         crowd = math.exp(-software.few_ranks / (setup.num_gpus - 1))
         per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
@@ -439,6 +450,7 @@ def step_time(
             "dequantization": micro_steps * work.dequantization,
             "recomputation": micro_steps * work.recomputation,
             "optimizer": optimizer_seconds,
+            "offload": offload.middle,
             "communication": exposed,
             "launch_overhead": micro_steps * launch + optimizer_launch,
             "fixed": software.step_seconds + (software.first_step_seconds if first_step else 0),
@@ -448,6 +460,7 @@ def step_time(
         overlappable_seconds=micro_steps * (device + launch),
         last_micro_step_seconds=device + launch,
         misaligned_seconds=micro_steps * work.misaligned,
+        offload=offload,
     )
 
 
@@ -532,11 +545,12 @@ def _optimizer_kernels(setup: Setup) -> int:
 def _accumulation_seconds(setup: Setup, rates: Rates) -> float:
     """Return the seconds of adding a micro-step's gradients: read the old and the new ones, write the sum."""
     element_bytes = 2 if setup.compute not in (AUTOCAST, FP32) else 4
-    return 3 * element_bytes * setup.weights.trained / rates.memory_bytes
+    sum_bytes = 4 if setup.config.reduces_in_fp32 else element_bytes
+    return (element_bytes + 2 * sum_bytes) * setup.weights.trained / rates.memory_bytes
 
 
 BOTTLENECKS = (
-    *("matmul", "attention", "memory_traffic", "dequantization", "communication", "optimizer"),
+    *("matmul", "attention", "memory_traffic", "dequantization", "communication", "optimizer", "offload"),
     "launch_overhead",
 )
 

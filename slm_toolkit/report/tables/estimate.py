@@ -53,6 +53,8 @@ _DECIDES_BATCH = (
     *("mlp_kernel", "torch_compile"),
 )
 _OTHERS = ("communication", "temporary", "workspace")
+_MOST_RANGES = 3
+"rows with offload whose range a note has"
 
 
 def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = False) -> RenderableType:
@@ -271,12 +273,23 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     if not any(row.gpu for row in rows):
         return []
     notes = []
-    if timed := next((row for row in rows if row.step_seconds), None):
+    with_time = [row for row in rows if row.step_seconds]
+    offloading = [row for row in with_time if row.parts_seconds["offload"]]
+    if timed := next((row for row in with_time if row not in offloading), None):
         slower = 1 - timed.step_seconds / timed.step_high_seconds
         faster = timed.step_seconds / timed.step_low_seconds - 1
         notes.append(
             f"real tokens/s are likely {slower:.0%} lower to {faster:.0%} higher: fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
+        )
+    if offloading:
+        ranges = ", ".join(
+            f"{row.strategy} {row.step_low_seconds:.2g} to {row.step_high_seconds:.2g} s a step"
+            for row in offloading[:_MOST_RANGES]
+        )
+        notes.append(
+            f"offload, likely: {ranges}; its time is bytes over PCIe, host memory and disks, whose rates "
+            "differ between hosts: none was measured"
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")
@@ -298,9 +311,7 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     if evidence := dict.fromkeys(row.network_evidence for row in rows if row.network_evidence):
         notes.append(f"network speed from {', '.join(NETWORK_SOURCES[name] for name in evidence)}")
     if any(row.gpu and row.tokens_per_second is None for row in rows):
-        notes.append(
-            "no tokens/s for offload, or across nodes with an unknown network: set --inter_node_gbps"
-        )
+        notes.append("no tokens/s across nodes with an unknown network: set --inter_node_gbps")
     return notes
 
 

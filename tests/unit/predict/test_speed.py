@@ -19,6 +19,7 @@ from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, product_seconds, rates_of, wave_efficiency
+from slm_toolkit.predict.speed.offload import offload_bytes, offload_seconds
 from slm_toolkit.predict.speed.software import MEMORY_SHARE, SOFTWARE, TODAY
 from slm_toolkit.predict.speed.step import (
     PARTS,
@@ -268,11 +269,56 @@ def test_zero_3_gathers_modules_or_what_its_prefetch_bucket_holds(tmp_path: Path
     assert calls(stage3_prefetch_bucket_size=1000)[0] == calls(stage3_prefetch_bucket_size=0)[0] == 65
 
 
-def test_offload_has_no_time(tmp_path: Path) -> None:
-    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    (row,) = rows_of(own_strategy(tmp_path, "", {"zero_optimization": section}))
-    assert (row.step_seconds, row.tokens_per_second, row.bottleneck) == (None, None, None)
-    assert row.traffic_bytes["intra_node"] > 0
+OFFLOADED = {"model": "slm-2b", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+P_2B = 1_969_027_008
+
+
+def test_the_bytes_of_offload_by_hand() -> None:
+    # ZeRO-2 on 8 GPUs, 4 micro-steps; s = P / 8. Gradients: the last micro-step writes them in fp32, 4;
+    # the host's bf16 sum is written and read between them, 3 times: 2 x 3 x 2 = 12. Weights come back: 2
+    moved = offload_bytes(offload_setup("ds_zero2_offload"), optimizer_bytes_per_parameter=50.0)
+    share = P_2B / 8
+    assert moved.over_pcie_in_backward == pytest.approx(16 * share)
+    assert moved.over_pcie_after_step == pytest.approx(2 * share)
+    assert (moved.in_host_memory, moved.on_disks) == (pytest.approx(50 * P_2B), 0)
+    # ZeRO-3, all on disk: each micro-step reads the shard for forward and backward, 2 x 2 x 4 = 16; states
+    # and gradient, 4 + 8 + 4, are read and written, 32, and the shard is written once, 2
+    moved = offload_bytes(offload_setup("ds_zero3_nvme"), optimizer_bytes_per_parameter=50.0)
+    assert moved.over_pcie_in_backward == pytest.approx((16 + 16) * share)
+    assert moved.over_pcie_after_step == 0
+    assert moved.on_disks == pytest.approx((32 + 16 + 2) * P_2B)
+    # FSDP: bf16 gradients once a step, 2, and the shards of 4 micro-steps, 16
+    moved = offload_bytes(offload_setup("fsdp_full_shard_offload"), optimizer_bytes_per_parameter=50.0)
+    assert moved.over_pcie_in_backward == pytest.approx((2 + 16) * share)
+
+
+def test_the_seconds_of_offload_are_a_range_around_its_part() -> None:
+    setup = offload_setup("ds_zero2_offload")
+    found = offload_seconds(setup, optimizer_bytes_per_parameter=50.0, compute_seconds=0.0)
+    # middle: 18 s over 0.8 x 31 GB/s, 50 P through 205 GB/s
+    assert found.middle == pytest.approx(18 * P_2B / 8 / 24.8e9 + 50 * P_2B / 205e9)
+    assert found.low == pytest.approx(18 * P_2B / 8 / 27.9e9 + 50 * P_2B / 490e9)
+    assert found.high == pytest.approx(18 * P_2B / 8 / 10.85e9 + 50 * P_2B / 40e9)
+    # compute hides what moves in backward: 2 s and the host's work are left
+    hidden = offload_seconds(setup, optimizer_bytes_per_parameter=50.0, compute_seconds=1e3)
+    assert hidden.middle == pytest.approx(2 * P_2B / 8 / 24.8e9 + 50 * P_2B / 205e9)
+    (row,) = rows_of("ds_zero2_offload", on=("a100-40gb",), **OFFLOADED)
+    assert sum(row.parts_seconds.values()) == pytest.approx(row.step_seconds)
+    assert row.step_low_seconds < row.step_seconds < row.step_high_seconds
+    assert row.parts_seconds["optimizer"] == 0
+    (plain,) = rows_of("ds_zero2", on=("a100-40gb",), **OFFLOADED)
+    assert row.step_seconds > plain.step_seconds
+    assert plain.parts_seconds["offload"] == 0
+
+
+def offload_setup(strategy: str) -> Setup:
+    return Setup(
+        PRESETS["slm-2b"],
+        find_strategy(strategy),
+        RunConfig(**OFFLOADED).with_defaults(has_gpu=True),
+        num_gpus=8,
+        gpu=gpu_of_name("a100-40gb"),
+    ).launched
 
 
 def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> StepTime:
