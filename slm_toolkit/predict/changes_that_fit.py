@@ -24,8 +24,8 @@ def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     """Return the smallest changes with which a setup that does not fit would fit, the fastest first.
 
     `before` is the setup's estimate. Model, numerics and, if the numbers allow, the sequences per step stay.
-    First come up to four changes on the same GPUs, then one that keeps the strategy, then one that takes more
-    GPUs. Of each kind of change only the mildest value that fits is returned. Two changes are combined only if
+    First come up to four changes on the same GPUs, then one that keeps the strategy, then one that takes
+    more GPUs. Of each kind of change only the mildest value that fits is returned. Two are combined only if
     no single one is enough, three only if no two are. Empty if three are not enough.
     """
     flags_only = [_kernels, _checkpointing, _smaller_batches]
