@@ -70,16 +70,13 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
     )
 
 
-_MOST_CHANGES_SHOWN = 4
-
-
 def _changes(rows: list[Estimate]) -> list[Text]:
     """Return a line for the rows that don't fit and share their smallest changes: those, with their cost."""
     differing = [name for name in _TITLES if _differs(rows, name)]
     names_by_ways: dict[str, list[str]] = {}
     for row in rows:
         if row.changes_that_fit is not None:
-            ways = "; or ".join(map(_change, row.changes_that_fit[:_MOST_CHANGES_SHOWN]))
+            ways = "; or ".join(map(_change, row.changes_that_fit))
             settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
             names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
     lines = []
