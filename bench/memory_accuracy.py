@@ -6,7 +6,8 @@
 
 The development half was looked at while the formulas were made, the held-out half never: it is counted
 only. Tracer (`run/observe/allocations.py`) and estimator (`predict/`) share no code. Peaks are of allocated
-bytes on rank 0.
+bytes on rank 0. Where a half was traced again since replays exist, reserved bytes are compared, too, with
+what `predict/memory/allocator.py` reserves for the traced allocations.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.names import find_model
+from slm_toolkit.predict.memory.machine import allocator_slack
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.setup import Setup
 from slm_toolkit.strategy.strategy import find_strategy
@@ -25,12 +27,15 @@ from slm_toolkit.strategy.strategy import find_strategy
 FOLDER = Path(__file__).parent.parent / "results" / "memory"
 MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
-HALVES = ("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out")
+HALVES = (
+    *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
+    *("today", "today_held_out"),
+)
 "those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
 _FRACTIONS = ("lora_dropout",)
 FLAGS_OF_GRADIENTS = ("grad_dtype", "keep_grads", "adam_dtype")
-_FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _ESTIMATED = ("estimated_bytes", "error")
 _NOT_FLAGS = ("strategy", "num_gpus", *_FOUND, *_ESTIMATED)
 
@@ -50,9 +55,11 @@ def main() -> None:
         print(f"{half}: {summary([error for error, _ in rows])}; traced {about['date']}: {about['command']}")
         for strategy in sorted({row["strategy"] for _, row in rows}):
             print(f"  {strategy:20} {summary([e for e, row in rows if row['strategy'] == strategy])}")
+        if replayed := [reserved_error(row) for _, row in rows if row.get("reserved_bytes")]:
+            print(f"  reserved, against replays: {summary(replayed)}")
         if args.write:
             write_estimates(args.folder / f"{half}.csv")
-        if half in ("development", "adapters", "small_zero", "gradients"):
+        if half in ("development", "adapters", "small_zero", "today", "gradients"):
             for error, row in sorted(rows, key=lambda found: -abs(found[0]))[: args.worst]:
                 asked = " ".join(str(row[name]) for name in row if name not in _NOT_FLAGS[2:])
                 print(f"    {error:+.2%}  {asked}, traced at {row['peak_phase']} {row['peak_module']}")
@@ -81,20 +88,27 @@ def write_estimates(path: Path) -> None:
 
 def estimate_of(row: dict[str, Any]) -> MemoryEstimate:
     """What the estimator says of a traced configuration."""
+    return peak(setup_of(row))
+
+
+def reserved_error(row: dict[str, Any]) -> float:
+    """The error of the estimated reserved bytes, as a fraction of the replayed ones."""
+    setup = setup_of(row)
+    memory = peak(setup)
+    slack = allocator_slack(setup, memory, allocated=memory.peak_bytes)
+    return (memory.peak_bytes + slack) / int(row["reserved_bytes"]) - 1
+
+
+def setup_of(row: dict[str, Any]) -> Setup:
     spec, strategy = find_model(model_named(row["model"])), find_strategy(row["strategy"])
-    return peak(Setup(spec, strategy, config_of(row), num_gpus=int(row["num_gpus"])))
+    return Setup(spec, strategy, config_of(row), num_gpus=int(row["num_gpus"]))
 
 
 def config_of(row: dict[str, Any]) -> RunConfig:
     """The flags of a traced configuration; an empty one was not given."""
+    kinds = {**dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_FRACTIONS, float), "keep_grads": "true".__eq__}
     flags = {
-        name: int(value)
-        if name in _NUMBERS
-        else float(value)
-        if name in _FRACTIONS
-        else value == "true"
-        if name == "keep_grads"
-        else value
+        name: kinds.get(name, str)(value)
         for name, value in row.items()
         if name not in _NOT_FLAGS and value not in ("", None)
     }

@@ -8,6 +8,8 @@
     python bench/memory_traces.py --half adapters_held_out
     python bench/memory_traces.py --half small_zero    # ZeRO-1 and ZeRO-2 of small models; looked at
     python bench/memory_traces.py --half small_zero_held_out
+    python bench/memory_traces.py --half today         # small Qwen3, Gemma, SmolLM3, OLMo 2, ...; looked at
+    python bench/memory_traces.py --half today_held_out
     python bench/memory_traces.py --half gradients     # dtypes and lifetime of gradients; looked at
     python bench/memory_traces.py --half gradients_held_out
 
@@ -32,17 +34,21 @@ from typing import Any
 
 from memory_accuracy import FLAGS_OF_GRADIENTS, config_of, model_named
 
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.families import kernel_problems
+from slm_toolkit.model.names import find_model
 from slm_toolkit.record.run_record import RECORD_FILE, installed_versions
 from slm_toolkit.strategy.strategy import Strategy, contradictions, find_strategy
 
 SEED = 20261120
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
-    *("small_zero", "small_zero_held_out", "gradients", "gradients_held_out"),
+    *("small_zero", "small_zero_held_out", "today", "today_held_out", "gradients", "gradients_held_out"),
 )
 NUM, FRESH, FUSED_MLP, ADAPTERS, SMALL_ZERO, SMALL_ZERO_HELD_OUT = 280, 110, 60, 140, 240, 60
 GRADIENTS, GRADIENTS_HELD_OUT = 40, 30
 SMALL_ZERO_SEED = 1
+TODAY = 96
 AXES: dict[str, tuple[Any, ...]] = {
     "model": (
         *("slm-100m", "slm-500m", "slm-1b", "slm-2b"),
@@ -97,7 +103,26 @@ OF_SMALL_ZERO: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_steps": (1, 2),
     "reduce_dtype": ("bf16", "fp32"),
 }
-"so little is computed that gradients and their buckets are most of the memory; ZeRO-1 can't reduce in fp32"
+"so little is computed that gradients and their buckets are most of the memory; ZeRO-1 reduces in bf16"
+OF_TODAY: dict[str, tuple[Any, ...]] = {
+    "model": (
+        *("qwen3-2m", "gemma2-2m", "gemma3-2m", "smollm3-2m"),
+        *("olmo2-3m", "granite-2m", "phi3-2m", "falcon3-2m"),
+    ),
+    "strategy": ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "ds_zero1", "ds_zero2", "ds_zero3"),
+    "num_gpus": (2, 8),
+    "per_device_train_batch_size": (1, 2, 8),
+    "seq_len": (256, 512, 1024),
+    "attn_implementation": ("sdpa", "sdpa", "eager"),
+    "gradient_checkpointing": ("none", "none", "full", "selective_layer", "selective_op"),
+    "loss_kernel": ("hf", "fused_logits", "fused_linear"),
+    "norm_kernel": ("hf", "hf", "fused"),
+    "mlp_kernel": ("hf", "hf", "fused"),
+    "numerics": ("aligned", "aligned", "stock", "pure_bf16", "fp32"),
+    "optim": ("adamw_torch_fused",),
+    "gradient_accumulation_steps": (1, 4),
+}
+"small models of today's families, at batches that fill a GPU of their size"
 
 LEFT_OUT = ""
 "the value of a flag that is not given"
@@ -122,7 +147,7 @@ OF_GRADIENTS: dict[str, tuple[Any, ...]] = {
 }
 "what is refused together is left out"
 
-_FOUND = ("status", "reason", "peak_bytes", "peak_phase", "peak_module", "parts")
+_FOUND = ("status", "reason", "peak_bytes", "reserved_bytes", "peak_phase", "peak_module", "parts")
 _TAKE_SECONDS_TO_IMPORT = (
     *("slm_toolkit.train", "deepspeed", "deepspeed.runtime.zero.stage3", "torch.distributed.fsdp"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
@@ -139,7 +164,9 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
         drawn = {name: rng.choice(values) for name, values in axes.items()}
         if drawn.get("peft") == "ia3":
             drawn |= {"lora_r": 16, "lora_dropout": 0.0}
-        if drawn["strategy"] == "ds_zero1" and "reduce_dtype" in drawn:
+        if kernel_problems(find_model(model_named(drawn["model"])), RunConfig(**_kernels_of(drawn))):
+            continue
+        if drawn["strategy"] == "ds_zero1" and axes is OF_SMALL_ZERO:
             drawn["reduce_dtype"] = "bf16"
         if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in (
             "single",
@@ -150,6 +177,11 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
             continue
         found[str(drawn)] = drawn
     return list(found.values())
+
+
+def _kernels_of(drawn: dict[str, Any]) -> dict[str, Any]:
+    names = ("attn_implementation", "loss_kernel", "norm_kernel", "mlp_kernel")
+    return {name: drawn[name] for name in names if name in drawn}
 
 
 def is_refused(configuration: dict[str, Any]) -> bool:
@@ -170,9 +202,11 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
         "small_zero": sample(SMALL_ZERO, SMALL_ZERO_SEED, OF_SMALL_ZERO),
         "small_zero_held_out": sample(SMALL_ZERO_HELD_OUT, SMALL_ZERO_SEED + 1, OF_SMALL_ZERO),
     }
+    today = sample(TODAY, seed + 4, OF_TODAY)
+    small |= {"today": today[::2], "today_held_out": today[1::2]}
     gradients = {
-        "gradients": sample(GRADIENTS, seed + 4, OF_GRADIENTS),
-        "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 5, OF_GRADIENTS),
+        "gradients": sample(GRADIENTS, seed + 5, OF_GRADIENTS),
+        "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 6, OF_GRADIENTS),
     }
     of_adapters = {"adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
     return {**drawn, **of_adapters, **small, **gradients}
@@ -256,6 +290,7 @@ def trace(configuration: dict[str, Any]) -> dict[str, Any]:
         "status": record["status"],
         "reason": record["reason"],
         "peak_bytes": at_peak.get("num_bytes"),
+        "reserved_bytes": (record.get("peak_reserved_bytes") or [None])[0],
         "peak_phase": at_peak.get("phase"),
         "peak_module": at_peak.get("module"),
         "parts": json.dumps(at_peak.get("parts")),

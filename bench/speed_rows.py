@@ -52,10 +52,11 @@ class Row:
 def published_rows(table: str = "published_speed.csv") -> tuple[Row, ...]:
     """Of published_speed.csv, which constants are fitted to, or of other_speed.csv, which they are not."""
     with (DATA / table).open(newline="") as file:
-        return tuple(_row(line) for line in csv.DictReader(file))
+        return tuple(row_of(line) for line in csv.DictReader(file))
 
 
-def _row(line: dict[str, str]) -> Row:
+def row_of(line: dict[str, str]) -> Row:
+    """Return one line of a table; a table may have more columns than these."""
     gated, seq_len = line["gated"] == "1", int(line["seq_len"])
     integers = (
         "num_layers",
@@ -105,15 +106,26 @@ def _row(line: dict[str, str]) -> Row:
     )
 
 
+_AT_500_WATTS = (500 / 700) ** (1 / 3)
+"clock at 500 W over that at 700 W: power grows with the cube of the clock (voltage x voltage x clock)"
+
+
 @cache
 def _gpu(name: str) -> Gpu:
     if name != "h100-96gb-hbm2e-500w":
         return gpu_of_name(name)
-    return dataclasses.replace(gpu_of_name("h100-80gb"), name=name, memory_bytes_per_second=2.4e12)
+    h100 = gpu_of_name("h100-80gb")
+    return dataclasses.replace(
+        h100,
+        name=name,
+        memory_bytes_per_second=2.4e12,
+        dense_bf16_flops_per_second=_AT_500_WATTS * h100.dense_bf16_flops_per_second,
+        measured_matmul_flops_per_second=_AT_500_WATTS * h100.measured_matmul_flops_per_second,
+    )
 
 
-def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
-    setup = Setup(
+def setup_of(row: Row) -> Setup:
+    return Setup(
         row.spec,
         row.strategy,
         row.config,
@@ -122,6 +134,10 @@ def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
         gpu=row.gpu,
         deployment=Deployment(row.cluster),
     )
+
+
+def predicted_tokens_per_second_per_gpu(row: Row, software: Software) -> float:
+    setup = setup_of(row)
     sent = transfers(setup, reduces_each_micro_step=software.reduces_each_micro_step)
     time = step_time(setup, sent, software, loss_kernel=row.loss_kernel)
     assert time is not None

@@ -127,8 +127,8 @@ def estimate(
 
 def recommend(
     *,
-    gpu: str | Sequence[str],
     model: str | Sequence[str] | None = None,
+    gpu: str | Sequence[str] | None = None,
     tokens: float | None = None,
     target_loss: float | None = None,
     law: str = "besiroglu",
@@ -156,19 +156,20 @@ def recommend(
 ) -> "Recommendation":
     """Rank GPUs, their number, strategies and batches for a whole training, as `slm recommend` does.
 
-    `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour). `tokens`
-    or `target_loss` sets the length of the training; without both, the scaling law `law` sets it.
-    `global_batch_tokens`: tokens per optimizer step. `records`: folders of your own runs, which count more
-    than estimates. `like`: rank what another trainer would do, as in `estimate`. The other arguments are
-    those of `estimate`. The result has no plans if none is within the limits. Raises ValueError for a user's
-    mistake.
+    `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour); None:
+    every GPU type with a known price. `tokens` or `target_loss` sets the length of the training; without
+    both, the scaling law `law` sets it. `global_batch_tokens`: tokens per optimizer step. `records`: folders
+    of your own runs, which count more than estimates. `like`: rank what another trainer would do, as in
+    `estimate`. The other arguments are those of `estimate`. The result has no plans if none is within the
+    limits. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.config.parser import count, positive_number, price_per_hour
     from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
     from slm_toolkit.recommend.job import configs_of, offers_of, search_all, workloads_of
-    from slm_toolkit.recommend.plans import best_plans, observations_of
+    from slm_toolkit.recommend.plans import observations_of
+    from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.recommend.scaling_laws import LAWS
     from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, find_strategy, notes_on
 
@@ -357,14 +358,18 @@ def report(
     usd_per_gpu_hour: float | None = None,
     parity_tolerance: float | None = None,
     strict: bool = False,
+    sort: str = "rank",
 ) -> "Report":
     """Make ranked rows of records, as `slm report` does; launches of the same run share a row.
 
     `records`: the result of `read_records`, or paths. `usd_per_gpu_hour`: your price instead of the table's.
     `parity_tolerance`: the largest difference of a loss that passes. `strict`: rows with other
-    numerics get no rank. Raises ValueError for a user's mistake.
+    numerics get no rank. `sort`: "rank" (fastest first), "strategy", "memory" or "cost". Raises ValueError
+    for a user's mistake.
     """
-    from slm_toolkit.report.rows import rows_of
+    from slm_toolkit.report.rows import SORTS, rows_of, sorted_rows
+
+    _check_choices(sort=(sort, SORTS))
 
     read = records if isinstance(records, Records) else read_records(records)
     usd_per_gpu_hour, parity_tolerance = _report_numbers(usd_per_gpu_hour, parity_tolerance)
@@ -376,7 +381,7 @@ def report(
         strict=strict,
         problems=problems,
     )
-    return Report(rows, read, problems)
+    return Report(sorted_rows(rows, sort), read, problems)
 
 
 class _Displayed:
@@ -437,7 +442,10 @@ class Estimates(_Listed["Estimate"]):
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the objects of `slm estimate --json`."""
-        return [dict(vars(row)) for row in self.rows]
+        return [
+            {**vars(row), "changes_that_fit": row.changes_that_fit and [*map(vars, row.changes_that_fit)]}
+            for row in self.rows
+        ]
 
     def table(self, *, width: int = _TEXT_WIDTH) -> "RenderableType":
         """Return the table of `slm estimate` as a rich renderable; print it with `crop=False`."""
@@ -589,6 +597,18 @@ class Report(_Listed["Row"]):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    def caption(self) -> str:
+        """Return what the rows share, and the machine, the days and the versions of their runs."""
+        from slm_toolkit.report.tables.comparison import heading, provenance
+
+        return f"{heading(self.rows).plain}; {provenance(self.rows)}"
+
+    def verdict(self) -> list[str]:
+        """Return the conclusions as sentences: the fastest row, the cheapest, the smallest."""
+        from slm_toolkit.report.verdict import verdict
+
+        return verdict(self.rows)
 
     def panels(self, *, problems: list[str] | None = None) -> list["Panel"]:
         """Return all charts as plotly figures. `problems` takes a line for each damaged memory timeline."""

@@ -205,7 +205,13 @@ def train(
     progress = NoProgress()
     if accelerator.is_main_process:
         sweep(job.run_dir)
-        progress = TrainingProgress(job.run_dir, record.first_step, num_steps, config.logging_steps)
+        progress = TrainingProgress(
+            job.run_dir,
+            record.first_step,
+            num_steps,
+            device=accelerator.device,
+            logging_steps=config.logging_steps,
+        )
     progress.say(job.batch_described)
     if job.checkpoint is not None:
         conversion = record.resumed_from["conversion"]
@@ -361,6 +367,7 @@ def rehearse(job: Job, prepared: Prepared) -> dict[str, Any]:
     return {
         "memory_at_peak": timeline.summary,
         "peak_allocated_bytes": [timeline.peak.num_bytes],
+        "peak_reserved_bytes": [timeline.reserved_bytes],
         "num_cores": num_cores(),
     }
 

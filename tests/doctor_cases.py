@@ -30,7 +30,7 @@ class Meant:
 # GB, and halves of it do not fit on 24.
 _LARGE = Meant("slm-2b-hw", "a100-40gb", 8, 8)
 _TWO_NODES = Meant("slm-2b-hw", "a100-40gb", 16, 8)
-_SMALL_CARDS = Meant("slm-3b", "l4", 2, 4)
+_SMALL_CARDS = Meant("slm-3b", "l4", 2, 3)
 MEANT = {
     "single": Meant("slm-1b-hw", "h100-80gb", 1, 8),
     "ddp": Meant("slm-1b-hw", "h100-80gb", 8, 8),

@@ -65,7 +65,7 @@ def traced(folder: Path, index: int) -> RunRecord:
         for layer in layers:
             parts = dict.fromkeys(PARTS, 10**8) | {"activations": 5 * 10**8 * (layer + 1)}
             segments.append(Segment(phase, f"layers.{layer}", sum(parts.values()), parts))
-    timeline = MemoryTimeline(tuple(segments), {"layers.7": 4 * 10**9})
+    timeline = MemoryTimeline(tuple(segments), {"layers.7": 4 * 10**9}, reserved_bytes=10 * 10**9)
     write_timeline(timeline, folder / TIMELINE_FILE)
     return dataclasses.replace(
         record,

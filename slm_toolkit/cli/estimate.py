@@ -49,8 +49,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--largest_batch",
         action="store_true",
-        help="find the largest --per_device_train_batch_size that fits on --gpu, for each row. Also "
-        "the largest that would fit with a tenth more activations",
+        help="find the largest --per_device_train_batch_size that fits on --gpu, for each row, "
+        "with the other flags as given. Also the largest that would fit with a tenth more activations",
     ).basic = True
     parser.add_argument(
         "--deepspeed",

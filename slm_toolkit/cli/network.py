@@ -109,6 +109,7 @@ def network_table(network: MeasuredNetwork) -> RenderableType:
         Text(f"{ranks} on {nodes}, {network.backend}", style="bold"),
         _timings(network),
         table_of(_fits(network)),
+        *(Text(line, style="yellow") for line in _failed_fits(network)),
         Text(
             "bus GB/s: bytes that each rank sends, 2(n-1)/n or (n-1)/n of the tensor, per second", style="dim"
         ),
@@ -140,10 +141,25 @@ def _fits(network: MeasuredNetwork) -> list[Column]:
     bandwidths = [line.bus_bytes_per_second for line in lines]
     return [
         Column("fit", list(COLLECTIVES)),
-        Column("latency µs", [f"{line.latency_seconds * 1e6:.1f}" for line in lines]),
+        Column(
+            "latency µs",
+            [f"{line.latency_seconds * 1e6:.1f}" if line.latency_seconds else DASH for line in lines],
+        ),
         Column("bus GB/s", [DASH if value is None else f"{value / 1e9:.2f}" for value in bandwidths]),
         Column("off by at most", [_largest_error(network, collective) for collective in COLLECTIVES]),
     ]
+
+
+def _failed_fits(network: MeasuredNetwork) -> list[str]:
+    """Return a sentence for each collective whose timings give no latency or no bandwidth."""
+    problems = []
+    for collective in COLLECTIVES:
+        line = fit(network, collective)
+        if line.bus_bytes_per_second is None:
+            problems.append(f"{collective}: larger tensors took no longer, so the fit has no bandwidth")
+        elif not line.latency_seconds:
+            problems.append(f"{collective}: small tensors took no extra time, so the fit has no latency")
+    return [f"{problem}; other programs may have disturbed it, probe again" for problem in problems]
 
 
 def _largest_error(network: MeasuredNetwork, collective: str) -> str:

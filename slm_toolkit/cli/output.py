@@ -154,6 +154,13 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="your price, instead of the one in the table",
     )
     parser.add_argument(
+        "--sort",
+        choices=("rank", "strategy", "memory", "cost"),
+        default="rank",
+        help="order of the rows of each model: fastest first (rank, the default), in the order of the study "
+        "(strategy), smallest first, or cheapest first",
+    )
+    parser.add_argument(
         "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
     )
     parser.add_argument(
@@ -283,12 +290,13 @@ def asked_rows(
     problems: list[str] | None = None,
 ) -> list["Row"]:
     """Return the rows of records, by the flags of `add_output_flags`."""
-    from slm_toolkit.report.rows import rows_of
+    from slm_toolkit.report.rows import rows_of, sorted_rows
 
-    return rows_of(
+    rows = rows_of(
         records,
         usd_per_gpu_hour=args.usd_per_gpu_hour,
         parity_tolerance=args.parity_tolerance,
         strict=args.strict,
         problems=problems,
     )
+    return sorted_rows(rows, args.sort)

@@ -58,10 +58,9 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         nargs="+",
-        required=True,
         metavar="NAME[:N,N][@USD]",
         help="GPU types you can get, with their numbers and price per GPU-hour: h100-80gb:8,16@2.49. "
-        "all or all:1,8: every type that slm_toolkit knows",
+        "all or all:1,8: every type that slm_toolkit knows (default: every type with a known price)",
     ).basic = True
     parser.add_argument(
         "--num_gpus",
@@ -121,9 +120,10 @@ _MOST_LEFT_OUT = 6
 "most reasons to print"
 _DESCRIPTION = """\
 Find the cheapest or fastest way to train a model on the GPUs you can get. Ranks GPU types and numbers,
-strategies, batches and checkpointing by estimate, or by your own records if they match."""
+strategies, batches, checkpointing, kernels and torch.compile by estimate, or by your own records if they
+match. A flag that you give is fixed."""
 _EXAMPLES = """\
-  slm recommend --model slm-1b --gpu all:1,8
+  slm recommend --model slm-1b                            every GPU type with a known price
   slm recommend --model slm-2b --tokens 40B --gpu h100-80gb:8,16@2.49 a100-80gb:8 --deadline_hours 72
   slm recommend --model slm-500m slm-1b --target_loss 2.9 --gpu l40s:1,2,4,8 --budget_usd 500 --write plan/
 """

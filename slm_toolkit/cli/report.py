@@ -77,7 +77,7 @@ def write_pictures(report: api.Report, args: argparse.Namespace) -> None:
                 report.to_html(args.html, panels=panels)
                 print(f"wrote {args.html}", file=sys.stderr)
             if args.figures:
-                written = write_images(panels, args.figures)
+                written = write_images(panels, args.figures, caption=report.caption())
                 print(f"wrote {len(written)} files to {args.figures}", file=sys.stderr)
         except OSError as error:
             raise ValueError(
@@ -127,6 +127,7 @@ def _report(args: argparse.Namespace) -> int:
             usd_per_gpu_hour=args.usd_per_gpu_hour,
             parity_tolerance=args.parity_tolerance,
             strict=args.strict,
+            sort=args.sort,
         )
     for problem in report.problems:
         print(f"left out: {problem}", file=sys.stderr)

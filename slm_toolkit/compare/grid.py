@@ -202,7 +202,7 @@ def _planned(
 ) -> PlannedRun:
     """Plan one run of `num_processes` ranks; raises ValueError if its model can't be trained."""
     spec = find_model(config.model)
-    check_trainable(spec)
+    check_trainable(spec, config)
     check_adapter_base(config, spec)
     check_hub_datasets(config)
     asked = everything_asked(config, strategy, num_processes)

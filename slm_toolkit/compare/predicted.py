@@ -48,21 +48,21 @@ def check_skippable(runs: list[PlannedRun]) -> None:
 
 
 def skipped_record(run: PlannedRun) -> RunRecord | None:
-    """Return a record for a run that would not fit; None if it may fit or there is no estimate.
+    """Return a record for a run whose verdict is does not fit; None for others, and without an estimate.
 
     Fields such as the engine stay unknown, because nothing was launched.
     """
     setup = setup_of(run)
     estimated = estimate(setup) if setup else None
-    if estimated is None or estimated.fits is not False:
+    if estimated is None or estimated.verdict != "does not fit":
         return None
-    usable_bytes = estimated.headroom_bytes + estimated.peak_allocated_bytes
+    usable_bytes = estimated.headroom_bytes + estimated.needed_bytes
     return planned_record(
         run,
         status="skipped",
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        reason=f"not launched: predicted peak memory {estimated.peak_allocated_bytes / 2**30:.2f} GiB "
-        f"is more than {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
+        reason=f"not launched: the predicted need of {estimated.needed_bytes / 2**30:.2f} GiB is "
+        f"more than {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
         seconds_total=0.0,
         gpu=run.gpu,
         predicted_peak_bytes=estimated.peak_allocated_bytes,

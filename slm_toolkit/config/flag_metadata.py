@@ -141,7 +141,7 @@ def strategy_problems(config: Any, strategy: Any) -> list[str]:
     sentences = [
         rule.why.format(flag=_as_typed(config, name, known), strategy=strategy.name)
         for name, of_flag in known.items()
-        if _is_given(config, name)
+        if of_flag.excludes_strategies and _is_given(config, name)
         for rule in of_flag.excludes_strategies
         if getattr(strategy, rule.property) is not rule.unless
         and (not rule.own or getattr(config, name) in rule.own)

@@ -140,7 +140,7 @@ def _memory(setup: Setup) -> Iterator[Finding]:
     row = estimate(setup.launched)
     gpu, strategy = setup.gpu.name, setup.strategy.name
     size = row.peak_allocated_bytes / 2**30
-    if row.verdict == "does not fit":
+    if not row.fits:
         most = largest_batch(setup.launched).per_device_train_batch_size
         remedy = f"--per_device_train_batch_size {most} fits" if most else "not even one sequence fits"
         yield Finding(
@@ -155,16 +155,16 @@ def _memory(setup: Setup) -> Iterator[Finding]:
             if most
             else "--gradient_checkpointing full, a strategy that shards more, or more GPUs",
         )
-    elif row.verdict == "tight":
+    elif row.verdict == "may fit" or row.is_nearly_full:
         yield Finding(
-            name="fits-tightly",
+            name="may-not-fit",
             topic="memory",
             severity="unwise",
             gpu=gpu,
             strategy=strategy,
-            sentence=f"{size:.1f} GiB fits tightly on {gpu} under {strategy}: memory may run out, or the "
-            "allocator may slow each step",
-            why="the allocator reserves about a tenth more than the tensors need",
+            sentence=f"{size:.1f} GiB fits on {gpu} under {strategy} with a probability of "
+            f"{row.fit_probability:.0%}" + ("; a nearly full GPU is slower" if row.is_nearly_full else ""),
+            why="a full GPU makes PyTorch's allocator wait, free its unused blocks and try again",
             change="a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
         )
 

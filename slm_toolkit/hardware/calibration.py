@@ -100,7 +100,8 @@ def calibration_of(gpu: str | None, software: str = SOFTWARE_MEASURED) -> Calibr
     """
     if gpu is None or software != SOFTWARE_MEASURED:
         return NOT_CALIBRATED
-    return _calibrations(Path(os.environ.get(VARIABLE) or FILE)).get(gpu, NOT_CALIBRATED)
+    own_file = os.environ.get(VARIABLE)
+    return _calibrations(Path(own_file) if own_file else FILE).get(gpu, NOT_CALIBRATED)
 
 
 def rows_of(file: Path) -> tuple[CalibrationRow, ...]:

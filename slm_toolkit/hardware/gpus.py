@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from slm_toolkit.base.typed_files import csv_rows
 
@@ -25,7 +26,9 @@ class Gpu:
     dense_bf16_flops_per_second: float
     "without sparsity"
     measured_matmul_flops_per_second: float | None
-    "the best rate in ml-engineering's search over bf16 shapes (MAMF); None: not measured there"
+    """the best rate in ml-engineering's search over bf16 shapes (MAMF); None: not measured. GeForce: the rate
+    of one large product, or FlashAttention's, over 0.94: what one product reaches of the best that a search
+    finds (an A100 246 of 271 TFLOP/s, a B200 1696 of 1745, in zzc0208's public table)"""
     fp32_flops_per_second: float
     "without tensor cores"
     num_sms: int
@@ -39,6 +42,9 @@ class Gpu:
     "rate to the other GPUs of its node, one way: NVLink, else PCIe"
     node_network_bytes_per_second: float | None
     "network rate of a whole AWS node, one way (p4d, p5, p5en); None: unknown"
+    speed_evidence: Literal["fitted", "compared", "none"]
+    """fitted: constants of the speed form are fitted to many published runs on this GPU type; compared: a few
+    published runs; none: no published run"""
     source: str
     memory_source: str
 

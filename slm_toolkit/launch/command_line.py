@@ -50,10 +50,9 @@ def check_training(configs: list[RunConfig], strategies: Sequence[Strategy] = ()
             hint = 'write "auto" in the JSON, so that the flag counts'
         raise ValueError("\n".join(dict.fromkeys(problems)) + f"\nhint: {hint}")
     specs = {name: find_model(name) for name in {config.model for config in configs} if _is_local(name)}
-    for spec in specs.values():
-        check_trainable(spec)
     for config in configs:
         if config.model in specs:
+            check_trainable(specs[config.model], config)
             check_adapter_base(config, specs[config.model])
     if any(config.push_to_hub for config in configs):
         _check_hub_token()

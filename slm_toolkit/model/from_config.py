@@ -1,4 +1,4 @@
-"""Make a ModelSpec from a Hugging Face config.json, for Llama-like models and for GPTs (estimates only)."""
+"""Make a ModelSpec from a Hugging Face config.json. GPTs can only be estimated."""
 
 import os
 from collections.abc import Mapping
@@ -6,6 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from slm_toolkit.base.user_files import check_name, json_of, read_text
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.families import (
+    FAMILIES,
+    TRAINABLE,
+    after_head,
+    experts_of,
+    ignored_keys,
+    kernel_problems,
+    latent_attention_of,
+    sliding_window,
+    unsupported_keys,
+)
 from slm_toolkit.model.model_spec import ModelSpec
 
 LARGEST_SIZE, MOST_LAYERS = 10**9, 10**5
@@ -42,6 +54,7 @@ def is_size(value: object) -> bool:
 
 
 GPT_TYPES = ("gpt2", "gpt_neox", "mpt")
+ESTIMATED_ONLY = (*GPT_TYPES, *(name for name in FAMILIES if name not in TRAINABLE))
 
 
 def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
@@ -105,13 +118,15 @@ def gpt_spec(config: Mapping[str, Any], *, name: str, path: str) -> ModelSpec:
     )
 
 
-def check_trainable(spec: ModelSpec) -> None:
-    """Raise ValueError for a model that can only be estimated."""
-    if spec.model_type in GPT_TYPES:
+def check_trainable(spec: ModelSpec, config: RunConfig) -> None:
+    """Raise ValueError for a model that can only be estimated, or whose kernels would be another model's."""
+    if spec.model_type not in TRAINABLE:
         raise ValueError(
             f"model_type {spec.model_type!r} can be estimated, not trained here\n"
-            "hint: train a Llama-like model: llama, qwen2, mistral"
+            f"hint: these can be trained: {', '.join(TRAINABLE)}"
         )
+    if problems := kernel_problems(spec, config):
+        raise ValueError("\n".join(problems))
 
 
 _KEYS = {  # layers, hidden size, heads, positions
@@ -151,11 +166,12 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     model_type = config.get("model_type", "llama")
     if model_type in GPT_TYPES:
         return gpt_spec(config, name=name, path=path)
-    if model_type not in ("llama", "qwen2", "mistral"):
+    if model_type not in FAMILIES:
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported\n"
-            "hint: llama, qwen2 and mistral can be trained; gpt2, gpt_neox and mpt can only be estimated"
+            f"hint: {', '.join(TRAINABLE)} can be trained; {', '.join(ESTIMATED_ONLY)} can only be estimated"
         )
+    family = FAMILIES[model_type]
     required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     bad = [key for key in required if not is_size(config.get(key))]
     if bad:
@@ -166,13 +182,13 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     check_layers(config["num_hidden_layers"], path)
     _check_honoured(config, model_type, path)
     heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", _KV_HEADS.get(model_type)) or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads", family.kv_heads) or heads
+    head_dim = config.get("head_dim") or family.head_dim or config["hidden_size"] // heads
     if not (is_size(kv_heads) and is_size(head_dim)) or heads % kv_heads:
         raise ValueError(
             f"{path}: {heads} heads can't share {kv_heads} key-value heads\nhint: see num_key_value_heads"
         )
-    if config["hidden_size"] % heads:
+    if config["hidden_size"] % heads and family.heads_divide_width:
         raise ValueError(
             f"{path}: {heads} heads don't divide hidden_size {config['hidden_size']}\n"
             "hint: transformers refuses such a model"
@@ -182,10 +198,17 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         {**config, "rope_parameters.rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None},
         path,
         **{"tie_word_embeddings": bool, "rope_parameters": dict, "max_position_embeddings": int},
-        **{"rope_theta": float, "rope_parameters.rope_theta": float, "hidden_act": str},
+        **{"rope_theta": float, "rope_parameters.rope_theta": float, family.activation_key: str},
     )
     rope = rope or {}
-    attention_bias = model_type == "llama" and bool(config.get("attention_bias"))
+    try:
+        experts, latent = experts_of(config, model_type), latent_attention_of(config, model_type)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}\nhint: is it a {model_type} model?") from None
+    if latent is not None:  # the width of a head's query and key; every head has its own key and value
+        kv_heads, head_dim = heads, latent.plain_dim + latent.rotated_dim
+    window, num_window_layers = sliding_window(config, model_type)
+    attention_bias = "attention_bias" in family.bias_keys and bool(config.get("attention_bias"))
     return ModelSpec(
         name,
         config["num_hidden_layers"],
@@ -195,25 +218,33 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
         head_dim,
         config["intermediate_size"],
         config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2" or attention_bias,
+        tied=_value_or(config, "tie_word_embeddings", family.tied),
+        qkv_bias=family.has_qkv_bias or attention_bias,
         output_bias=attention_bias,
-        ffn_bias=model_type == "llama" and bool(config.get("mlp_bias")),
-        sliding_window=_sliding_window(config, model_type),
-        hidden_act=config.get("hidden_act") or "silu",
+        ffn_bias="mlp_bias" in family.bias_keys and bool(config.get("mlp_bias")),
+        sliding_window=window,
+        num_window_layers=num_window_layers,
+        hidden_act=config.get(family.activation_key) or family.activation,
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         model_type=model_type,
         max_position_embeddings=config.get("max_position_embeddings") or 2048,
         rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
         source=path,
         path=path,
+        norms=family.norms,
+        qk_norm=family.qk_norm,
+        norm_scales_in_fp32=family.norm_scales_in_fp32,
+        fused_projections=family.fused_projections,
+        attention_softcap=bool(_softcap(config, model_type)),
+        after_head=after_head(config, model_type),
+        experts=experts,
+        latent_attention=latent,
     )
 
 
-_KV_HEADS = {"mistral": 8, "qwen2": 32}
-"default of an absent key in transformers 5.23, MistralConfig and Qwen2Config"
-_WINDOW = 4096
-"default of an absent key in the same classes"
+def _softcap(config: Mapping[str, Any], model_type: str) -> float | None:
+    default = {"gemma2": 50.0}.get(model_type)
+    return config.get("attn_logit_softcapping", default) if model_type.startswith("gemma") else None
 
 
 def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
@@ -236,30 +267,12 @@ def _check_honoured(config: dict[str, Any], model_type: str, path: str) -> None:
         raise ValueError(
             f"{path}: max_window_layers is {config['max_window_layers']!r}\nhint: it must be a whole number"
         )
-    builds = {"llama": {}, "qwen2": {"attention_bias": True, "mlp_bias": False}}
-    builds["mistral"] = {"attention_bias": False, "mlp_bias": False}
-    ignored = [
-        key for key, built in builds[model_type].items() if config.get(key, built) not in (None, built)
-    ]
-    ignored += [key for key in ("num_experts", "num_local_experts") if config.get(key) not in (None, 0, 1)]
-    if model_type == "llama" and config.get("sliding_window") is not None:
-        ignored.append("sliding_window")
-    if set(layer_types) - {"full_attention", "sliding_attention" if model_type == "qwen2" else ""}:
-        ignored.append("layer_types")
+    if unsupported := unsupported_keys(config):
+        raise ValueError(f"{path}: {unsupported[0]}\nhint: remove the key, or choose another model")
+    ignored = ignored_keys(config, model_type)
     if ignored:
         values = ", ".join(f"{key} {config[key]!r}" for key in ignored)
         raise ValueError(
             f"{path}: {values}: transformers' {model_type} ignores it and would train a different model\n"
             "hint: correct model_type, or remove the key"
         )
-
-
-def _sliding_window(config: dict[str, Any], model_type: str) -> int | None:
-    """Return the window that MistralConfig or Qwen2Config of transformers 5.23 would set."""
-    window = config.get("sliding_window", _WINDOW)
-    if model_type == "llama" or (model_type == "qwen2" and not config.get("use_sliding_window")):
-        return None
-    kinds = config.get("layer_types")
-    if model_type == "qwen2" and kinds is None:
-        return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
-    return None if kinds is not None and "sliding_attention" not in kinds else window

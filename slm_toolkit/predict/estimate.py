@@ -11,11 +11,12 @@ from slm_toolkit.model.model_spec import model_flops_utilization
 from slm_toolkit.predict.cost import tokens_per_usd, usd_per_million_tokens
 from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC, DeepSpeedEstimator
 from slm_toolkit.predict.memory.machine import (
-    allocated_band,
     allocator_slack,
+    band_of,
     context_bytes,
     host_bytes,
-    reserved_band,
+    needed_bytes,
+    probability_that_fits,
     verdict_of,
     workspace_bytes,
 )
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
     from slm_toolkit.predict.speed.step import StepTime
 
 LARGEST_BATCH_TRIED = 2**20
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change, or several together, with which a configuration fits."""
+
+    change: str
+    "in words and flags of `slm`"
+    speedup: float | None
+    "tokens/s per GPU after over before; None if one of them is unknown"
+    host_bytes_per_node: int | None
+    "RAM of a node, for a strategy that offloads; else None"
 
 
 @dataclass(frozen=True)
@@ -85,13 +98,23 @@ class Estimate:
     parts: dict[str, int]
     "bytes by part at the peak; all but allocator_slack and cuda_context add up to peak_allocated_bytes"
     peak_instant: str
+    needed_bytes: int
+    "bytes without which a step runs out of memory: peak_allocated_bytes and most of allocator_slack"
     fits: bool | None
+    "whether fit_probability is at least 0.5"
+    fit_probability: float | None
+    "probability that needed_bytes and cuda_context fit on the GPU, given the errors on other people's runs"
     verdict: str | None
-    "fits, tight or does not fit; see predict/memory/machine.py"
+    "fits, may fit, unlikely to fit or does not fit; see predict/memory/machine.py"
+    is_nearly_full: bool | None
+    "it fits, but its reserved bytes do not: PyTorch then frees unused blocks and retries, which is slower"
     headroom_bytes: int | None
-    "the GPU's memory minus cuda_context and peak_allocated_bytes"
+    "the GPU's memory minus cuda_context and needed_bytes"
+    changes_that_fit: list[Change] | None
+    """if it does not fit: the smallest changes that do, the fastest first; empty: none was found; None: it
+    fits, or `grid.estimates` did not search, because too many rows don't fit"""
     batch_with_margin: int | None
-    "with --largest_batch: the largest batch whose verdict is fits, not tight"
+    "with --largest_batch: the largest batch whose verdict is fits"
     deepspeed_bytes: int | None
     """DeepSpeed's own estimate; None for stages without an estimator, and with adapters, because DeepSpeed
     counts frozen parameters as trained"""
@@ -143,14 +166,15 @@ def estimate(
     if memory is None:
         memory = peak(setup)
     parts = {**memory.parts, "workspace": workspace_bytes(gpu)}
-    allocated = allocated_band(parts)
+    allocated = band_of(sum(parts.values()))
     slack = allocator_slack(setup, memory, allocated=allocated.middle)
-    reserved = reserved_band(allocated.middle, slack)
+    reserved = band_of(allocated.middle + slack)
+    needed = needed_bytes(allocated.middle, slack)
     context = context_bytes(num_gpus=setup.num_gpus, calibration=setup.calibration)
-    usable = verdict = None
+    usable = probability = None
     if gpu is not None:
         usable = gpu.memory_bytes - context
-        verdict = verdict_of(parts, allocated=allocated.middle, reserved=reserved.middle, usable=usable)
+        probability = probability_that_fits(needed, usable)
     stage = deepspeed_stage(strategy) if adapters is None else None
     needs = deepspeed.needs(
         spec.num_params,
@@ -202,9 +226,13 @@ def estimate(
         host_bytes_per_node=host_bytes(setup),
         parts={**parts, "allocator_slack": slack, "cuda_context": context},
         peak_instant=memory.peak_instant,
-        fits=None if verdict is None else verdict != "does not fit",
-        verdict=verdict,
-        headroom_bytes=None if usable is None else usable - allocated.middle,
+        needed_bytes=needed,
+        fits=None if probability is None else probability >= 0.5,
+        fit_probability=probability,
+        verdict=None if probability is None else verdict_of(probability),
+        is_nearly_full=None if usable is None else needed <= usable < reserved.middle,
+        headroom_bytes=None if usable is None else usable - needed,
+        changes_that_fit=None,
         batch_with_margin=None,
         deepspeed_bytes=needs.gpu_bytes if needs else None,
         deepspeed_host_bytes=needs.host_bytes_per_node if needs else None,

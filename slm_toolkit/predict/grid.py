@@ -1,5 +1,6 @@
 """Estimate all combinations of flags, strategies, GPU types and numbers of GPUs."""
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.flag_checks import (
     all_of,
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from slm_toolkit.predict.estimate import Estimate
     from slm_toolkit.predict.setup.other_trainers import OtherTrainer
     from slm_toolkit.predict.setup.setup import Deployment
+
+MOST_SEARCHED_ROWS = 8
+"rows that don't fit and get the smallest changes that fit; a search takes as long as some fifty estimates"
 
 
 def estimates(
@@ -47,6 +52,7 @@ def estimates(
     whatever `num_gpus` is. Raises one ValueError with all problems of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
+    from slm_toolkit.predict.changes_that_fit import changes_that_fit
     from slm_toolkit.predict.deepspeed_estimator import BY_ARITHMETIC
     from slm_toolkit.predict.estimate import estimate, largest_batch
     from slm_toolkit.predict.setup.setup import Deployment, Setup
@@ -79,12 +85,14 @@ def estimates(
     problems += placement_problems(strategies, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     positions = [position_problem(specs[config.model], config.seq_len) for config in configs]
     problems += [problem for problem in positions if problem is not None]
+    problems += [problem for config in configs for problem in kernel_problems(specs[config.model], config)]
     if problems:
         raise all_of(problems)
 
     estimate_of = largest_batch if find_largest_batch else estimate
     deepspeed = _live_deepspeed() if live_deepspeed else BY_ARITHMETIC
     rows: dict[tuple, Estimate] = {}
+    num_searched = 0
     for number, config in enumerate(configs):
         for gpu, count, (index, strategy) in itertools.product(found_gpus, num_gpus, enumerate(strategies)):
             count = 1 if strategy.is_single else count
@@ -102,7 +110,11 @@ def estimates(
                 like=like,
                 deployment=deployments(gpu) if deployments else Deployment(),
             )
-            rows[key] = estimate_of(setup.launched, deepspeed=deepspeed)
+            row = estimate_of(setup.launched, deepspeed=deepspeed)
+            if row.fits is False and num_searched < MOST_SEARCHED_ROWS:
+                num_searched += 1
+                row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
+            rows[key] = row
     return list(rows.values())
 
 

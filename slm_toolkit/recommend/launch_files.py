@@ -124,7 +124,7 @@ def write_launch(plan: Plan, folder: Path) -> list[Path]:
     Return their paths. Raise ValueError for a model that can only be estimated, and if a file exists or can't
     be written.
     """
-    check_trainable(plan.spec)
+    check_trainable(plan.spec, plan.config)
     check_folder(folder)
     row = plan.estimate
     num_nodes = row.num_gpus // row.gpus_per_node

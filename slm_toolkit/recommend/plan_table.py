@@ -5,19 +5,23 @@ import dataclasses
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS
-from slm_toolkit.model.from_config import GPT_TYPES
+from slm_toolkit.config.run_config import COLUMN_TITLES, FLAGS, RunConfig
+from slm_toolkit.model.from_config import ESTIMATED_ONLY
 from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.recommend.launch_files import check_command, launch_command, yaml_name
-from slm_toolkit.recommend.plans import (
+from slm_toolkit.recommend.plans import Plan
+from slm_toolkit.recommend.ranking import (
+    HIGHEST_PUBLISHED_MFU,
     TIE,
-    Plan,
+    Reason,
     faster_at_the_same_cost,
+    is_doubtful,
     on_the_same_hardware,
     per_hardware,
     reason_of,
     score_of,
 )
+from slm_toolkit.recommend.scaling_laws import LAWS, loss, num_params_of
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -31,10 +35,12 @@ from slm_toolkit.report.tables.fitted import (
 
 _NETWORK = {
     "measured": "the --network measurement",
-    "measured in part": "the --network measurement, in part",
-    "given": "--inter_node_gbps",
-    "data sheet": "data sheets",
+    "measured in part": "the --network measurement and data sheets",
+    "given": "--inter_node_gbps and, inside a node, data sheets",
+    "data sheet": "data sheets, not measured",
 }
+_SPEED_EVIDENCE = {"compared": "estimated*", "none": "never measured"}
+"cells of plans without a record whose GPU type has no fitted constants"
 
 
 def plan_report(
@@ -47,7 +53,10 @@ def plan_report(
     rows = per_hardware(ranked)
     listed, winner = rows[:top], ranked[0]
     parts: list[RenderableType] = [_heading(ranked), _table(listed, width=width)]
+    if same := _settings_of_all(listed):
+        parts.append(Text(f"all rows: {same}"))
     parts += [Text(line) for line in reasons(listed, objective=objective)]
+    parts += [Text(line, style="yellow") for line in _put_last(rows[top:], winner, objective=objective)]
     if rows is not ranked:
         parts += _same_hardware(ranked, objective)
     if objective == "cost" and (faster := faster_at_the_same_cost(ranked, winner)) is not None:
@@ -65,7 +74,7 @@ def plan_report(
 
 
 def _commands(winner: Plan) -> list[Text]:
-    if winner.spec.model_type in GPT_TYPES:
+    if winner.spec.model_type in ESTIMATED_ONLY:
         return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
     return [
         Text("\nto launch the first plan:", style="bold"),
@@ -86,33 +95,77 @@ def _same_hardware(ranked: list[Plan], objective: str) -> list[Text]:
         reason = reason_of(plan, winner, objective=objective)
         why = f" ({reason.parts[0][0].replace('_', ' ')})" if reason.parts else ""
         differences.append(f"{plan.estimate.strategy} {reason.ratio - 1:+.1%}{why}")
-    row = winner.estimate
-    line = f"strategies on {row.num_gpus} x {row.gpu} against {row.strategy}: {', '.join(differences)}"
+    row, unit = winner.estimate, "hours" if objective == "time" else "costs"
+    line = f"{unit} on {row.num_gpus} x {row.gpu} against {row.strategy}: {', '.join(differences)}"
     return [Text(line)]
 
 
 def reasons(plans: list[Plan], *, objective: str) -> list[str]:
-    """Return a line for each plan except the first: how far it is behind, and why."""
-    winner = plans[0]
-    lines = []
+    """Return a line on the plans that tie with the first one, and a line on each other plan."""
+    winner, ties, lines = plans[0], [1], []
     for number, plan in enumerate(plans[1:], 2):
         reason = reason_of(plan, winner, objective=objective)
-        name = f"{number}: {plan.estimate.num_gpus} x {plan.estimate.gpu} {plan.estimate.strategy}"
-        if winner.verdict == "fits" and plan.verdict != "fits":
-            name += " (tight)"
+        row = plan.estimate
+        name = f"{number}: {row.num_gpus} x {row.gpu} {row.strategy}"
+        caveat = _caveat(plan)
         if reason.ratio is None:
             lines.append(f"{name}: without a price it can't be compared in dollars")
-            continue
-        if reason.ratio - 1 < TIE:
-            lines.append(f"{name}: a tie within {TIE:.0%}: estimates are not more precise")
-            continue
-        unit = "hours" if objective == "time" else "dollars" if plan.usd is not None else "GPU-hours"
-        parts = ", ".join(f"{part.replace('_', ' ')} {more:+.0%}" for part, more in reason.parts[:3])
-        line = f"{name}: {reason.ratio - 1:+.0%} {unit}" + (f": {parts}" if parts else "")
-        if reason.ties_at_usd_per_gpu_hour is not None:
-            line += f"; ties at ${reason.ties_at_usd_per_gpu_hour:.2f} per GPU-hour"
-        lines.append(line)
+        elif abs(reason.ratio - 1) < TIE and caveat == _caveat(winner):
+            ties.append(number)
+        else:
+            lines.append(f"{name}: {_difference(reason, plan, objective)}" + (caveat and f", but {caveat}"))
+    if len(ties) > 1:
+        verb = "take" if objective == "time" else "cost"
+        lines.insert(
+            0,
+            f"rows {_listed(ties)} {verb} the same within {TIE:.0%}, and estimates are no more precise: "
+            "of these the simplest strategy comes first, then the fewest GPUs",
+        )
     return lines
+
+
+def _put_last(unlisted: list[Plan], winner: Plan, *, objective: str) -> list[str]:
+    """Return a line for each GPU type whose doubtful plans are not listed although they look better."""
+    lines = {}
+    for plan in unlisted:
+        if is_doubtful(plan) and not is_doubtful(winner):
+            reason = reason_of(plan, winner, objective=objective)
+            if reason.ratio is not None and reason.ratio < 1:
+                row = plan.estimate
+                name = f"not listed: {row.num_gpus} x {row.gpu} {row.strategy}"
+                difference = _difference(reason, plan, objective)
+                lines.setdefault(row.gpu, f"{name}: {difference}, but {_caveat(plan)}")
+    return list(lines.values())
+
+
+def _difference(reason: Reason, plan: Plan, objective: str) -> str:
+    """Return how far a plan is from the first one: `16% more dollars (matmul +16%); ties at $1.37 ...`."""
+    unit = "hours" if objective == "time" else "dollars" if plan.usd is not None else "GPU-hours"
+    more = "more" if reason.ratio >= 1 else "fewer"
+    parts = ", ".join(f"{part.replace('_', ' ')} {share:+.0%}" for part, share in reason.parts[:3])
+    text = f"{abs(reason.ratio - 1):.0%} {more} {unit}" + (f" ({parts})" if parts else "")
+    if reason.ties_at_usd_per_gpu_hour is not None and reason.ratio >= 1:
+        text += f"; it ties with row 1 at ${reason.ties_at_usd_per_gpu_hour:.2f} per GPU-hour"
+    return text
+
+
+def _caveat(plan: Plan) -> str:
+    """Return why a plan comes after plans that cost more, or an empty string."""
+    if plan.verdict != "fits":
+        return f"it fits with a probability of {plan.estimate.fit_probability:.0%}"
+    if is_doubtful(plan):
+        return (
+            f"its MFU of {percent(plan.estimate.mfu)} is above the highest published one "
+            f"({HIGHEST_PUBLISHED_MFU:.0%}): measure it first"
+        )
+    return ""
+
+
+def _listed(numbers: list[int]) -> str:
+    """Return `1, 2 and 5`, or `1 to 4` for consecutive numbers."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def nothing_found(
@@ -150,10 +203,10 @@ def _heading(ranked: list[Plan]) -> Text:
     words = []
     for model in dict.fromkeys(plan.estimate.model for plan in ranked):
         plan = next(plan for plan in ranked if plan.estimate.model == model)
-        loss = "" if plan.expected_loss is None else f", expected loss {plan.expected_loss:.2f} ({plan.law})"
+        expected = f", expected loss {plan.expected_loss:.2f} ({plan.law})" if plan.expected_loss else ""
         words.append(
             f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
-            f"{_size(plan.tokens_per_step)}{loss}"
+            f"{_size(plan.tokens_per_step)} tokens{expected}"
         )
     return Text("\n".join(words), style="bold")
 
@@ -179,12 +232,26 @@ _SETTINGS = tuple(
     if f.name in FLAGS and FLAGS[f.name].heading and f.name not in _IN_COLUMNS
 )
 "settings that have a column if the plans differ in them"
+_DEFAULTS = RunConfig().with_defaults(has_gpu=True)
 
 
 def _table(plans: list[Plan], *, width: int) -> RenderableType:
     columns, _ = columns_that_fit(_columns(plans), width=width)
-    styles = ["bold", *(None if plan.verdict == "fits" else "yellow" for plan in plans[1:])]
+    styles = ["bold", *("yellow" if _caveat(plan) else None for plan in plans[1:])]
     return table_of(columns, row_styles=styles)
+
+
+def _settings_of_all(plans: list[Plan]) -> str:
+    """Return the settings without a column that all plans share and that differ from the defaults."""
+    rows = [plan.estimate for plan in plans]
+    values = {name: getattr(rows[0], name) for name in _SETTINGS}
+    return ", ".join(
+        FLAGS[name].heading.format(value)
+        for name, value in values.items()
+        if value is not None
+        and value != getattr(_DEFAULTS, name)
+        and len({getattr(row, name) for row in rows}) == 1
+    )
 
 
 def _columns(plans: list[Plan]) -> list[Column]:
@@ -219,17 +286,22 @@ def _columns(plans: list[Plan]) -> list[Column]:
 def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
     notes = []
     if len(ranked) > len(listed):
-        notes.append(f"{len(ranked) - len(listed)} more plans: use --top, or --json for all")
+        notes.append(f"{len(ranked) - len(listed)} more rows: --top N shows N, --json all")
     if any(plan.verdict != "fits" for plan in listed):
-        notes.append("yellow: a tight fit; 10% more activations would not fit, so measure it first")
+        notes.append("yellow: may not fit, so measure it first")
+    if full := [str(number) for number, plan in enumerate(listed, 1) if plan.estimate.is_nearly_full]:
+        notes.append(
+            f"nearly full, and slower if PyTorch's allocator has to free blocks and retry: {', '.join(full)}"
+        )
     if any(plan.evidence == "estimated" for plan in listed):
         row = listed[0].estimate
         if row.step_seconds:
             slow, fast = row.step_seconds / row.step_high_seconds, row.step_seconds / row.step_low_seconds
             notes.append(
-                f"real rates are likely {slow - 1:+.0%} to {fast - 1:+.0%} off the estimates, similarly for "
-                "all plans"
+                f"real speeds are likely {1 - slow:.0%} lower to {fast - 1:.0%} higher than the estimates, "
+                "and off by a similar factor in all rows"
             )
+    notes += _evidence_notes(listed)
     priced = [plan.estimate for plan in listed if plan.estimate.price_source is not None]
     notes += dict.fromkeys(
         f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
@@ -237,14 +309,49 @@ def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
     if evidence := [plan.estimate.network_evidence for plan in listed if plan.estimate.network_evidence]:
         sources = ", ".join(dict.fromkeys(_NETWORK[name] for name in evidence))
         notes.append(f"network speed from {sources}")
-    first = ranked[0]
-    if first.loss_per_usd is not None:
-        notes.append(
-            f"one dollar more would lower the first plan's loss by {first.loss_per_usd:.1e}, by the law "
-            f"{first.law} (the paper's equation 1)"
-        )
+    if (sentence := _gain_of_dollars(ranked[0])) is not None:
+        notes.append(sentence)
     notes.append("hours and dollars cover training steps only, not starting, saving and failures")
     return notes
+
+
+def _evidence_notes(listed: list[Plan]) -> list[str]:
+    """Return notes on what no run supports: GPU types, and the memory of compiled layers."""
+
+    def gpus_with(evidence: str) -> str:
+        names = [plan.estimate.gpu for plan in listed if plan.speed_evidence == evidence]
+        return ", ".join(dict.fromkeys(names))
+
+    notes = []
+    if names := gpus_with("compared"):
+        notes.append(f"* {names}: few published runs support the estimated speed")
+    if names := gpus_with("none"):
+        notes.append(f"never measured: no published run on {names}; the speed comes from its data sheet")
+    if any(plan.estimate.torch_compile and plan.memory_evidence == "estimated" for plan in listed):
+        notes.append("compiled: the memory that Inductor's kernels keep is assumed, never traced")
+    return notes
+
+
+_NOTICED_LOSS = 0.005
+"smallest difference of a loss that two digits show"
+
+
+def _gain_of_dollars(plan: Plan) -> str | None:
+    """Return a sentence: how much the smallest power of ten dollars lowers the plan's loss noticeably."""
+    if plan.loss_per_usd is None or plan.usd is None:
+        return None
+    law, num_params = LAWS[plan.law], num_params_of(LAWS[plan.law], plan.spec)
+
+    def gain(dollars: float) -> float:
+        more_tokens = plan.num_tokens * (1 + dollars / plan.usd)
+        return plan.expected_loss - loss(law, num_params, more_tokens)
+
+    amounts = [dollars for power in range(7) if (dollars := 10**power) <= plan.usd]
+    noticed = next((dollars for dollars in amounts if gain(dollars) >= _NOTICED_LOSS), plan.usd)
+    return (
+        f"${noticed:,.0f} more on row 1 lowers its expected loss by about {gain(noticed):.1g} "
+        f"(law {plan.law}; the paper's equation 1)"
+    )
 
 
 def _batch(plan: Plan) -> str:
@@ -256,6 +363,7 @@ def _hours(value: float) -> str:
 
 
 def _evidence(plan: Plan) -> str:
+    speed = _SPEED_EVIDENCE.get(plan.speed_evidence, plan.evidence)
     if plan.evidence == plan.memory_evidence:
-        return plan.evidence
-    return f"{plan.evidence}, memory {plan.memory_evidence}"
+        return speed
+    return f"{speed}, memory {plan.memory_evidence}"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,9 +11,11 @@ from typing import Any
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import Gpu, find_gpu
+from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.cost import Offer, budget, price_sensitivity
+from slm_toolkit.predict.cost import budget
 from slm_toolkit.predict.estimate import Estimate, estimate
+from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, config_as_launched
 from slm_toolkit.recommend.scaling_laws import Law, loss, loss_per_usd, num_params_of
@@ -23,6 +26,8 @@ from slm_toolkit.report.rows import row_of
 from slm_toolkit.strategy.groups import fit_groups
 from slm_toolkit.strategy.strategy import Strategy, contradictions
 
+_ENOUGH_BATCHES = 2
+"batches of one set of flags that fit and are estimated, the largest first: a smaller one is no faster"
 _GLOBAL_BATCH_TOLERANCE = 0.10
 "allowed relative difference from the requested tokens per step, because micro-steps are whole numbers"
 
@@ -70,6 +75,9 @@ class Plan:
     "source of verdict and headroom: measured, rehearsed or estimated"
     verdict: str
     headroom_bytes: int
+    speed_evidence: str
+    """what supports tokens_per_second: measured (a record), calibrated (kernels timed on this GPU type), or
+    fitted, compared or none (`Gpu.speed_evidence`)"""
     hours: float
     usd: float | None
     law: str
@@ -115,7 +123,7 @@ class PlanSearch:
     """The result of a search."""
 
     plans: list[Plan]
-    "all plans that fit, including tight ones"
+    "all plans that fit or may fit"
     left_out: list[str]
     "a sentence for each combination that was not considered, with the reason"
 
@@ -133,32 +141,31 @@ def search(
 ) -> PlanSearch:
     """Return the plans of all GPUs, strategies and `configs`.
 
-    `configs` must have their defaults and one micro-step, and be sorted by batch. The number of micro-steps
-    follows from the workload's tokens per step. A batch without a record is skipped if a
-    smaller batch did not fit. Batches with one micro-step and with several are judged separately, because a
-    single micro-step may take less memory than several.
+    `configs` must have their defaults and one micro-step. The number of micro-steps follows from the
+    workload's tokens per step. Kernels that the model does not have are replaced.
     """
+    configs = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in configs))
     result = PlanSearch([], [])
+    candidates_by_count: dict[int, list[_Candidate]] = {}
+    without_network: list[str] = []
+    memory_by_place: dict[tuple[int, int], dict[int, MemoryEstimate]] = {}
     for offer in offers:
         for count in offer.counts:
-            micro_steps = {config: _micro_steps(workload, config, count) for config in configs}
-            if not any(micro_steps.values()):
+            if count not in candidates_by_count:
+                candidates_by_count[count] = _candidates(workload, configs, count)
+            if not candidates_by_count[count]:
                 goal = f"{workload.global_batch_tokens:,.0f} tokens per step (--global_batch_tokens)"
                 result.left_out.append(
                     f"{count} x {offer.gpu.name}: no batch gives {goal} within {_GLOBAL_BATCH_TOLERANCE:.0%}"
                 )
-            for strategy in strategies:
+                continue
+            for number, strategy in enumerate(strategies):
                 if strategy.is_single != (count == 1):
                     continue
-                considered = [
-                    dataclasses.replace(config, gradient_accumulation_steps=steps)
-                    for config, steps in micro_steps.items()
-                    if steps is not None
-                ]
                 setup = Setup(
                     workload.spec,
                     strategy,
-                    configs[0],  # replaced by each config of `considered`
+                    configs[0],  # replaced by each candidate's config
                     num_gpus=count,
                     gpus_per_node=gpus_per_node,
                     gpu=offer.gpu,
@@ -166,55 +173,141 @@ def search(
                     like=like,
                     deployment=offer.deployment,
                 )
-                _search_strategy(workload, offer, setup, considered, observations, result)
+                if _is_network_unknown(setup) and not observations:
+                    without_network.append(offer.gpu.name)
+                    continue
+                # a GPU type changes the time of a step, but not the memory that its tensors take
+                memories = memory_by_place.setdefault((count, number), {})
+                _search_strategy(
+                    workload, offer, setup, candidates_by_count[count], memories, observations, result
+                )
+    if without_network:
+        result.left_out.append(_unknown_network(without_network))
     result.left_out[:] = dict.fromkeys(result.left_out)
     return result
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A config with its micro-steps, and what the search compares to skip hopeless candidates."""
+
+    config: RunConfig
+    with_any_batch: int
+    "equal for candidates that differ only in their batch, and that either all accumulate or all don't"
+    with_any_saving: int
+    "equal for candidates that differ only in the settings of `savings`"
+    savings: tuple[str, str]
+    "settings that save memory and cost time: gradient_checkpointing and mlp_kernel"
+
+    def saves_no_less_than(self, others: list[tuple[str, str]]) -> bool:
+        """Return whether one of `others` has each saving either like this candidate or not at all."""
+        checkpointing, mlp = self.savings
+        return any(one in ("none", checkpointing) and two in ("hf", mlp) for one, two in others)
+
+
+def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[_Candidate]:
+    """Return the configs that reach the tokens per step: larger batches first, then fewer savings first."""
+    numbers: dict[tuple[RunConfig, bool], int] = {}
+    found = []
+    for config in configs:
+        steps = _micro_steps(workload, config, num_gpus)
+        if steps is None:
+            continue
+        without_batch = dataclasses.replace(config, per_device_train_batch_size=1)
+        without_savings = dataclasses.replace(config, gradient_checkpointing="none", mlp_kernel="hf")
+        found.append(
+            _Candidate(
+                dataclasses.replace(config, gradient_accumulation_steps=steps),
+                numbers.setdefault((without_batch, steps > 1), len(numbers)),
+                numbers.setdefault((without_savings, steps > 1), len(numbers)),
+                (config.gradient_checkpointing, config.mlp_kernel),
+            )
+        )
+
+    def order(candidate: _Candidate) -> tuple[int, int]:
+        checkpointing, mlp = candidate.savings
+        return -candidate.config.per_device_train_batch_size, (checkpointing != "none") + (mlp != "hf")
+
+    return sorted(found, key=order)
 
 
 def _search_strategy(
     workload: Workload,
     offer: GpuOffer,
     setup: Setup,
-    configs: list[RunConfig],
+    candidates: list[_Candidate],
+    memories: dict[int, MemoryEstimate],
     observations: Observations,
     result: PlanSearch,
 ) -> None:
     """Add the plans of one strategy on one number of GPUs to `result`.
 
-    `configs` replace the config of `setup` one after another.
+    The config of each candidate replaces that of `setup`. `memories` keeps each candidate's memory for the
+    next GPU type. Three kinds of candidates without a record are skipped: those larger than the GPU, those
+    with _ENOUGH_BATCHES larger batches that fit, and those that save memory although the same batch fits
+    without. Batches with one micro-step and with several are judged separately, because a single micro-step
+    may take less memory than several, and overlaps less communication.
     """
-    count, strategy = setup.num_gpus, setup.strategy
-    where = f"{count} x {offer.gpu.name} {strategy.name}"
-    try:
-        strategy = fit_groups(strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
-    except ValueError as error:
-        result.left_out.append(str(error).splitlines()[0])
+    strategy = _fitted_strategy(setup, result)
+    if strategy is None:
         return
     setup = dataclasses.replace(setup, strategy=strategy)
-    if problems := setup.placement.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
-        result.left_out.extend(f"{where}: {problem}" for problem in problems)
-        return
-    smallest_that_failed: dict[tuple[RunConfig, bool], int] = {}
-    for config in configs:
+    num_fitting: Counter[int] = Counter()
+    savings_that_fit: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    for number, candidate in enumerate(candidates):
+        config = candidate.config
+        same_batch = (candidate.with_any_saving, config.per_device_train_batch_size)
+        launched = dataclasses.replace(setup, config=config_as_launched(config, strategy))
+        observed = _observed(launched, observations)
+        fits_for_sure = num_fitting[
+            candidate.with_any_batch
+        ] >= _ENOUGH_BATCHES or candidate.saves_no_less_than(savings_that_fit.get(same_batch, []))
+        if observed is None and fits_for_sure:
+            num_fitting[candidate.with_any_batch] += 1
+            savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
+            continue
         if problems := contradictions(strategy, config):
             result.left_out.extend(problems)
             continue
-        launched = dataclasses.replace(setup, config=config_as_launched(config, setup.strategy))
-        observed = _observed(launched, observations)
-        batch, accumulates = config.per_device_train_batch_size, config.gradient_accumulation_steps > 1
-        any_batch = dataclasses.replace(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-        if observed is None and batch >= smallest_that_failed.get((any_batch, accumulates), math.inf):
+        if number not in memories:
+            memories[number] = peak(launched)
+        if observed is None and memories[number].peak_bytes > offer.gpu.memory_bytes:
             continue
-        row = estimate(launched)
+        row = estimate(launched, memory=memories[number])
         if row.tokens_per_second is None and (observed is None or observed.tokens_per_second is None):
-            reason = "the network between nodes is unknown (give --inter_node_gbps)"
-            result.left_out.append(f"{count} x {offer.gpu.name}: {reason}")
+            result.left_out.append(_unknown_network([offer.gpu.name]))
             continue
-        if not row.fits and observed is None:
-            smallest_that_failed[any_batch, accumulates] = batch
+        if observed is None and row.verdict == "fits":
+            num_fitting[candidate.with_any_batch] += 1
+            savings_that_fit.setdefault(same_batch, []).append(candidate.savings)
         plan = _plan(workload, row, config, strategy, offer, observed)
         if plan is not None:
             result.plans.append(plan)
+
+
+def _fitted_strategy(setup: Setup, result: PlanSearch) -> Strategy | None:
+    """Return the strategy with groups that fit the GPUs, or add to `result` why it has no plan."""
+    count = setup.num_gpus
+    try:
+        strategy = fit_groups(setup.strategy, num_ranks=count, ranks_per_node=setup.ranks_per_node)
+    except ValueError as error:
+        result.left_out.append(str(error).splitlines()[0])
+        return None
+    sharding = dataclasses.replace(setup, strategy=strategy).placement
+    if problems := sharding.problems(num_gpus=count, gpus_per_node=setup.ranks_per_node):
+        where = f"{count} x {setup.gpu.name} {strategy.name}"
+        result.left_out.extend(f"{where}: {problem}" for problem in problems)
+        return None
+    return strategy
+
+
+def _is_network_unknown(setup: Setup) -> bool:
+    return setup.num_nodes > 1 and setup.cluster.node_bytes_per_second(setup.ranks_per_node) is None
+
+
+def _unknown_network(gpu_names: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(gpu_names))
+    return f"several nodes of {names}: the network between nodes is unknown (give --inter_node_gbps)"
 
 
 def _observed(setup: Setup, observations: Observations) -> Observed | None:
@@ -258,7 +351,7 @@ def _plan(
             memory_evidence = observed.memory_evidence
             is_measured = memory_evidence == "measured"
             verdict = "fits" if is_measured or headroom >= 0 else "does not fit"
-    if verdict not in ("fits", "tight") or tokens_per_second is None:
+    if verdict not in ("fits", "may fit") or tokens_per_second is None:
         return None
     tokens_per_step = (
         row.num_gpus * config.gradient_accumulation_steps * config.per_device_train_batch_size
@@ -283,6 +376,7 @@ def _plan(
         memory_evidence=memory_evidence,
         verdict=verdict,
         headroom_bytes=headroom,
+        speed_evidence=_speed_evidence(evidence, row, offer.gpu),
         hours=needed.hours,
         usd=needed.usd if price else None,
         law=workload.law.name,
@@ -293,6 +387,12 @@ def _plan(
         if price and trains_all
         else None,
     )
+
+
+def _speed_evidence(evidence: str, row: Estimate, gpu: Gpu) -> str:
+    if evidence == "measured":
+        return evidence
+    return "calibrated" if row.calibration else gpu.speed_evidence
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -348,132 +448,3 @@ def _observed_in(launches: list[tuple[Path, RunRecord]]) -> Observed:
         memory_evidence=peaked[0].evidence if peaked else None,
         is_out_of_memory=not ok and any(row.status == "oom" for row in rows),
     )
-
-
-# Choose the best plans, and explain why the others rank lower.
-
-TIE = 0.03
-"relative difference below which estimates can't rank plans"
-
-
-def best_plans(
-    plans: list[Plan],
-    *,
-    objective: str,
-    deadline_hours: float | None = None,
-    budget_usd: float | None = None,
-) -> list[Plan]:
-    """Return the best plan within the limits for each training, GPU type, count and strategy, ranked.
-
-    `objective` is cost or time. A plan whose verdict is tight is taken only if no other plan fits, and comes
-    after all plans that fit. If ranked by cost, GPUs without a price come last.
-    """
-    within = [
-        plan
-        for plan in plans
-        if (deadline_hours is None or plan.hours <= deadline_hours)
-        and (budget_usd is None or (plan.usd is not None and plan.usd <= budget_usd))
-    ]
-    score = score_of(objective)
-    best: dict[tuple, Plan] = {}
-    for plan in sorted(within, key=lambda plan: (plan.verdict != "fits", score(plan))):
-        row = plan.estimate
-        # these settings change the result of the training, not only its speed
-        dtypes = (row.numerics, row.reduce_dtype, row.grad_dtype, row.adam_dtype)
-        training = (row.model, *dtypes, row.seq_len, row.peft, row.lora_r)
-        best.setdefault((*training, row.gpu, row.usd_per_gpu_hour, row.num_gpus, row.strategy), plan)
-    return sorted(best.values(), key=lambda plan: (plan.verdict != "fits", score(plan)))
-
-
-def per_hardware(ranked: list[Plan]) -> list[Plan]:
-    """Return the first plan of each model, GPU type and count; all plans if they share one hardware."""
-    first: dict[tuple, Plan] = {}
-    for plan in ranked:
-        first.setdefault(_hardware(plan), plan)
-    return list(first.values()) if len(first) > 1 else ranked
-
-
-def on_the_same_hardware(ranked: list[Plan], plan: Plan) -> list[Plan]:
-    """Return the other plans on the same hardware as `plan`, ranked."""
-    return [other for other in ranked if _hardware(other) == _hardware(plan) and other is not plan]
-
-
-def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
-    """Return the fastest plan of the model with the same verdict that costs no more than `plan` (within TIE).
-
-    Return None if it is not faster than `plan`.
-    """
-    tied = [
-        other
-        for other in ranked
-        if (other.usd is None) == (plan.usd is None)
-        and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
-        and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
-    ]
-    fastest = min(tied, key=lambda other: other.hours)
-    return fastest if fastest.hours < plan.hours * (1 - TIE) else None
-
-
-def _hardware(plan: Plan) -> tuple:
-    row = plan.estimate
-    return row.model, row.numerics, row.seq_len, row.gpu, row.usd_per_gpu_hour, row.num_gpus
-
-
-def score_of(objective: str) -> Callable[[Plan], tuple[float, ...]]:
-    """Return a sort key: hours or dollars (GPU-hours without a price); the other one breaks ties."""
-    if objective == "time":
-        return lambda plan: (plan.hours, *_cost(plan))
-    return lambda plan: (*_cost(plan), plan.hours)
-
-
-def _cost(plan: Plan) -> tuple[float, float]:
-    return (True, plan.gpu_hours) if plan.usd is None else (False, plan.usd)
-
-
-def _amount(plan: Plan, objective: str) -> float:
-    """Return the hours or dollars (GPU-hours without a price) that `objective` compares."""
-    return plan.hours if objective == "time" else _cost(plan)[1]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """The reason why a plan ranks below the winner."""
-
-    ratio: float | None
-    "the plan's dollars, GPU-hours or hours divided by the winner's; None if only one of them has a price"
-    parts: tuple[tuple[str, float], ...]
-    "parts of the step that cost more than in the winner, as fractions of the winner's total; largest first"
-    ties_at_usd_per_gpu_hour: float | None
-    "GPU price at which the plan would tie; None for the winner's GPU, without a price, or if ranked by time"
-
-
-def reason_of(plan: Plan, winner: Plan, *, objective: str) -> Reason:
-    if objective == "cost" and (plan.usd is None) != (winner.usd is None):
-        return Reason(None, (), None)
-    ratio = _amount(plan, objective) / _amount(winner, objective)
-    of_plan, of_winner = (_parts_per_token(candidate, objective) for candidate in (plan, winner))
-    total = sum(of_winner.values())
-    more = {name: (seconds - of_winner[name]) / total for name, seconds in of_plan.items()}
-    parts = tuple(sorted(((n, v) for n, v in more.items() if v >= 0.005), key=lambda pair: -pair[1]))
-    ties_at = None
-    other_gpu = plan.estimate.gpu != winner.estimate.gpu
-    if objective == "cost" and other_gpu and plan.usd is not None:
-        ties_at = price_sensitivity(winner=_offer(winner), runner_up=_offer(plan)).usd_per_gpu_hour
-    return Reason(ratio, parts, ties_at)
-
-
-def _parts_per_token(plan: Plan, objective: str) -> dict[str, float]:
-    """Return the seconds, or dollars (GPU-seconds without a price), per token of each part of a step.
-
-    The dollars lack a constant factor, which cancels in ratios.
-    """
-    row = plan.estimate
-    if objective == "time":
-        factor = 1.0
-    else:
-        factor = row.num_gpus * (row.usd_per_gpu_hour if plan.usd is not None else 1.0)
-    return {name: factor * seconds / plan.tokens_per_step for name, seconds in row.parts_seconds.items()}
-
-
-def _offer(plan: Plan) -> Offer:
-    return Offer(plan.tokens_per_second, plan.estimate.usd_per_gpu_hour, plan.estimate.num_gpus)

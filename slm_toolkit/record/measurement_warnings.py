@@ -98,6 +98,7 @@ def _gpu_warnings(watch: dict[str, Any], start: int) -> list[str]:
         warnings.append(f"clocks throttled: {counts}")
     if retries := (watch.get("allocator") or {}).get("num_alloc_retries"):
         warnings.append(
-            f"the allocator ran out of memory and retried {retries} times: the peak was near the limit"
+            "the GPU was nearly full: the allocator waited, freed unused blocks and retried "
+            f"{retries} times, which makes steps slower"
         )
     return warnings

@@ -37,6 +37,8 @@ class MemoryTimeline:
     segments: tuple[Segment, ...]
     modules_at_peak: dict[str, int]
     "bytes in use at the peak by allocating module, for activations, logits_and_loss and temporary"
+    reserved_bytes: int
+    "bytes that PyTorch's allocator reserves on a GPU for the traced allocations"
 
     @property
     def peak(self) -> Segment:

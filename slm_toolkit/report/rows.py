@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge
 from slm_toolkit.record.run_record import RunRecord, finite
 from slm_toolkit.report.recorded_estimate import estimate_of
-from slm_toolkit.report.stats import joules_per_token, mean_phases, throughput
+from slm_toolkit.report.stats import MIN_ROUNDS, joules_per_token, mean_phases, paired_lead, throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 
@@ -46,8 +46,12 @@ class Row:
     "machines of the ranks; None in older records"
     gpu: str | None
     cpu: str
+    num_cores: int | None
+    "CPU cores of the machine of rank 0; None in older records"
     allocator: str | None
     "malloc or its replacement; None in older records"
+    versions: dict[str, str]
+    "of Python and of the packages"
     started_at: str
     numerics: str
     attn_implementation: str | None
@@ -71,9 +75,11 @@ class Row:
     tokens_per_second: float | None
     "median over all ranks"
     tokens_per_second_lowest: float | None
-    "lower end of the interval in which another measurement is expected"
+    "lower end of the interval in which another measurement is expected; None: fewer than ten timed steps"
     tokens_per_second_highest: float | None
     num_timed_steps: int | None
+    tokens_per_second_by_round: dict[int, float]
+    "each launch's rate; round n has the n-th launch of each run of `slm compare --repeats`"
     num_launches: int
     "launches that ended ok and were timed"
     num_warmup_steps: int | None
@@ -131,8 +137,8 @@ class Row:
     parity: str | None
     "the result of the comparison as a sentence"
     rank: int | None
-    """1 + the number of faster rows of the same model, sequence length and GPU; faster: the whole interval,
-    per GPU, is above this row's"""
+    """1 + the number of clearly faster rows of the same model, sequence length and GPU, per GPU: their whole
+    interval is above this row's; with three rounds of --repeats, the interval of their ratios is above 1"""
     shares_rank: bool | None
     "whether another row has the same rank: a tie"
     warnings: list[str]
@@ -156,8 +162,17 @@ class Row:
         return self.peak_allocated_bytes if self.gpu or self.is_rehearsed else self.peak_rss_bytes
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Return both ends of the interval of tokens per second; only for rows with a rate."""
+    def compared_bytes(self) -> int | None:
+        """Return `peak_bytes`; on a CPU the training state, because a process's RSS has other parts, too."""
+        if self.gpu or self.is_rehearsed:
+            return self.peak_bytes
+        return sum((self.state_bytes_per_rank or {}).values()) or None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return both ends of the interval of tokens per second; None if too few steps were timed."""
+        if self.tokens_per_second_lowest is None:
+            return None
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
 
 
@@ -201,7 +216,9 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         num_machines=main_record.num_machines,
         gpu=main_record.gpu,
         cpu=main_record.cpu,
+        num_cores=main_record.num_cores,
         allocator=main_record.versions.get("allocator"),
+        versions=main_record.versions,
         started_at=main_record.started_at,
         attn_implementation=main_record.attn_implementation,
         **{
@@ -220,6 +237,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         tokens_per_second_lowest=rate.lowest if rate else None,
         tokens_per_second_highest=rate.highest if rate else None,
         num_timed_steps=rate.num_timed_steps if rate else None,
+        tokens_per_second_by_round=rate.by_round if rate else {},
         num_launches=rate.num_launches if rate else 0,
         num_warmup_steps=rate.num_warmup_steps if rate else None,
         phase_seconds=mean_phases(ok[0]) if ok else None,
@@ -371,7 +389,7 @@ def labelled(rows: list[Row]) -> dict[str, Row]:
     names = [name for name, flag in FLAGS.items() if flag.grid and name != "rehearse"]
     varying = [name for name in names if len({str(row.asked.get(name)) for row in rows}) > 1]
     row_fields = ("evidence", "world_size", "gpu", "allocator")  # the first two distinguish rehearsals
-    machine = [name for name in row_fields if len({getattr(row, name) for row in rows}) > 1]
+    machine = [name for name in row_fields if len({getattr(row, name) for row in rows} - {None}) > 1]
 
     short = {name: flag.label or name for name, flag in FLAGS.items()} | {"world_size": "ranks"}
 
@@ -426,16 +444,28 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
     """Return each row's rank, and whether it is shared; no ranks for a group of one row."""
     if len(group) < 2:
         return []
-    # per GPU, so that two GPUs are not twice as good as one; a rank counts the rows that are clearly faster
-    lowest = sorted(row.interval[0] / row.world_size for row in group)
-    ranks = [1 + len(group) - bisect_right(lowest, row.interval[1] / row.world_size) for row in group]
+    if any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in group):
+        ranks = [1 + sum(_is_faster(other, row) for other in group if other is not row) for row in group]
+    else:
+        # per GPU, so that two GPUs are not twice as good as one
+        lowest = sorted(row.interval[0] / row.world_size for row in group)
+        ranks = [1 + len(group) - bisect_right(lowest, row.interval[1] / row.world_size) for row in group]
     num_of_rank = Counter(ranks)
     return [(row, (rank, num_of_rank[rank] > 1)) for row, rank in zip(group, ranks, strict=True)]
 
 
+def _is_faster(row: Row, other: Row) -> bool:
+    """Return whether a row is clearly faster per GPU: in paired rounds, or by the whole interval."""
+    lead = paired_lead(row.tokens_per_second_by_round, other.tokens_per_second_by_round)
+    scale = other.world_size / row.world_size
+    if lead is not None:
+        return lead[0] * scale > 1
+    return row.interval[0] * scale > other.interval[1]
+
+
 def _competes(row: Row, *, strict: bool) -> bool:
     fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    timed = row.tokens_per_second is not None and row.world_size is not None and not row.is_rehearsed
+    timed = row.interval is not None and row.world_size is not None and not row.is_rehearsed
     return row.status == "ok" and row.parity_holds is not False and timed and fair
 
 
@@ -504,6 +534,25 @@ def _with_differences(row: Row, reference: Row) -> Row:
 
 
 # The order of a report.
+
+
+def sorted_rows(rows: list[Row], by: str) -> list[Row]:
+    """Return the rows of each model, sequence length and machine with the best first; "strategy": unchanged.
+
+    Ties of ranks are sorted by rate. Rows with an unknown value come last, in their old order.
+    """
+    place = {group: index for index, group in enumerate(dict.fromkeys(map(_machine, rows)))}
+    value = _SORT_VALUES[by]
+    return sorted(rows, key=lambda row: (place[_machine(row)], value(row) == (), value(row)))
+
+
+_SORT_VALUES: dict[str, Callable[[Row], tuple]] = {  # an empty tuple: unknown
+    "rank": lambda row: () if row.rank is None else (row.rank, -row.tokens_per_second_per_gpu),
+    "strategy": lambda row: (),
+    "memory": lambda row: () if row.compared_bytes is None else (row.compared_bytes,),
+    "cost": lambda row: () if row.usd_per_million_tokens is None else (row.usd_per_million_tokens,),
+}
+SORTS = tuple(_SORT_VALUES)
 
 
 def report_order(found: tuple[Path, RunRecord]) -> tuple:

@@ -1,7 +1,8 @@
 """Compute rates from records' raw steps: the median after warm-up, and an interval around it."""
 
+import re
 from dataclasses import dataclass, replace
-from math import comb, sqrt
+from math import comb, exp, log, sqrt
 from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
@@ -16,15 +17,24 @@ bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (202
 _STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
+MIN_ROUNDS = 3
+"rounds of `slm compare --repeats` from which two rows are compared round by round"
+_STUDENT_T_99 = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250)
+"Student's t, two-sided 99 %, for 3, 4, ... paired rounds: among many rows, a wrong winner should be rare"
+
+
 @dataclass(frozen=True)
 class Throughput:
     """Tokens per second over all ranks, and the interval in which another measurement is expected."""
 
     tokens_per_second: float
-    lowest: float
-    highest: float
+    lowest: float | None
+    "None, like `highest`: fewer than STEPS_PER_BLOCK steps were timed, too few to tell how much they vary"
+    highest: float | None
     num_timed_steps: int
     num_launches: int
+    by_round: dict[int, float]
+    "each launch's rate by `round_of`; empty if two launches have the same round"
     num_warmup_steps: int
     "steps left out at the start; the largest number of all launches"
 
@@ -33,8 +43,9 @@ class Throughput:
         return replace(
             self,
             tokens_per_second=self.tokens_per_second * factor,
-            lowest=self.lowest * factor,
-            highest=self.highest * factor,
+            lowest=None if self.lowest is None else self.lowest * factor,
+            highest=None if self.highest is None else self.highest * factor,
+            by_round={number: rate * factor for number, rate in self.by_round.items()},
         )
 
 
@@ -46,12 +57,29 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     more launches, the interval is Student's prediction interval for another launch. Fewer launches don't show
     how much launches differ. Then it is the interval of the blocks' median (below three blocks: of the steps'
     median), but at least LAUNCH_NOISE in both directions. Disturbed launches widen it: see `disturbance`.
+    Fewer than ten timed steps have no interval.
     """
     timed = [(record, timed_seconds(record)) for record in repeats]
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
     if not timed:
         return None
     medians = [median(_block_rates(record, seconds)) for record, seconds in timed]
+    by_round = {round_of(record): launch for (record, _), launch in zip(timed, medians, strict=True)}
+    num_timed_steps = sum(len(seconds) for _, seconds in timed)
+    lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
+    return Throughput(
+        tokens_per_second=median(medians),
+        lowest=lowest,
+        highest=highest,
+        num_timed_steps=num_timed_steps,
+        num_launches=len(timed),
+        by_round=by_round if len(by_round) == len(timed) else {},
+        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
+    )
+
+
+def _interval(timed: list[tuple[RunRecord, list[float]]], medians: list[float]) -> tuple[float, float]:
+    """Return the interval of the launches' rates, whose medians these are; see `throughput`."""
     rate = median(medians)
     if len(medians) >= 3:
         lowest, highest = _prediction_interval(medians)
@@ -60,14 +88,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
         lowest, highest = interval_of_median(sample)
         lowest, highest = min(lowest, rate * (1 - LAUNCH_NOISE)), max(highest, rate * (1 + LAUNCH_NOISE))
     factor = max(disturbance(record) for record, _ in timed)
-    return Throughput(
-        tokens_per_second=rate,
-        lowest=min(lowest, rate / factor),
-        highest=max(highest, rate * factor),
-        num_timed_steps=sum(len(seconds) for _, seconds in timed),
-        num_launches=len(timed),
-        num_warmup_steps=max(len(record.slowest_rank_seconds) - len(seconds) for record, seconds in timed),
-    )
+    return min(lowest, rate / factor), max(highest, rate * factor)
 
 
 def disturbance(record: RunRecord) -> float:
@@ -85,6 +106,25 @@ def disturbance(record: RunRecord) -> float:
     if record.gpu or busy <= OTHER_CORES or not cores:
         return 1.0
     return (cores / max(0.1, cores - busy)) ** 2
+
+
+def round_of(record: RunRecord) -> int:
+    """Return the number of a launch of `slm compare --repeats`, which runs all strategies in each round."""
+    number = re.search(r"-r(\d+)$", record.run_name)
+    return int(number[1]) if number else 1
+
+
+def paired_lead(rates: dict[int, float], others: dict[int, float]) -> tuple[float, float] | None:
+    """Return the 99 % interval of rates / others over the rounds of both; None below three rounds.
+
+    A machine that gets slower for a while slows all launches of a round, so their ratio hardly changes. The
+    interval is Student's, of the mean of the logarithms of the ratios.
+    """
+    logs = [log(rates[number] / others[number]) for number in rates.keys() & others.keys()]
+    if len(logs) < MIN_ROUNDS:
+        return None
+    half = _STUDENT_T_99[min(len(logs) - MIN_ROUNDS, len(_STUDENT_T_99) - 1)] * stdev(logs) / sqrt(len(logs))
+    return exp(fmean(logs) - half), exp(fmean(logs) + half)
 
 
 def timed_seconds(record: RunRecord) -> list[float]:

@@ -214,7 +214,7 @@ def _check_request(config: RunConfig) -> _Request:
     """Raise ValueError if flags, model or YAML are invalid or contradict each other."""
     config.check()
     spec, launch = find_model(config.model), find_launch()
-    check_trainable(spec)
+    check_trainable(spec, config)
     if is_fake(config):
         check_fake(config, launch.strategy)
     if config.rehearse is not None:

@@ -43,10 +43,9 @@ def parallel_problems(strategy: Strategy, *, num_ranks: int | None = None) -> li
     ]
     sizes = strategy.parallel_sizes
     problems += [f"{where}: {sentence}" for sentence in not_run_yet(sizes)]
-    # the groups of a shipped file are fitted to the ranks
-    is_own = strategy.path is not None and not is_shipped(Path(strategy.path))
-    if num_ranks is not None and is_own and strategy.is_fsdp2:
-        problem = product_problem(sizes, num_ranks)
+    if num_ranks is not None and strategy.is_fsdp2 and strategy.path is not None:
+        # the groups of a shipped file are fitted to the ranks
+        problem = None if is_shipped(Path(strategy.path)) else product_problem(sizes, num_ranks)
         problems += [f"{where}: {problem}: the product must be the number of ranks"] if problem else []
     return problems
 

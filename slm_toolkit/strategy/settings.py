@@ -131,6 +131,8 @@ class FsdpSettings:
     offloads_params: bool = False
     auto_wrap_policy: str = "NO_WRAP"
     activation_checkpointing: bool = False
+    backward_prefetch: str = "NO_PREFETCH"
+    "FSDP1 only: BACKWARD_PRE gathers the next layer before a layer's backward"
 
     @property
     def reshards(self) -> bool:
@@ -176,7 +178,15 @@ def fsdp_settings(section: Mapping[str, Any]) -> FsdpSettings:
         offloads_params=is_true(section.get("fsdp_offload_params")),
         auto_wrap_policy=str(section.get("fsdp_auto_wrap_policy", FsdpSettings.auto_wrap_policy)),
         activation_checkpointing=is_true(section.get("fsdp_activation_checkpointing")),
+        backward_prefetch=_prefetch_of(section.get("fsdp_backward_prefetch")),
     )
+
+
+def _prefetch_of(value: object) -> str:
+    """Return the name of accelerate's fsdp_backward_prefetch, which may be a number of torch's enum."""
+    names = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
+    word = str(value or FsdpSettings.backward_prefetch).upper()
+    return names.get(word, word)
 
 
 def is_true(value: object) -> bool:

@@ -185,6 +185,24 @@ class Strategy:
         return self.fsdp is not None and self.fsdp.offloads_params
 
     @property
+    def simplicity(self) -> int:
+        """The place of this strategy if strategies are sorted from the simplest to the most complex.
+
+        The order: single, DDP, ZeRO-1, shard grad-op, ZeRO-2, full shard, hybrid shard, ZeRO-3, offload. A
+        strategy that keeps more of the training state whole on each GPU has fewer settings that can go wrong,
+        and its checkpoints and errors are easier to read.
+        """
+        if self.offloads:
+            return 8
+        if self.is_replicated:
+            return 0 if self.is_single else 1
+        if self.is_deepspeed:
+            return {0: 1, 1: 2, 2: 4, 3: 7}[self.zero_stage]
+        if not self.sharding.reshard_after_forward:
+            return 3
+        return 6 if self.sharding.is_hybrid else 5
+
+    @property
     def num_machines(self) -> int:
         """Number of nodes in the YAML; 1 if it names none."""
         return (self.accelerate_config or {}).get("num_machines") or 1

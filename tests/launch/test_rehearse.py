@@ -317,7 +317,7 @@ def test_a_rehearsal_on_a_gpu_has_a_rate_but_no_rank_loss_parity_or_dollars() ->
 @pytest.mark.quick
 def test_parts_and_segments_survive_the_file(tmp_path: Path) -> None:
     segments = (Segment("forward", "layers.0", 3, dict.fromkeys(PARTS, 0) | {"activations": 3}),)
-    path = write_timeline(MemoryTimeline(segments, {}), tmp_path / "timeline.csv")
+    path = write_timeline(MemoryTimeline(segments, {}, reserved_bytes=2 * 2**20), tmp_path / "timeline.csv")
     assert tuple(read_segments(path)) == segments
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
 from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import Dtypes, Setup
@@ -297,6 +297,71 @@ def zero_1_in_fp32(
     )
 
 
+def fsdp1(
+    spec: ModelSpec,
+    weights: Weights,
+    dtypes: Dtypes,
+    *,
+    num_ranks: int,
+    reshard_after_forward: bool,
+    prefetches: bool,
+    wraps_layers: bool,
+    accumulates: bool,
+    optimizer_temporary: float,
+) -> Step:
+    """Return the step of FSDP1, whose units are each layer and the root; all weights are trained.
+
+    The root holds embedding, final norm and head as one flat parameter, which stays gathered during the whole
+    step. Without `wraps_layers` the root is the whole model. `prefetches` is BACKWARD_PRE: backward gathers
+    one layer ahead. When a unit's gradients are complete, they are joined in one flat gradient, which is
+    reduced and freed; the gradient of the head waits for that of the embedding. torch 2.13,
+    distributed/fsdp/_runtime_utils.py; traced by `bench/fsdp1_memory.py`.
+    """
+    P, p, D, L = weights.total, weights.layer, weights.trained_vocabulary, spec.num_layers
+    w, kept, root = dtypes.compute, dtypes.kept_gradient, P - L * p
+    if not wraps_layers:
+        root, p = P, 0
+    share = 1 / num_ranks
+    state = State(P * share * dtypes.parameter, P * share * dtypes.master, P * share * dtypes.moments)
+    before = P * w if accumulates else 0  # unsharded flat gradients of earlier micro-steps
+
+    def gathered_at(layer: int) -> float:
+        if not reshard_after_forward:
+            return (root + (layer + 1) * p) * w
+        return (root + p * (1 + (prefetches and layer > 0))) * w
+
+    def gradients_at(layer: int) -> float:
+        reduced = 0 if accumulates else (L - 1 - layer) * p * share * kept
+        waiting = D if wraps_layers else D + (L - 1 - layer) * weights.layer
+        return before + waiting * w + reduced
+
+    def at_layer(layer: int, made: float) -> At:
+        return At(gathered_at(layer), gradients_at(layer) + made * w)
+
+    def joining(layer: int) -> At:
+        return At(gathered_at(layer), gradients_at(layer) + p * w, communication=p * w)
+
+    after_forward = root * w if reshard_after_forward else P * w
+    # the loss's backward begins with the gathering of the last layer
+    in_loss = after_forward + p * w * (prefetches and reshard_after_forward)
+    # the tied head's part of the gradient, the embedding's, and their sum; then all of the root's, joined
+    at_end = 2 * root if wraps_layers else 2 * P
+    reduced = 0 if accumulates or not wraps_layers else L * p * share * kept
+    return Step(
+        state,
+        at_forward_loss=At(after_forward, before),
+        at_loss=At(in_loss, before),
+        at_head=At(in_loss, before + D * w),
+        at_norm=At(in_loss, before + D * w),
+        at_layer=at_layer,
+        at_reductions=tuple(
+            (Instant("input_layernorm", layer, p), joining(layer)) for layer in {L - 1, min(1, L - 1), 0}
+        ),
+        at_embedding=At(root * w, before + max(at_end, 3 * D * spec.tied) * w + reduced),
+        at_optimizer=At(0, P * share * kept, temporary=optimizer_temporary),
+    )
+
+
 def zero_1_or_2(
     spec: ModelSpec,
     weights: Weights,
@@ -405,12 +470,10 @@ def zero_3(
     # exceed max_live by its size. In backward its turn comes max_live / p layers before the first layer.
     # Without prefetching, an FFN's matrices and one attention matrix are gathered at the same time.
     h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sizes = ((h * spec.ffn_size, 3), (h * q, 2), (h * v, 2), (h, 2))
-    sizes += tuple((rows * columns, 1) for rows, columns in weights.adapter_shapes)
-    persistent = (
-        sum(size * count for size, count in sizes if size < zero.stage3_param_persistence_threshold) * L
-    )
-    in_use = 3 * h * spec.ffn_size + h * q
+    sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
+    sizes += [rows * columns for rows, columns in weights.adapter_shapes]
+    persistent = sum(size for size in sizes if size < zero.stage3_param_persistence_threshold) * L
+    in_use = spec.ffn_matmul_params + h * q
     prefetches = zero.stage3_prefetch_bucket_size != 0
     wanted = zero.stage3_max_live_parameters if prefetches else in_use
     used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input
@@ -472,8 +535,7 @@ def largest_chunk(spec: ModelSpec, num_shards: int, adapter_shapes: tuple[tuple[
     if adapter_shapes:
         shares = [-(-rows // num_shards) * columns for rows, columns in adapter_shapes] * spec.num_layers
     else:
-        h, kv, q = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-        layer = [h * q, h * kv, h * kv, h * q, *[h * spec.ffn_size] * 3]
+        layer = [tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix]
         matrices = [spec.embedding_params, *layer * spec.num_layers]
         if not spec.tied:
             matrices.append(spec.embedding_params)

@@ -1,6 +1,6 @@
 """Bytes of the final norm, logits, loss and their gradients at the instants that may be the peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slm_toolkit.predict.memory.activations import keeps_inputs
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, FP32, Setup
@@ -15,9 +15,29 @@ class LossMemory:
     backward: float
     head: float
     norm: float
+    freed_logits: float = 0.0
+    "bf16 logits that are freed before the loss's backward, and whose block is too small for fp32 logits"
 
 
 def loss_memory(setup: Setup) -> LossMemory:
+    """Return the bytes of the setup's loss, and of what the model does with the head's logits before it.
+
+    While the logits are scaled or capped, they exist twice, and so do their gradients. tanh saves its output.
+    """
+    memory, spec = _loss_memory(setup), setup.spec
+    if spec.after_head == "nothing":
+        return memory
+    of_logits = spec.vocab_size * setup.num_tokens * (4 if setup.compute == FP32 else 2)
+    of_tanh = of_logits * (spec.after_head == "softcap")
+    twice = memory.final_norm + 2 * of_logits
+    return replace(
+        memory,
+        forward=max(memory.forward + of_tanh, twice),
+        backward=max(memory.backward, twice) + of_tanh,
+    )
+
+
+def _loss_memory(setup: Setup) -> LossMemory:
     """Return the bytes of the setup's loss kernel. h: hidden size, V: vocabulary, T: tokens.
 
     transformers' loss makes an fp32 copy of the logits, their log-softmax and its gradient. In 2024 the model
@@ -31,7 +51,7 @@ def loss_memory(setup: Setup) -> LossMemory:
     fused_norm = config.norm_kernel == "fused"
     # saved by the final norm; includes the residual stream's gradient, which is as wide as the norm's input
     if compute == BF16:
-        kept = (4 if fused_norm else 8) * h + 4
+        kept = (4 if fused_norm else 10 if setup.spec.norm_scales_in_fp32 else 8) * h + 4
         norm_backward = 16 * h + 8 if fused_norm else 24 * h
     elif compute == AUTOCAST:
         kept = (6 if fused_norm else 10) * h + 4
@@ -68,4 +88,5 @@ def loss_memory(setup: Setup) -> LossMemory:
     in_forward = (kept + output) * T + (8 if compute == FP32 else 10) * V * T
     backward = kept * T + (16 if setup.software == "2024" else 12) * V * T
     head = kept * T + e * V * T + e * h * T
-    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T)
+    freed_logits = 2 * V * T * (compute != FP32)
+    return LossMemory(kept * T, in_forward, backward, head, norm_backward * T, freed_logits)

@@ -1,16 +1,12 @@
-"""Memory that a run needs besides its tensors, on the GPU and in a node's RAM, and whether the run fits.
+"""Memory that a run needs besides its tensors, on the GPU and in a node's RAM, and how likely the run fits.
 
-The constants come from other people's measurements, except for GPUs with rows in `hardware/calibration.csv`.
-Allocated bytes are in use by tensors; reserved bytes are what PyTorch's allocator has taken from the GPU; the
-CUDA context is in neither.
-
-A run fits if its peak allocated bytes are at most the usable bytes: the GPU's memory minus the context. It is
-tight if 10 % more activations and logits would not fit, or if the expected reserved bytes do not fit: the
-allocator releases unused blocks before it fails. A peak in the optimizer's step has no activations, and so no
-margin.
+The constants come from other people's measurements and from replays (`allocator.py`), except for GPUs with
+rows in `hardware/calibration.csv`. Allocated bytes are in use by tensors; reserved bytes are what PyTorch's
+allocator has taken from the GPU; the CUDA context is in neither.
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.hardware.gpus import Gpu
@@ -25,15 +21,21 @@ WORKSPACE_BYTES = 2 * 8_519_680  # Ampere and Ada: :4096:2:16:8, 8.125 MiB (disc
 WORKSPACE_BYTES_FROM_HOPPER = 32 * 2**20  # :4096:8, as NVIDIA recommends (pytorch#120925); unverified
 FROM_HOPPER = ("h100-80gb", "h100-80gb-pcie", "h200", "gh200", "b200", "b300")
 
-# from torchtitan's and torchao's published reserved bytes and our allocated bytes, 2026-11-20
-ROUNDING = 0.03  # fraction of allocated: blocks of 512 bytes and segments of 2 MiB
-LOGITS_NOT_REUSED = 4  # bytes x vocabulary x tokens: transformers' loss leaves one fp32 block unused
-BAND_BELOW, BAND_ABOVE = (
-    0.02,
-    0.05,
-)  # fraction of the allocated bytes without the training state, which is exact
-MARGIN = 0.10  # on activations and logits, before a run is called tight
+# fitted to replays of traced steps with `allocator.py` (results/memory/development.csv, 2026-11-25)
+ROUNDING = 0.03  # fraction of allocated: blocks of 512 bytes, rests of segments
+NOT_REUSED = 0.8  # fraction of the bytes that other instants need, and that the peak leaves unused
+NEEDED_SLACK = 0.65  # median fraction of the slack without which a replayed step runs out of memory
+
 STATE = ("parameters", "master_weights", "gradients", "optimizer")
+
+COVERAGE = 0.9
+"fraction of other people's runs whose memory lies in a printed range"
+OUTSIDE_ERROR = 0.2
+"""half of a printed range, as a fraction of its middle. 23 published peaks lie within 0.11
+(`bench/published_memory.py`). The median of 42 others, which were checked blind, was about 0.10 (issue 26):
+0.24 for COVERAGE of normal errors. 0.2 covers that fraction of all 65"""
+SURE = 0.9
+"a verdict is certain from this probability on"
 
 
 @dataclass(frozen=True)
@@ -60,41 +62,55 @@ def workspace_bytes(gpu: Gpu | None) -> int:
     return WORKSPACE_BYTES_FROM_HOPPER if gpu.name in FROM_HOPPER else WORKSPACE_BYTES
 
 
-def allocated_band(parts: dict[str, int]) -> Band:
-    """Return the sum of the parts with its error band: the training state is exact, other parts are not."""
-    middle = sum(parts.values())
-    rest = middle - sum(parts[name] for name in STATE)
-    return Band(middle - round(BAND_BELOW * rest), middle, middle + round(BAND_ABOVE * rest))
-
-
-def reserved_band(allocated: int, slack: int) -> Band:
-    """Return allocated + slack with its band: low has rounding only; high adds slack / 2 + 5 %."""
-    middle = allocated + slack
-    low = min(middle, allocated + round(ROUNDING * allocated))
-    return Band(low, middle, middle + round(slack / 2 + BAND_ABOVE * allocated))
+def band_of(num_bytes: int) -> Band:
+    """Return the range that holds the bytes of COVERAGE of other people's runs."""
+    error = round(OUTSIDE_ERROR * num_bytes)
+    return Band(num_bytes - error, num_bytes, num_bytes + error)
 
 
 def allocator_slack(setup: Setup, memory: MemoryEstimate, *, allocated: int) -> int:
-    """Return the bytes that the allocator holds unused at the peak.
+    """Return the bytes that PyTorch's allocator holds unused when it has reserved the most.
 
-    They are rounding, a block of logits that transformers' loss leaves, and blocks of freed gradients. At a
-    peak in the optimizer's step the gradients are not freed yet.
+    They are rounding, blocks that other instants of the step need and whose sizes suit nothing at the peak,
+    and blocks of other streams: only FSDP allocates in other streams, and a stream does not use another
+    stream's blocks. Gradients of other engines are freed in small blocks side by side, which are reused.
     """
-    gradients = 0.0
-    if setup.placement.optimizer_device == "none" and memory.peak_instant != "optimizer step":
-        shards = 1 if setup.strategy.is_replicated else setup.shard_ranks
-        gradients = setup.weights.trained / shards * setup.dtypes.kept_gradient
-    is_hf = setup.config.loss_kernel == "hf"
-    of_loss = LOGITS_NOT_REUSED * setup.spec.vocab_size * setup.num_tokens if is_hf else 0
-    return round((setup.calibration.slack_factor or 1.0) * (gradients + of_loss + ROUNDING * allocated))
+    unused = {part: memory.largest[part] - memory.parts[part] for part in memory.parts}
+    mixed = unused["activations"] + unused["logits_and_loss"] + unused["temporary"]
+    of_streams = 0.0
+    if setup.strategy.is_fsdp:  # reduce-scatter's output is the sharded gradient
+        sharded = setup.weights.trained / setup.gpu_state_ranks * setup.dtypes.kept_gradient
+        accumulates = setup.config.gradient_accumulation_steps > 1  # the other gradients are not sharded
+        of_streams = unused["gathered_parameters"]
+        of_streams += sharded if accumulates else min(sharded, unused["gradients"])
+    if setup.strategy.is_fsdp1:  # a freed layer's block waits until its stream has used it: record_stream
+        of_streams += setup.weights.layer * setup.dtypes.compute
+    slack = ROUNDING * allocated + NOT_REUSED * mixed + of_streams
+    return round((setup.calibration.slack_factor or 1.0) * slack)
 
 
-def verdict_of(parts: dict[str, int], *, allocated: int, reserved: int, usable: int) -> str:
-    """Return "fits", "tight" or "does not fit", as the module's docstring defines them."""
-    if allocated > usable:
-        return "does not fit"
-    margin = MARGIN * (parts["activations"] + parts["logits_and_loss"])
-    return "tight" if allocated + margin > usable or reserved > usable else "fits"
+def needed_bytes(allocated: int, slack: int) -> int:
+    """Return the bytes without which a step runs out of memory, although the allocator frees what it can.
+
+    With fewer bytes than allocated + slack, it frees all segments without a block in use, and tries again.
+    """
+    return allocated + round(NEEDED_SLACK * slack)
+
+
+def probability_that_fits(num_bytes: int, usable: int) -> float:
+    """Return the probability that a run takes at most `usable` bytes, if `num_bytes` are expected.
+
+    The error is taken as normally distributed, with COVERAGE of it within OUTSIDE_ERROR.
+    """
+    deviation = OUTSIDE_ERROR / NormalDist().inv_cdf((1 + COVERAGE) / 2)
+    return NormalDist(1.0, deviation).cdf(usable / num_bytes)
+
+
+def verdict_of(probability: float) -> str:
+    """Return the verdict of a probability: fits, may fit, unlikely to fit or does not fit."""
+    if probability >= 0.5:
+        return "fits" if probability >= SURE else "may fit"
+    return "unlikely to fit" if probability >= 1 - SURE else "does not fit"
 
 
 # RAM of a node: to build the model, and for offloaded state. These formulas come from the engines' code and

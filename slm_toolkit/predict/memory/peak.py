@@ -20,6 +20,7 @@ from slm_toolkit.predict.memory.engine_bytes import (
     At,
     Copies,
     Step,
+    fsdp1,
     fsdp2,
     optimizer_temporary,
     replicated,
@@ -30,7 +31,12 @@ from slm_toolkit.predict.memory.engine_bytes import (
 from slm_toolkit.predict.memory.loss import loss_memory
 from slm_toolkit.predict.memory.zero_gradients import Instant
 from slm_toolkit.predict.setup.setup import AUTOCAST, BF16, Setup, unknown_to_estimates
+from slm_toolkit.record.memory_timeline import PARTS
 
+_CHANGING = (
+    *("activations", "logits_and_loss", "gathered_parameters", "gradients", "communication", "temporary"),
+)
+"parts whose bytes change during a step"
 BATCH_BYTES_PER_TOKEN = 24
 "token ids, shifted labels and positions, 8 bytes each"
 
@@ -40,8 +46,10 @@ class MemoryEstimate:
     """Bytes at the peak, on the rank that needs the most memory."""
 
     parts: dict[str, int]
-    "named as in `memory_timeline.PARTS`"
+    "bytes at the peak by part, for each of `memory_timeline.PARTS`"
     peak_instant: str
+    largest: dict[str, int]
+    "each part's bytes at the instant at which that part is largest, and the loss's blocks of both sizes"
 
     @property
     def peak_bytes(self) -> int:
@@ -59,6 +67,11 @@ def peak(setup: Setup) -> MemoryEstimate:
     unknown = unknown_to_estimates(config)
     if config.peft != "none" and setup.software != "2026":
         unknown.append(f"--software {setup.software} with --peft {config.peft}: no closed form for it")
+    if setup.strategy.is_fsdp1 and config.peft != "none":
+        unknown.append(
+            f"{setup.strategy.path or setup.strategy.name}: no closed form for adapters under FSDP1\n"
+            "hint: write `fsdp_version: 2` under fsdp_config"
+        )
     if unknown:
         raise ValueError("\n".join(unknown))
     num_tokens, weights = setup.num_tokens, setup.weights
@@ -71,14 +84,15 @@ def peak(setup: Setup) -> MemoryEstimate:
     saved = sums[-1] * num_tokens
     alive = setup.own_loss.alive * spec.vocab_size * num_tokens if setup.own_loss else 0
     fixed = num_tokens * BATCH_BYTES_PER_TOKEN + _shared(setup)
-    best_total, best = -1.0, None
+    best_total, best_instant, best = -1.0, "", (0.0,) * len(_CHANGING)
+    largest = best
 
     def consider(instant: str, at: At, activations: float, logits: float) -> None:
-        nonlocal best_total, best
-        logits += alive
-        total = at.gathered + at.gradients + at.communication + at.temporary + activations + logits
-        if total > best_total:
-            best_total, best = total, (instant, at, activations, logits)
+        nonlocal best_total, best_instant, best, largest
+        sizes = (activations, logits + alive, at.gathered, at.gradients, at.communication, at.temporary)
+        largest = tuple(map(max, largest, sizes))
+        if sum(sizes) > best_total:
+            best_total, best_instant, best = sum(sizes), instant, sizes
 
     residual = layers[-1].residual * spec.hidden_size * num_tokens
     # Checkpointing with frozen weights requires a gradient of the embedding's output. The output and its
@@ -130,20 +144,21 @@ def peak(setup: Setup) -> MemoryEstimate:
     consider("backward: embed_tokens", step.at_embedding, residuals + fixed, 0)
     consider("optimizer step", step.at_optimizer, 2 * residual * needs_input_gradient, 0)
 
-    instant, at, activations, logits = best
     state = step.state
-    parts = {
+    always = {
         "parameters": _parameters_here(setup, round(state.parameters + weights.scales_bytes)),
         "master_weights": state.master_weights,
-        "gradients": state.gradients + at.gradients,
+        "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "activations": activations,
-        "logits_and_loss": logits,
-        "gathered_parameters": at.gathered,
-        "communication": state.communication + at.communication,
-        "temporary": at.temporary,
+        "communication": state.communication,
     }
-    return MemoryEstimate({name: round(size) for name, size in parts.items()}, instant)
+
+    def parts_with(sizes: tuple[float, ...]) -> dict[str, int]:
+        changing = dict(zip(_CHANGING, sizes, strict=True))
+        return {part: round(always.get(part, 0) + changing.get(part, 0)) for part in PARTS}
+
+    of_loss = max(largest[1], loss.backward + loss.freed_logits)
+    return MemoryEstimate(parts_with(best), best_instant, parts_with((largest[0], of_loss, *largest[2:])))
 
 
 def _in_hook(layer: LayerMemory, where: Instant, made_at: Callable[[Moment], float]) -> float:
@@ -176,18 +191,23 @@ def _saved_below(layers: list[LayerMemory]) -> list[float]:
 
 
 def _shared(setup: Setup) -> float:
-    """Return the bytes that all layers share: RoPE's sine and cosine, and eager attention's masks.
+    """Return the bytes that all layers share: RoPE's sine and cosine, and attention's masks.
 
-    Only recomputation needs the mask, backward does not. With adapters the mask always counts, because this
-    fits their traces better.
+    Only recomputation needs the masks, backward does not. With adapters they always count, because this fits
+    their traces better. SDPA gets a mask, of one byte per element, only for sliding windows. If some layers
+    have a window and others not, eager attention has two masks.
     """
     config = setup.config
     e = 2 if setup.compute == BF16 else 4
     rope = 2 * config.seq_len * setup.spec.head_dim * e
     recomputes = config.gradient_checkpointing != "none" or config.peft != "none"
-    if config.attn_implementation != "eager" or not recomputes:
+    if not recomputes:
         return rope
-    return rope + config.per_device_train_batch_size * config.seq_len**2 * e
+    window, of_mask = setup.spec.sliding_window, config.per_device_train_batch_size * config.seq_len**2
+    if config.attn_implementation != "eager":
+        return rope + of_mask * (window is not None and window < config.seq_len)
+    num_masks = 2 if 0 < setup.spec.num_window_layers < setup.spec.num_layers else 1
+    return rope + num_masks * of_mask * e
 
 
 def _engine_step(setup: Setup) -> Step:
@@ -206,6 +226,18 @@ def _engine_step(setup: Setup) -> Step:
             accumulates=accumulates,
             keeps_gradients=config.keep_grads,
             copies=_autocast_copies(setup) if setup.compute == AUTOCAST else Copies(),
+            optimizer_temporary=temporary,
+        )
+    if strategy.is_fsdp1:
+        return fsdp1(
+            spec,
+            weights,
+            dtypes,
+            num_ranks=setup.gpu_state_ranks,
+            reshard_after_forward=setup.placement.reshard_after_forward,
+            prefetches=strategy.fsdp.backward_prefetch == "BACKWARD_PRE",
+            wraps_layers=strategy.fsdp.auto_wrap_policy != "NO_WRAP",
+            accumulates=accumulates,
             optimizer_temporary=temporary,
         )
     if strategy.is_fsdp:

@@ -14,8 +14,8 @@ from functools import lru_cache
 from math import prod
 from operator import itemgetter
 
-from slm_toolkit.model.model_spec import ModelSpec
-from slm_toolkit.predict.setup.adapters import Weights, matrices_of
+from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.predict.setup.adapters import Weights
 
 
 @dataclass(frozen=True)
@@ -139,37 +139,41 @@ def tensors_of(spec: ModelSpec, weights: Weights) -> tuple[Tensor, ...]:
     if spec.learned_positions:
         tensors.append(Tensor("embed_positions", None, spec.learned_positions * spec.hidden_size))
     for layer in range(spec.num_layers):
-        for name, (inputs, outputs) in matrices_of(spec).items():
-            if name == "gate_proj" and not spec.gated_ffn:
-                continue
-            tensors.append(Tensor(name, layer, inputs * outputs))
-            if _has_bias(spec, name):
-                tensors.append(Tensor(name, layer, outputs, is_matrix=False))
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors.append(Tensor(name, layer, spec.norm_params, is_matrix=False))
+        tensors += [
+            Tensor(tensor.name, layer, tensor.num_elements, is_matrix=tensor.is_matrix)
+            for tensor in layer_tensors(spec)
+        ]
     tensors.append(Tensor("norm", None, spec.norm_params, is_matrix=False))
     if not spec.tied:
         tensors.append(Tensor("lm_head", None, spec.embedding_params))
     return tuple(tensors)
 
 
-def _has_bias(spec: ModelSpec, name: str) -> bool:
-    if name in ("q_proj", "k_proj", "v_proj"):
-        return spec.qkv_bias
-    return spec.output_bias if name == "o_proj" else spec.ffn_bias
-
-
 _IN_BACKWARD = (
     "lm_head",
     "norm",
+    "post_feedforward_layernorm",
+    "shared_down_proj",
+    "shared_up_proj",
     "down_proj",
     "up_proj",
     "gate_proj",
+    "gate_up_proj",
+    "router",
+    "pre_feedforward_layernorm",
     "post_attention_layernorm",
     "o_proj",
     "v_proj",
+    "k_norm",
     "k_proj",
+    "q_norm",
     "q_proj",
+    "qkv_proj",
+    "kv_b_proj",
+    "kv_a_proj",
+    "q_b_proj",
+    "q_a_proj",
+    "latent_norm",
     "input_layernorm",
     "embed_positions",
     "embed_tokens",

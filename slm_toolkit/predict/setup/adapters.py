@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FFN = ("gate_proj", "up_proj", "down_proj")
@@ -72,8 +72,12 @@ def adapters_of(spec: ModelSpec, config: RunConfig) -> Adapters | None:
         return None
     if problem := unknown_targets(config):
         raise ValueError(problem)
-    if not spec.gated_ffn:
-        raise ValueError(f"--peft {config.peft}: no closed form for {spec.name}, which is not Llama-like")
+    is_llamas = spec.gated_ffn and spec.norms == "before" and spec.qk_norm == "none"
+    if not is_llamas or spec.fused_projections or spec.experts or spec.latent_attention:
+        raise ValueError(
+            f"--peft {config.peft}: no closed form for {spec.name}, whose layers are not Llama's"
+            "\nhint: --rehearse N measures it"
+        )
     names = _target_names(config)
     if names is None:
         names = (*ATTENTION, *FFN) if config.peft != "ia3" else _IA3_OF.get(spec.model_type, _IA3)
@@ -137,7 +141,8 @@ def adapter_sizes(spec: ModelSpec, adapters: Adapters) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def weights_of(spec: ModelSpec, adapters: Adapters | None) -> Weights:
     """Count a model's elements, and those of them that have gradients and optimizer states."""
-    embedding, widest = spec.embedding_params, spec.hidden_size * spec.ffn_size
+    embedding = spec.embedding_params
+    widest = max(tensor.num_elements for tensor in layer_tensors(spec) if tensor.is_matrix)
     if adapters is None:
         return Weights(
             *(spec.num_params, spec.params_per_layer, embedding),

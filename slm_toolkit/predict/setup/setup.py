@@ -278,7 +278,16 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
             f"{spec.name}: sliding_window {spec.sliding_window}: estimated as if every token attended to all "
             f"{seq_len}"
         )
-    if spec.gated_ffn and spec.hidden_act not in ("silu", "swish"):
+    if spec.experts is not None:
+        experts = spec.experts
+        sentences.append(
+            f"{spec.name}: a token passes {spec.active_params:,} of {spec.num_params:,} parameters "
+            f"({experts.num_per_token} of {experts.num_experts} experts). Activations and time are estimated "
+            f"as if these experts were one FFN {spec.active_ffn_size} wide; never traced or measured"
+        )
+    if spec.latent_attention is not None:
+        sentences.append(f"{spec.name}: activations of latent attention are estimated, and never traced")
+    if spec.gated_ffn and spec.hidden_act not in ("silu", "swish", "gelu_pytorch_tanh"):
         sentences.append(f"{spec.name}: hidden_act {spec.hidden_act}: estimated as silu")
     if spec.attention_dropout:
         sentences.append(

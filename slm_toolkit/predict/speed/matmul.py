@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from slm_toolkit.hardware.calibration import NOT_CALIBRATED, Calibration
 from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.predict.speed.software import MEMORY_SHARE, Software
+from slm_toolkit.predict.speed.software import MEMORY_SHARE, Shares, Software
 
 ALIGNMENT = 8
 "elements: tensor cores load 16 bytes of bf16 at once; widths that are not a multiple get slow kernels"
@@ -29,6 +29,8 @@ _DEPTH = 32
 "elements of the summed dimension that a multiprocessor loads at once"
 
 
+_BEST_SHARE = Shares(ampere=0.869, hopper=0.803)
+"best measured rate over peak of the A100 and H100 (gpus.csv), for a GPU that was not measured"
 _NOT_OVERLAPPED = 0.5
 "fraction of the shorter of operand traffic and compute; published rows fit 0 and 1 equally well"
 
@@ -41,8 +43,6 @@ class Rates:
     "for large products with aligned widths"
     misaligned: float
     "fraction of that rate for products with a width that is not a multiple of 8"
-    flash_flops: float
-    "for attention kernels that do not store scores; only the causal half is counted"
     memory_bytes: float
     "per second, for a kernel that only moves bytes"
     num_sms: int
@@ -57,14 +57,6 @@ class Rates:
         measured = getattr(self.calibration, f"misaligned_share_{divisor}")
         return self.misaligned if measured is None else measured
 
-    def flash_seconds(self, which: str, flop: float, *, head_dim: int, seq_len: int) -> float:
-        """Return the seconds of attention without stored scores; `which` is forward or backward."""
-        measured = self.calibration.attention(which, head_dim)
-        if measured is None:
-            return flop / self.flash_flops
-        share, half = measured
-        return flop / (share * self.peak_flops) * (1 + half / seq_len)
-
     @property
     def optimizer_bytes(self) -> float:
         share = self.calibration.optimizer_share
@@ -78,15 +70,14 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, software: Software) -> Rates:
-    """Return the GPU's rates; matrix products are capped at the best rate ever measured on the GPU."""
+    """Return the GPU's rates. A GPU whose matrix products nobody measured has the share of a related one."""
     measured = software.calibration
     peak = gpu.dense_bf16_flops_per_second
-    best = gpu.measured_matmul_flops_per_second or peak
-    matmul_flops = min(peak * software.matmul_share.of(gpu.architecture), best)
+    best = gpu.measured_matmul_flops_per_second or peak * _BEST_SHARE.of(gpu.architecture)
+    matmul_flops = best * software.matmul_share
     return Rates(
         matmul_flops=matmul_flops if measured.matmul_share is None else peak * measured.matmul_share,
         misaligned=software.misaligned_share.of(gpu.architecture),
-        flash_flops=peak * software.flash_share.of(gpu.architecture),
         memory_bytes=gpu.memory_bytes_per_second * (measured.memory_share or MEMORY_SHARE),
         num_sms=gpu.num_sms,
         peak_flops=peak,

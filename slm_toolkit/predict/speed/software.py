@@ -37,17 +37,17 @@ class Software:
     """
 
     name: str
-    matmul_share: Shares
-    "fraction of the dense bf16 peak that large matrix products with aligned widths reach"
-    flash_share: Shares
-    "fraction of the bf16 peak that attention without stored scores reaches; causal half counted"
     eager_slowdown: float
     "eager PyTorch's element-wise kernels: their time / (hand-counted bytes / memory rate)"
     contention: float
-    "fraction of the collectives' time that is not hidden although there is enough compute"
-    misaligned_share: Shares = Shares(ampere=0.317, hopper=0.153)  # fitted to the paper's figures
-    "fraction of matmul_share if a width is not a multiple of 8"
-    score_bytes: float = 32.3  # fitted to the paper's figures
+    """passes through the GPU's memory by which a sent byte slows down the compute beside it. NCCL's kernels
+    occupy multiprocessors and memory in proportion to their bytes; on a slow network they wait instead"""
+    matmul_share: float = 0.965
+    """fraction of a GPU's best measured rate (MAMF, of a search over shapes) that large matrix products with
+    aligned widths reach; fitted to llm-foundry's and torchtitan's tables"""
+    misaligned_share: Shares = Shares(ampere=0.330, hopper=0.150)  # fitted to the paper's figures
+    "fraction of the rate of aligned matrix products if a width is not a multiple of 8"
+    score_bytes: float = 31.8  # fitted to the paper's figures
     "bytes per score that eager attention moves in forward; backward moves twice as many. Hand count: 20"
     compiled_score_bytes: float = 8.0
     "the same if Inductor fuses the kernels between the two products; hand count"
@@ -57,6 +57,12 @@ class Software:
         14e-6  # 20 ms for a step of GPT-2 124M with one sequence, eager, on an H100 (gollem)
     )
     "host time to launch one kernel from Python; it limits small steps"
+    attention_share: Shares | None = None
+    "fraction of the bf16 peak that attention without stored scores reaches; None: rates of attention.py"
+    attention_half_length: float = 0.0
+    "sequence length at which attention reaches half of attention_share"
+    sdpa_kernel: str = "flash_2"
+    "kernel that PyTorch's sdpa takes on Hopper and Blackwell: flash_2 or cudnn"
     layer_seconds: float = 0.0
     "extra time per layer and step with several ranks; n ranks cost exp(-few_ranks / (n - 1)) of it"
     sharded_layer_seconds: float = 0.0
@@ -65,6 +71,9 @@ class Software:
     "see layer_seconds"
     ddp_seconds: float = 0.0
     "per step of DDP"
+    jitter: float = 0.0115
+    """standard deviation of a rank's compute time, as a fraction of it. Sinha et al., SC 2022: equal GPUs of
+    a cluster differ by 8 % on average, so the slowest of some 400 is 4 % = sqrt(2 ln 400) x 1.15 % behind"""
     step_seconds: float = 0.0
     "per step, independent of the computation"
     first_step_seconds: float = 0.0
@@ -91,40 +100,34 @@ def calibrated(software: Software, calibration: Calibration) -> Software:
 MEMORY_SHARE = 0.85
 "fraction of the memory's data-sheet rate for a kernel that only moves bytes; fixed, not fitted"
 
-_MATMUL, _FLASH = Shares(ampere=0.834, hopper=0.728), Shares(ampere=0.316, hopper=0.180)
-"fitted to llm-foundry's and torchtitan's tables"
-
 PAPER = Software(  # fitted to the paper's figures 1 to 4
     name="2024",
-    matmul_share=_MATMUL,
-    flash_share=_FLASH,
-    eager_slowdown=1.30,
+    eager_slowdown=1.21,
     contention=0.0,
-    layer_seconds=12.0e-3,
-    sharded_layer_seconds=13.9e-3,
+    layer_seconds=11.6e-3,
+    sharded_layer_seconds=13.1e-3,
     few_ranks=1.41,
-    ddp_seconds=0.080,
-    first_step_seconds=0.105,
+    ddp_seconds=0.072,
+    first_step_seconds=0.111,
 )
 "PyTorch 2.3 and transformers 4.4x over EFA, as in the paper"
 
 LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's rows
     name="llm-foundry",
-    matmul_share=_MATMUL,
-    flash_share=_FLASH,
-    eager_slowdown=1.68,
-    contention=0.60,
-    step_seconds=0.063,
+    # its benchmarks ran FlashAttention 1 in Triton (submit_benchmarks.py: attn_impl triton). An A100 runs it
+    # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
+    attention_share=Shares(ampere=0.328, hopper=0.179),
+    attention_half_length=770.0,  # triton-lang/triton#1917
+    eager_slowdown=0.934,
+    contention=6.03,
+    step_seconds=0.0673,
     reduces_each_micro_step=True,
 )
 "Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"
 
 TODAY = Software(  # the fits above, without the constants of one cluster or one protocol
     name="2026",
-    # RunPod's B200 and three kinds of GeForce, in bench/data/other_speed.csv
-    matmul_share=Shares(ampere=0.834, hopper=0.728, blackwell=0.62, geforce=1.0),
-    # torchtitan's H100 rows; the last two are guesses
-    flash_share=Shares(ampere=0.316, hopper=0.30, blackwell=0.20, geforce=0.50),
+    sdpa_kernel="cudnn",
     eager_slowdown=PAPER.eager_slowdown,
     contention=LLM_FOUNDRY.contention,
     # host time between two steps, while the GPU waits: it reads the loss and takes a batch. Chosen, not

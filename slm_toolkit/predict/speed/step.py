@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Gpu
-from slm_toolkit.hardware.network import LINK_SHARE, NODE_NETWORK_SHARE, Cluster
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.hardware.network import Cluster
+from slm_toolkit.model.model_spec import ModelSpec, active_matrices
 from slm_toolkit.predict.setup.adapters import NF4_BLOCK, Adapters, matrices_of
 from slm_toolkit.predict.setup.setup import AUTOCAST, FP32, Setup, dtypes_of
+from slm_toolkit.predict.speed.attention import attention_seconds
+from slm_toolkit.predict.speed.collectives import transfer_seconds
 from slm_toolkit.predict.speed.matmul import Rates, next_aligned, product_seconds, rates_of
 from slm_toolkit.predict.speed.offload import NO_OFFLOAD, Range, offload_seconds, offloaded_fraction
 from slm_toolkit.predict.speed.software import Software
@@ -43,9 +45,9 @@ _TWO_FUSED_NORMS = 20  # each reads and writes 2 + 2 in forward, 2 + 2 + 2 in ba
 _ROPE_AND_RESIDUAL = 188  # rotate, cos, sin, add on query and key: 132; transposed copies: 32; two adds: 24
 _EAGER_SWIGLU = 28  # x f: silu 4, product 6; their backward 10 + 8
 _RECOMPUTING_SWIGLU = 32  # silu 4, product 6; backward: silu again 4, then products of two: 6 each
-_COMPILED_LLAMA = (60, 12)  # x h, x f: a norm, a residual add and RoPE each in one kernel, SwiGLU in one
+_COMPILED_LLAMA = (84, 16)  # x h, x f: counted by Inductor itself, in bench/compiled_traffic.py
 _GPT = (86, 12)  # x h, x f: two fused LayerNorms 20, two adds 24, copies 32, biases' gradients 10; GELU 12
-_COMPILED_GPT = (44, 6)  # the adds go into the norms; GELU and its backward once each
+_COMPILED_GPT = (66, 12)  # x h, x f: the same
 _COMPILED_KERNELS = 12
 _EAGER_LLAMA_KERNELS = 48  # two norms 6 each, projections 7, RoPE 12, copies 6, attention, SwiGLU 2, adds 2
 _EAGER_GPT_KERNELS = (
@@ -58,7 +60,7 @@ def layer_traffic(
     spec: ModelSpec, *, compiled: bool, fused_norm: bool, fused_mlp: bool = False
 ) -> LayerTraffic:
     """Return the work of one decoder layer; compiling fuses its norms and its MLP in any case."""
-    h, f = spec.hidden_size, spec.ffn_size
+    h, f = spec.hidden_size, spec.active_ffn_size
     if compiled:
         of_h, of_f = _COMPILED_LLAMA if spec.gated_ffn else _COMPILED_GPT
         return LayerTraffic(of_h * h + of_f * f, _COMPILED_KERNELS, is_compiled=True)
@@ -73,11 +75,12 @@ def layer_traffic(
     )
 
 
-LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 30}
+LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 8}
 """bytes per logit that the loss moves. hf: forward: fp32 copy 6, shifted copy 8, log-softmax 12; backward:
 picked logits 4, log-softmax 12, shift 12, cast to bf16 6. fused_logits: two reads, gradient in place.
 fused_linear: the same in chunks, partly from cache. fused_kernel: flash-attn's, bf16 read and written, twice.
-compiled: the whole loss by Inductor"""
+compiled: the whole loss by Inductor (torch 2.13): bf16 read for the maximum, for the sum, and for the
+gradient, which replaces it"""
 
 
 # LoRA, per output of a matrix: scale 4, add 6; backward: scale 4. Per input: add two gradients 6.
@@ -156,9 +159,8 @@ def adapter_work(
 NO_ADAPTERS = AdapterWork(0.0, 0.0, 0.0, 0, 0.0)
 
 
-_FLASH_BACKWARD = 2.5  # x forward: five products instead of two (Dao, arXiv 2307.08691, section 3)
 _AUTOCAST_SLOWDOWN = 1.5  # x: element-wise kernels on an fp32 residual stream; hand count
-_COMPILED_AUTOCAST_SLOWDOWN = 1.2  # x: the casts are fused into other kernels; hand count
+_COMPILED_AUTOCAST_SLOWDOWN = 1.37  # x: counted by Inductor: 156 h instead of 114 h for GPT-2, f = 4 h
 _AUTOCAST_CAST_BYTES = 6  # per parameter: cast a weight to bf16 for forward; the same for a gradient to fp32
 _FP32_SHARE = 0.85  # fraction of the fp32 peak; unverified
 _SELECTIVE_RECOMPUTED = 0.5
@@ -278,6 +280,8 @@ def _products(
     # query, key and value are one matrix in a GPT, three matrices in Llama
     qkv = ((h, query, 1), (h, key, 2)) if spec.gated_ffn else ((h, query + 2 * key, 1),)
     shapes = (*qkv, (query, h, 1), (h, f, spec.num_ffn_matrices - 1), (f, h, 1))
+    if spec.experts is not None or spec.latent_attention is not None:
+        shapes = tuple((*shape, 1) for shape in active_matrices(spec))
     forward = backward = aligned = 0.0
     for inputs, outputs, count in shapes:
         size = {"rows": tokens, "element_bytes": element_bytes, "padded": padded}
@@ -313,10 +317,8 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
     spec, config, tokens = setup.spec, setup.config, setup.num_tokens
     width = spec.num_heads * spec.head_dim
     if config.attn_implementation != "eager":
-        flop = 2.0 * config.seq_len * tokens * width  # half of 4 S T width: causal
-        shape = {"head_dim": spec.head_dim, "seq_len": config.seq_len}
-        backward = rates.flash_seconds("backward", _FLASH_BACKWARD * flop, **shape)
-        return rates.flash_seconds("forward", flop, **shape), backward
+        fp32_flops = rates.matmul_flops if setup.compute == FP32 else None
+        return attention_seconds(spec, config, setup.gpu, software, tokens=tokens, fp32_flops=fp32_flops)
     scores = tokens * config.seq_len * spec.num_heads
     per_score = software.compiled_score_bytes if config.torch_compile else software.score_bytes
     moved = scores * per_score / rates.memory_bytes
@@ -327,7 +329,7 @@ def _attention(setup: Setup, rates: Rates, software: Software) -> tuple[float, f
 def _fp32_rates(rates: Rates, gpu: Gpu) -> Rates:
     """Return the rates of fp32. Alignment is ignored: it matters little without tensor cores."""
     rate = gpu.fp32_flops_per_second * _FP32_SHARE
-    return Rates(rate, 1.0, rate / 2, rates.memory_bytes, rates.num_sms)
+    return Rates(rate, 1.0, rates.memory_bytes, rates.num_sms)
 
 
 PARTS = (
@@ -336,10 +338,9 @@ PARTS = (
 )
 """parts of a step's seconds, in the order of reports: matrix products; attention; element-wise kernels, loss
 and accumulation; unpacking of 4-bit weights; recomputation of checkpointed layers; the optimizer; exposed
-communication; waiting for the host to launch kernels; host time between two steps"""
+communication, with the wait for the slowest rank; waiting for the host to launch kernels; host time between
+two steps"""
 
-CALL_SECONDS = 20e-6  # latency of a collective inside a node; hand count, not fitted
-HOP_SECONDS = 10e-6  # extra latency for each doubling of the nodes; hand count, not fitted
 _UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
 _SHARDED_KERNELS = (
@@ -407,7 +408,7 @@ def step_time(
     communication = _communication(
         transfers,
         setup.cluster,
-        software,
+        seconds_per_byte=software.contention / rates.memory_bytes,
         compute_seconds=micro_steps * (device + launch),
         micro_steps=micro_steps,
     )
@@ -426,6 +427,7 @@ def step_time(
         per_layer = software.layer_seconds + (micro_steps * software.sharded_layer_seconds if sharded else 0)
         exposed += spec.num_layers * crowd * per_layer
         exposed += software.ddp_seconds if strategy.is_replicated and not strategy.is_single else 0
+        exposed += software.jitter * math.sqrt(2 * math.log(setup.num_gpus)) * micro_steps * (device + launch)
     return StepTime(
         parts_seconds={
             "matmul": micro_steps * work.matmul,
@@ -452,61 +454,42 @@ def step_time(
 def _communication(
     transfers: tuple[Transfer, ...],
     cluster: Cluster,
-    software: Software,
     *,
+    seconds_per_byte: float,
     compute_seconds: float,
     micro_steps: int,
 ) -> tuple[float, float] | None:
     """Return exposed and hidden seconds of a step's communication.
 
-    Overlapped communication exposes `contention` of its time, and the time that exceeds the compute is
-    exposed whole. Transfers sent once hide behind the last micro-step; the other transfers hide behind the
-    remaining compute.
+    Overlapped communication slows the compute down by `seconds_per_byte`, and the time that exceeds the
+    compute is exposed whole. Transfers sent once hide behind the last micro-step; the other transfers hide
+    behind the remaining compute.
     """
-    late = early = alone = 0.0
+    exposed = total = 0.0
+    left = compute_seconds
+    for is_late in (True, False):
+        seconds = slowed = 0.0
+        for transfer in transfers:
+            if not transfer.overlaps or transfer.in_last_micro_step is not is_late:
+                continue
+            taken = transfer_seconds(transfer, cluster)
+            if taken is None:
+                return None
+            seconds += taken
+            slowed += min(taken, transfer.sent_bytes * seconds_per_byte)
+        room = compute_seconds / micro_steps if is_late else left
+        hidden = min(seconds, room)
+        exposed += seconds - hidden + (slowed * hidden / seconds if seconds else 0.0)
+        total += seconds
+        left -= hidden
     for transfer in transfers:
-        seconds = transfer_seconds(transfer, cluster)
-        if seconds is None:
-            return None
         if not transfer.overlaps:
-            alone += seconds
-        elif transfer.in_last_micro_step:
-            late += seconds
-        else:
-            early += seconds
-    of_last = compute_seconds / micro_steps
-    exposed = alone + _exposed(late, of_last, software)
-    exposed += _exposed(early, compute_seconds - min(late, of_last), software)
-    return exposed, alone + early + late - exposed
-
-
-def _exposed(seconds: float, compute_seconds: float, software: Software) -> float:
-    return software.contention * min(seconds, compute_seconds) + max(0.0, seconds - compute_seconds)
-
-
-def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
-    """Return the seconds of all calls, latency and bytes; None if the network between nodes is unknown.
-
-    All ranks send at the same time. Inside a node each rank has its link's rate. Between nodes, the rings of
-    a node's ranks share the node's network, and so do the node's groups.
-    """
-    if transfer.ranks == 1:
-        return 0.0
-    nodes = transfer.num_nodes
-    sharing = transfer.groups_per_node if nodes > 1 else 1
-    if cluster.is_measured(num_nodes=nodes):
-        line = cluster.fits[transfer.collective]
-        rate = line.bus_bytes_per_second or math.inf
-        return transfer.num_calls * line.latency_seconds + transfer.sent_bytes * sharing / rate
-    calls = transfer.num_calls * (CALL_SECONDS + HOP_SECONDS * math.log2(nodes))
-    in_node = transfer.sent_bytes / (LINK_SHARE * cluster.link_bytes_per_second)
-    if nodes == 1:
-        return calls + in_node
-    network = cluster.node_bytes_per_second(transfer.ranks_per_node * transfer.groups_per_node)
-    if network is None:
-        return None
-    between = transfer.sent_bytes * sharing / (NODE_NETWORK_SHARE * network)
-    return calls + max(between, in_node)
+            taken = transfer_seconds(transfer, cluster)
+            if taken is None:
+                return None
+            exposed += taken
+            total += taken
+    return exposed, total - exposed
 
 
 def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:

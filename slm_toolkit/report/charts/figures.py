@@ -165,8 +165,8 @@ def speed_panel(rows: dict[str, Row]) -> Panel:
     measured["error_x"] = {
         "type": "data",
         "symmetric": False,
-        "array": [row.tokens_per_second_highest - row.tokens_per_second for row in shown_rows.values()],
-        "arrayminus": [row.tokens_per_second - row.tokens_per_second_lowest for row in shown_rows.values()],
+        "array": [_whisker(row, 1) for row in shown_rows.values()],
+        "arrayminus": [_whisker(row, 0) for row in shown_rows.values()],
         "thickness": 1.5,
     }
     data = [measured]
@@ -189,6 +189,11 @@ def speed_panel(rows: dict[str, Row]) -> Panel:
     return Panel(
         name, title, (Figure(name, title, data, layout),), (*notes, *_left_out_notes(rows, shown_rows))
     )
+
+
+def _whisker(row: Row, end: int) -> float:
+    """Return how far an end of the interval is from the rate; 0 without an interval."""
+    return abs(row.interval[end] - row.tokens_per_second) if row.interval else 0.0
 
 
 def cost_panel(rows: dict[str, Row]) -> Panel:
@@ -302,37 +307,73 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
 
 
 def loss_panel(rows: dict[str, Row]) -> Panel:
-    """Show all loss curves in one plot."""
+    """Show how far losses are from a reference's, because equal curves hide each other; then all curves."""
     name, title = "losses", "Loss"
     shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if not shown_rows:
         return Panel(name, title, missing="no run has more than one step")
+    layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(shown_rows))
+    curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
+    thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
+    notes = (f"at most {MOST_POINTS} steps of a curve are drawn",) if thinned else ()
+    return Panel(name, title, (*_loss_differences(shown_rows), Figure(name, title, curves, layout)), notes)
+
+
+def _loss_differences(rows: dict[str, Row]) -> list[Figure]:
+    """Return a figure of losses minus a reference's (DDP's, else the first row's), if rows compare."""
+    reference = next((label for label, row in rows.items() if row.engine == "ddp"), next(iter(rows)))
+    losses = rows[reference].losses
+    alike = {
+        label: row for label, row in rows.items() if label != reference and _same_steps(row, rows[reference])
+    }
+    if not alike:
+        return []
+    differences = {
+        label: [
+            None if loss is None or other is None else loss - other
+            for loss, other in zip(row.losses, losses, strict=True)
+        ]
+        for label, row in alike.items()
+    }
+    title = f"Loss minus that of {reference}"
+    layout = curves_layout(x_title="step", y_title=escaped(title.lower()), num_keys=len(alike))
+    layout["yaxis"]["exponentformat"] = "none"
+    return [Figure("loss_differences", title, _loss_curves(differences, alike), layout)]
+
+
+def _same_steps(row: Row, reference: Row) -> bool:
+    """Return whether two rows trained the same steps, so that their losses should be equal."""
+
+    def steps(one: Row) -> tuple:
+        schedule = one.learning_rate, one.max_steps, one.first_step, len(one.losses)
+        return one.model, one.seq_len, one.tokens_per_step, one.dataset, one.seed, schedule
+
+    return steps(row) == steps(reference)
+
+
+def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) -> list[dict[str, Any]]:
     used: dict[str, int] = {}
     data = []
     others = [row.strategy for row in rows.values()]
-    for index, (label, row) in enumerate(shown_rows.items()):
+    for index, (label, row) in enumerate(rows.items()):
         number = used[row.strategy] = used.get(row.strategy, -1) + 1
-        every = math.ceil(len(row.losses) / MOST_POINTS)
-        steps = list(range(len(row.losses)))[::-every][::-1]  # the last step is always drawn
+        every = math.ceil(len(curves[label]) / MOST_POINTS)
+        steps = list(range(len(curves[label])))[::-every][::-1]  # the last step is always drawn
         data.append(
             {
                 **{"type": "scatter", "mode": "lines", "name": escaped(label)},
                 "x": [row.first_step + step + 1 for step in steps],
-                "y": [_rounded(row.losses[step]) for step in steps],
+                "y": [rounded(curves[label][step]) for step in steps],
                 "line": {
                     "color": strategy_colour(row.strategy, others),
                     "dash": _DASHES[number % len(_DASHES)],
                     # equal curves hide each other, so the first of a few curves are wide bands below the rest
-                    "width": 1.8
-                    + (1.4 * (len(shown_rows) - 1 - index) if len(shown_rows) <= _MOST_BANDS else 0),
+                    "width": 1.8 + (1.4 * (len(rows) - 1 - index) if len(rows) <= _MOST_BANDS else 0),
                 },
                 "hovertemplate": "%{fullData.name}<br>step %{x}: %{y}<extra></extra>",
             }
         )
-    layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(data))
-    thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
-    notes = (f"at most {MOST_POINTS} steps of a curve are drawn",) if thinned else ()
-    return Panel(name, title, (Figure(name, title, data, layout),), notes)
+    return data
 
 
 def anatomy_panel(rows: dict[str, Row]) -> Panel:
@@ -348,7 +389,7 @@ def anatomy_panel(rows: dict[str, Row]) -> Panel:
         data.append(
             {
                 **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
-                "x": [_rounded(part_seconds * 1e3) for part_seconds in seconds],
+                "x": [rounded(part_seconds * 1e3) for part_seconds in seconds],
                 "y": list(shown_rows),
                 "marker": {"color": colour(9) if part.field == "idle_seconds" else colour(number)},
                 "hovertext": [
@@ -390,11 +431,8 @@ def _symbols(rows: dict[str, Row]) -> list[str]:
 
 def _speed_words(row: Row) -> str:
     launches = f"{row.num_launches} launch{'es' * (row.num_launches > 1)}"
-    return (
-        f"{row.tokens_per_second:,.0f} tokens/s"
-        f"<br>{row.tokens_per_second_lowest:,.0f} to {row.tokens_per_second_highest:,.0f}"
-        f"<br>{row.num_timed_steps} timed steps, {launches}"
-    )
+    interval = f"<br>{row.interval[0]:,.0f} to {row.interval[1]:,.0f}" if row.interval else ""
+    return f"{row.tokens_per_second:,.0f} tokens/s{interval}<br>{row.num_timed_steps} timed steps, {launches}"
 
 
 def _left_out_notes(rows: dict[str, Row], shown_rows: dict[str, Row]) -> list[str]:
@@ -417,6 +455,6 @@ def _usd(row: Row) -> float:
     return row.usd_per_million_tokens
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Round to five digits, the resolution of a chart: numbers are most of the page's bytes."""
     return None if value is None else float(f"{value:.5g}")

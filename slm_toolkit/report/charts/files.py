@@ -8,13 +8,15 @@ import re
 import shutil
 from functools import cache
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from slm_toolkit import __version__
-from slm_toolkit.report.charts.figures import Figure, Panel
+from slm_toolkit.report.charts.figures import Figure, Panel, escaped
 from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import heading, notes, parity_notes
+from slm_toolkit.report.tables.comparison import heading, notes, parity_notes, provenance
+from slm_toolkit.report.verdict import verdict
 
 # Rows and panels as one HTML file. It contains plotly.js, data, style and script, and fetches nothing.
 
@@ -30,12 +32,14 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
     note_lines = [note.plain for note in (*parity_notes(labelled(rows)), *notes(rows, []))] + left_out
     parts = {
         "heading": heading(rows).plain,
+        "provenance": provenance(rows),
         "made_by": f"slm_toolkit {__version__}",
         "num_rows": str(len(rows)),
     }
     filled = {name: html.escape(text) for name, text in parts.items()} | {
         "style": _file("report.css"),
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
+        "verdict": _items(verdict(rows)),
         "table": _table(rows),
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
@@ -73,7 +77,7 @@ def _table(rows: list[Row]) -> str:
     )
     lines = [f"<thead><tr>{titles}</tr></thead><tbody>"]
     for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
-        state = "unequal" if row.parity_holds is False else row.status
+        state = "unequal" if row.parity_holds is False else "best" if row.rank == 1 else row.status
         cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
         lines.append(f'<tr class="{html.escape(state)}">{cells}</tr>')
     return "\n".join([*lines, "</tbody>"])
@@ -85,7 +89,7 @@ def _section(panel: Panel) -> str:
         options = "".join(
             f'<option value="{figure.name}">{html.escape(figure.title)}</option>' for figure in panel.figures
         )
-        choice = f'<label>run <select data-of="{panel.name}">{options}</select></label>'
+        choice = f'<label>show <select data-of="{panel.name}">{options}</select></label>'
     return (
         f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
         f'<div class="scroll"><div class="chart" id="chart-{panel.name}"'
@@ -113,6 +117,7 @@ BROWSERS = (
 )
 _WIDTH_PIXELS = 720
 _SCALE = {"png": 3, "svg": 1}
+_CAPTION_CHARACTERS, _TITLE_LINE_PIXELS = 95, 19
 _SECONDS = 120
 "time limit for one picture; generous, for a busy machine"
 _FOR_PAPER = {
@@ -129,8 +134,10 @@ def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CHROME_PATH", ""), *BROWSERS))), None)
 
 
-def write_images(panels: list[Panel], folder: Path) -> list[Path]:
+def write_images(panels: list[Panel], folder: Path, *, caption: str) -> list[Path]:
     """Write a PNG (2160 pixels wide) and an SVG of each figure; return their paths.
+
+    `caption`: a line below each picture's title, so that a picture in a slide names machine and date.
 
     Raises ValueError if kaleido or a browser is missing, or if the browser fails to draw.
     """
@@ -149,7 +156,7 @@ def write_images(panels: list[Panel], folder: Path) -> list[Path]:
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {
-        folder / f"{figure.name}.{kind}": _picture(figure, kind)
+        folder / f"{figure.name}.{kind}": _picture(figure, kind, caption)
         for panel in panels
         for figure in panel.figures
         for kind in _SCALE
@@ -165,8 +172,20 @@ def write_images(panels: list[Panel], folder: Path) -> list[Path]:
     return list(pictures)
 
 
-def _picture(figure: Figure, kind: str) -> dict[str, Any]:
-    layout = {**figure.layout, "autosize": False, "width": _WIDTH_PIXELS, "template": _FOR_PAPER}
+def _picture(figure: Figure, kind: str, caption: str) -> dict[str, Any]:
+    lines = [f"<b>{escaped(figure.title)}</b>", *map(escaped, wrap(caption, _CAPTION_CHARACTERS))]
+    margin = figure.layout["margin"]
+    room = _TITLE_LINE_PIXELS * len(lines)
+    layout = {
+        **figure.layout,
+        **{"autosize": False, "width": _WIDTH_PIXELS, "template": _FOR_PAPER},
+        "height": figure.layout["height"] + room,
+        "margin": {**margin, "t": margin["t"] + room},
+        "title": {
+            **{"text": "<br>".join(lines), "font": {"size": 12}, "x": 0, "xanchor": "left", "xref": "paper"},
+            **{"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 10}},
+        },
+    }
     return {
         "fig": {"data": figure.data, "layout": layout},
         "opts": {"format": kind, "scale": _SCALE[kind], "width": _WIDTH_PIXELS},

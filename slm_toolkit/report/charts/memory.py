@@ -1,6 +1,6 @@
 """Draw memory by part and by evidence, memory over a step, and the errors of predictions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from slm_toolkit.report.charts.figures import (
     curves_layout,
     escaped,
     places_layout,
+    rounded,
     strategy_colour,
     strategy_symbol,
 )
@@ -40,6 +41,24 @@ _SMALLEST_SHARE_OF_LIMIT = 0.1
 "show a GPU's memory only if the longest bar reaches this share of it; else all bars would be too short"
 _MOST_PHASES_NAMED = 12
 "names below a timeline; a phase shorter than 1/12 of the timeline gets no name, so that no names overlap"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The unit of all sizes in one figure, so that numbers next to bars match the axis."""
+
+    name: str
+    num_bytes: int
+
+    def of(self, size_bytes: int) -> float:
+        return rounded(size_bytes / self.num_bytes)
+
+    def text(self, size_bytes: int) -> str:
+        return f"{size_bytes / self.num_bytes:,.{2 if self.name == 'GiB' else 1}f} {self.name}"
+
+
+def _unit(longest_bytes: int) -> _Unit:
+    return _Unit("GiB", 2**30) if longest_bytes >= 2**30 else _Unit("MiB", 2**20)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
             bars.append(Bar(f"{number} heading", f"<b>{escaped(labels[0])}</b>", is_heading=True))
         for stack in group_stacks:
             key = f"{number} {stack.evidence}"
-            bars.append(Bar(key, f"{stack.evidence} {size_text(sum(stack.parts.values()))}"))
+            bars.append(Bar(key, stack.evidence))
             stacks[key] = stack
     if not bars:
         return Panel(
@@ -83,6 +102,14 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
             title,
             missing="no record has a GPU's memory, a memory trace or the bytes of the training state",
         )
+    longest_bytes = max(sum(stack.parts.values()) for stack in stacks.values())
+    unit = _unit(longest_bytes)
+    bars = [
+        replace(bar, title=f"{bar.title} {unit.text(sum(stacks[bar.key].parts.values()))}")
+        if bar.key in stacks
+        else bar
+        for bar in bars
+    ]
     data = []
     for part, part_colour in _COLOURS.items():
         with_part = {key: stack for key, stack in stacks.items() if stack.parts.get(part)}
@@ -91,18 +118,17 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
             data.append(
                 {
                     **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
-                    "x": [_rounded_gib(stack.parts[part]) for stack in with_part.values()],
+                    "x": [unit.of(stack.parts[part]) for stack in with_part.values()],
                     "y": list(with_part),
                     "marker": {"color": part_colour},
                     "hovertext": [
-                        f"{stack.evidence}, {part_title}: {size_text(stack.parts[part])}"
+                        f"{stack.evidence}, {part_title}: {unit.text(stack.parts[part])}"
                         for stack in with_part.values()
                     ],
                 }
             )
-    layout = bars_layout(bars, x_title="GiB on the rank with the most", legend=True)
-    longest_bytes = max(sum(stack.parts.values()) for stack in stacks.values())
-    lines, notes = _limits(rows, bars, longest_bytes)
+    layout = bars_layout(bars, x_title=f"{unit.name} on the rank with the most", legend=True)
+    lines, notes = _limits(rows, bars, longest_bytes, unit)
     if len(lines) < len(notes):
         notes.append("a line marks a GPU's memory if bars come near it")
     if any("state only" in stack.evidence for stack in stacks.values()):
@@ -207,14 +233,16 @@ def _observed(row: Row) -> _Stack | None:
     return _Stack(f"{row.evidence}, state only", {part: state.get(part, 0) for part in COUNTED_STATE})
 
 
-def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[list[dict], list[str]]:
+def _limits(
+    rows: dict[str, Row], bars: list[Bar], longest_bytes: int, unit: _Unit
+) -> tuple[list[dict], list[str]]:
     """Return a note for each GPU type's memory, and a line for each that bars come near."""
     gpus = {gpu.name: gpu for row in rows.values() if (gpu := find_gpu(row.gpu))}
     notes = [f"a {gpu.name} has {size_text(gpu.memory_bytes)}" for gpu in gpus.values()]
     lines = [
         {
             **{"type": "scatter", "mode": "lines+markers", "name": f"memory of a {gpu.name}"},
-            "x": [_rounded_gib(gpu.memory_bytes)] * len(bars),
+            "x": [unit.of(gpu.memory_bytes)] * len(bars),
             "y": [bar.key for bar in bars],
             "line": {"color": "#d62728", "width": 2, "dash": "dash"},
             "marker": {"symbol": "line-ns-open", "size": 30, "color": "#d62728"},
@@ -228,21 +256,22 @@ def _limits(rows: dict[str, Row], bars: list[Bar], longest_bytes: int) -> tuple[
 
 def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
     moments = picture.moments
+    unit = _unit(picture.num_bytes)
     at = list(range(len(moments)))
     places = [escaped(f"{moment.phase} {moment.place}".strip()) for moment in moments]
     data = [
         {
             **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": _TITLES[part], "x": at},
-            "y": [_rounded_gib(moment.parts.get(part, 0)) for moment in moments],
+            "y": [unit.of(moment.parts.get(part, 0)) for moment in moments],
             "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hvh"},
             "fillcolor": _COLOURS[part],
             "text": places,
-            "hovertemplate": "%{text}<br>%{fullData.name}: %{y} GiB<extra></extra>",
+            "hovertemplate": "%{text}<br>%{fullData.name}: %{y} " + unit.name + "<extra></extra>",
         }
         for part in TRACED_PARTS
         if any(moment.parts.get(part, 0) > 0 for moment in moments)
     ]
-    layout = curves_layout(x_title="", y_title="GiB in use", num_keys=2)
+    layout = curves_layout(x_title="", y_title=f"{unit.name} in use", num_keys=2)
     phases = [list(group) for _, group in groupby(at, key=lambda index: moments[index].phase)]
     wide = [phase for phase in phases if len(phase) * _MOST_PHASES_NAMED >= len(at)]
     layout["xaxis"] |= {
@@ -252,12 +281,8 @@ def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
     }
     peak = next(index for index, moment in enumerate(moments) if moment.is_peak)
     layout["annotations"] = [
-        {"x": peak, "y": moments[peak].num_bytes / 2**30, "text": f"peak {size_text(picture.num_bytes)}"}
+        {"x": peak, "y": unit.of(moments[peak].num_bytes), "text": f"peak {unit.text(picture.num_bytes)}"}
         | {"showarrow": True, "arrowhead": 2, "ax": 0, "ay": -28}
     ]
     layout["margin"]["t"] = 36
     return Figure(name, label, data, layout)
-
-
-def _rounded_gib(num_bytes: int) -> float:
-    return float(f"{num_bytes / 2**30:.4g}")

@@ -115,6 +115,8 @@ def _measured_rate(row: Row) -> float | None:
 
 
 def _rate(row: Row) -> str:
+    if row.interval is None:
+        return rate(row.tokens_per_second)
     lowest, highest = (rate(end) for end in row.interval)
     return f"{rate(row.tokens_per_second)} ({lowest} to {highest})"
 

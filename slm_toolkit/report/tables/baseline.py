@@ -96,7 +96,7 @@ def _change(row: Row, earlier: Row) -> Change:
         tokens_per_second_then=earlier.tokens_per_second,
         tokens_per_second_now=row.tokens_per_second,
         speed_ratio=speed_ratio,
-        speed="unknown" if speed_ratio is None else _speed(row, earlier, speed_ratio),
+        speed=_speed(row, earlier, speed_ratio),
         memory_ratio=memory_ratio,
         memory=memory,
         max_loss_difference=None if difference is None else finite(difference),
@@ -107,7 +107,9 @@ def _change(row: Row, earlier: Row) -> Change:
     )
 
 
-def _speed(row: Row, earlier: Row, ratio: float) -> str:
+def _speed(row: Row, earlier: Row, ratio: float | None) -> str:
+    if ratio is None or row.interval is None or earlier.interval is None:
+        return "unknown"
     if overlap(row.interval, earlier.interval):
         return "tie"
     return "faster" if ratio > 1 else "slower"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from slm_toolkit.config.run_config import FLAGS, RunConfig
 from slm_toolkit.report.rows import Row
+from slm_toolkit.report.stats import MIN_ROUNDS
 from slm_toolkit.report.tables.columns import columns_of, common, marks_of, value_of, varying
 from slm_toolkit.report.tables.fitted import (
     DASH,
@@ -18,6 +19,7 @@ from slm_toolkit.report.tables.fitted import (
     milliseconds,
     table_of,
 )
+from slm_toolkit.report.verdict import verdict
 
 _ALWAYS_ABOVE = (
     *("model", "numerics", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -26,11 +28,20 @@ _ALWAYS_ABOVE = (
 "settings for which `heading` has its own phrases"
 
 
-def comparison_table(rows: list[Row], *, width: int) -> RenderableType:
-    """Make the table with its heading and notes. Print it with `crop=False`."""
+def comparison_table(rows: list[Row], *, width: int, all_rows: list[Row] | None = None) -> RenderableType:
+    """Make the table with its heading, verdict and notes. Print it with `crop=False`.
+
+    `all_rows`: the rows that the verdict is about, if the table shows only the first of them.
+    """
     columns, dropped = columns_that_fit(columns_of(rows), width=width)
-    row_styles = ["red" if row.parity_holds is False else None for row in rows]
-    return Group(heading(rows), table_of(columns, row_styles=row_styles), *notes(rows, dropped))
+    conclusion = [Text(line, style="bold") for line in verdict(all_rows or rows)]
+    table = table_of(columns, row_styles=list(map(_style, rows)))
+    return Group(heading(rows), table, *conclusion, *notes(rows, dropped))
+
+
+def _style(row: Row) -> str | None:
+    """Return red for a row that computes something else, bold for the fastest row."""
+    return "red" if row.parity_holds is False else "bold" if row.rank == 1 else None
 
 
 def heading(rows: list[Row]) -> Text:
@@ -69,6 +80,25 @@ def heading(rows: list[Row]) -> Text:
     return Text(f"{evidence}: " + ", ".join(same), style="bold")
 
 
+_PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
+
+
+def provenance(rows: list[Row]) -> str:
+    """Return where and when the rows come from: machines, days, and the packages' versions."""
+    machines = dict.fromkeys(_machine(row) for row in rows)
+    days = sorted({row.started_at[:10] for row in rows})
+    parts = [", ".join(machines), " to ".join(dict.fromkeys((days[0], days[-1])))]
+    for name in _PACKAGES:
+        if versions := dict.fromkeys(row.versions[name] for row in rows if name in row.versions):
+            parts.append(f"{name} {' and '.join(versions)}")
+    return "; ".join(parts)
+
+
+def _machine(row: Row) -> str:
+    cores = f" ({row.num_cores} cores)" if row.num_cores and not row.gpu else ""
+    return f"{row.gpu or row.cpu}{cores}"
+
+
 def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
     """Return a phrase with the number of ranks, and the device on which the rehearsals ran."""
     size = common(rows, "world_size")
@@ -92,9 +122,13 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         )
     notes += _warnings(rows)
     if any(row.rank for row in rows) and "rank" not in dropped:
-        scope = "among rows of one model, sequence length and machine; =: shared, the intervals overlap"
+        paired = any(len(row.tokens_per_second_by_round) >= MIN_ROUNDS for row in rows)
+        shared = (
+            "shared, not clearly different in paired rounds" if paired else "shared, the intervals overlap"
+        )
+        scope = f"among rows of one model, sequence length and machine; =: {shared}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
-    if any(row.tokens_per_second and row.interval[1] > 1.5 * row.tokens_per_second for row in rows):
+    if any(row.interval and row.interval[1] > 1.5 * row.tokens_per_second for row in rows):
         causes = "other programs used the cores, or few steps were timed (--max_steps)"
         notes.append(Text(f"wide intervals: {causes}", style="dim"))
     if (most := max(row.num_launches for row in rows)) > 1:

@@ -8,8 +8,9 @@ from rich.text import Text
 
 from slm_toolkit.config.run_config import COLUMN_TITLES, FIRST_COLUMNS, FLAGS, RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
-from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Estimate
-from slm_toolkit.predict.memory.machine import STATE
+from slm_toolkit.predict.changes_that_fit import MOST_CHANGES
+from slm_toolkit.predict.estimate import LARGEST_BATCH_TRIED, Change, Estimate
+from slm_toolkit.predict.memory.machine import COVERAGE, STATE, SURE
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -24,7 +25,7 @@ from slm_toolkit.report.tables.fitted import (
 )
 
 _BAR_WIDTH = 40
-_VERDICT_STYLE = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_VERDICT_STYLE = {"fits": "green", "may fit": "yellow", "unlikely to fit": "yellow", "does not fit": "red"}
 _FLAGS = tuple(f.name for f in dataclasses.fields(Estimate) if f.name in FLAGS and FLAGS[f.name].heading)
 _TITLES = {"model": "model", "gpu": "GPU", "num_gpus": "GPUs"}
 _TITLES |= {name: COLUMN_TITLES[name] for name in dict.fromkeys((*FIRST_COLUMNS, *_FLAGS))}
@@ -41,6 +42,10 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
+_DECIDES_BATCH = (
+    *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
+    *("mlp_kernel", "torch_compile"),
+)
 _OTHERS = ("communication", "temporary", "workspace")
 _MOST_RANGES = 3
 "rows with offload whose range a note has"
@@ -51,8 +56,49 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
     columns, dropped = columns_that_fit(_columns(rows, largest_batch=largest_batch), width=width)
     parts = [parts_table(rows[0]), *step_tables(rows[0])] if len(rows) == 1 else []
     return Group(
-        _heading(rows, largest_batch), table_of(columns), *parts, *_notes(rows, dropped, largest_batch)
+        _heading(rows, largest_batch),
+        table_of(columns),
+        *_changes(rows),
+        *parts,
+        *_notes(rows, dropped, largest_batch),
     )
+
+
+_MOST_CHANGES_SHOWN = 4
+
+
+def _changes(rows: list[Estimate]) -> list[Text]:
+    """Return a line for the rows that don't fit and share their smallest changes: those, with their cost."""
+    differing = [name for name in _TITLES if _differs(rows, name)]
+    names_by_ways: dict[str, list[str]] = {}
+    for row in rows:
+        if row.changes_that_fit is not None:
+            ways = "; or ".join(map(_change, row.changes_that_fit[:_MOST_CHANGES_SHOWN]))
+            settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
+            names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
+    lines = []
+    for ways, names in names_by_ways.items():
+        do = "does" if len(names) == 1 else "do"
+        would = f"; this would: {ways}" if ways else f", and no {MOST_CHANGES} changes are enough"
+        lines.append(f"{', '.join(names)} {do} not fit{would}")
+    num_left = sum(row.fits is False and row.changes_that_fit is None for row in rows)
+    if num_left:
+        lines.append(f"{num_left} more rows don't fit: estimate one alone to see the changes that do")
+    return [Text(line) for line in lines]
+
+
+def _change(change: Change) -> str:
+    """Return `batch 4 instead of 8 (3% slower)`; of offload also the RAM that it needs."""
+    if change.host_bytes_per_node is not None:
+        cost = "slower, by an unknown amount" if change.speedup is None else _cost(change.speedup)
+        return f"{change.change} ({cost}; {gib(change.host_bytes_per_node)} GiB of RAM per node)"
+    return f"{change.change} ({'speed unknown' if change.speedup is None else _cost(change.speedup)})"
+
+
+def _cost(speedup: float) -> str:
+    if abs(speedup - 1) < 0.005:
+        return "as fast"
+    return f"{abs(speedup - 1):.0%} {'faster' if speedup > 1 else 'slower'} per GPU"
 
 
 def parts_table(row: Estimate) -> RenderableType:
@@ -118,7 +164,7 @@ def _columns(rows: list[Estimate], *, largest_batch: bool) -> list[Column]:
     if any(row.verdict for row in rows):
         styles = [_VERDICT_STYLE.get(row.verdict, "") for row in rows]
         columns += [
-            Column("fits", [row.verdict or DASH for row in rows], styles=styles),
+            Column("fits", [_fits(row) for row in rows], styles=styles),
             column("headroom\nGiB", lambda row: gib(row.headroom_bytes), 3),
         ]
     columns.append(column("host GiB\nper node", lambda row: gib(row.host_bytes_per_node), 7))
@@ -153,9 +199,10 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     ]
     if largest_batch:
         notes.append(
-            f"batch: the largest per GPU that fits, even if tight, up to {LARGEST_BATCH_TRIED:,}; "
-            "0: not even 1 fits; with margin: the largest that is not tight, the safe choice"
+            f"batch: the largest per GPU that fits or may fit, up to {LARGEST_BATCH_TRIED:,}; 0: not even 1 "
+            f"fits; with margin: the largest that fits with a probability of {SURE:.0%}, the safe choice"
         )
+        notes.append(f"the batches are for {_assumed(rows)}: other values change them")
     for gpu in (gpu_of_name(name) for name in dict.fromkeys(row.gpu for row in rows) if name):
         notes.append(f"{gpu.name} has {gib(gpu.memory_bytes)} GiB; source: {gpu.memory_source}")
     if any(row.verdict for row in rows):
@@ -163,12 +210,18 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             dict.fromkeys(f"{size / 2**30:.2f}" for size in sorted(row.parts["cuda_context"] for row in rows))
         )
         notes.append(
-            f"headroom: GPU memory minus {context} GiB for CUDA and NCCL minus allocated; tight: 10% more "
-            "activations, or the middle of reserved, would not fit"
+            f"fits: the probability that allocated and most of the allocator's slack leave {context} GiB for "
+            "CUDA and NCCL; headroom is what remains"
         )
-    if all(row.verdict == "does not fit" for row in rows):
-        smaller = "" if largest_batch else "--largest_batch tries smaller batches; "
-        notes.append(f"nothing fits: {smaller}`slm recommend` looks for settings that fit")
+        notes.append(
+            f"reserved: the range that holds {COVERAGE:.0%} of other people's runs; the probability uses the "
+            "same errors"
+        )
+    if any(row.is_nearly_full for row in rows):
+        notes.append(
+            "nearly full: PyTorch's allocator frees unused blocks and retries, so steps are slower, at least "
+            "the first ones"
+        )
     notes += _speed_notes(rows)
     if any(row.torch_compile for row in rows):
         notes.append(
@@ -183,6 +236,12 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
     if dropped:
         notes.append(left_out_note(dropped))
     return [Text(note, style="dim") for note in notes]
+
+
+def _assumed(rows: list[Estimate]) -> str:
+    """Return the flags, equal in all rows, that decide how many sequences fit."""
+    values = {name: getattr(rows[0], name) for name in _DECIDES_BATCH if not _differs(rows, name)}
+    return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
 
 
 def _adapter_notes(rows: list[Estimate]) -> list[str]:
@@ -253,6 +312,15 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
 
 def _differs(rows: list[Estimate], name: str) -> bool:
     return len({getattr(row, name) for row in rows}) > 1
+
+
+def _fits(row: Estimate) -> str:
+    """Return the verdict with its probability, such as `may fit 71%`."""
+    if row.verdict is None:
+        return DASH
+    percentage = f"{min(max(row.fit_probability, 0.01), 0.99):.0%}"
+    shown = {"1%": "<1%", "99%": ">99%"}.get(percentage, percentage)
+    return f"{row.verdict} {shown}" + "\nnearly full" * bool(row.is_nearly_full)
 
 
 def _reserved(row: Estimate) -> str:

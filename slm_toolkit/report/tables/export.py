@@ -17,8 +17,9 @@ from rich.console import Console
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import Column, columns_of
-from slm_toolkit.report.tables.comparison import comparison_table, heading, notes, parity_notes
+from slm_toolkit.report.tables.comparison import comparison_table, heading, notes, parity_notes, provenance
 from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
+from slm_toolkit.report.verdict import verdict
 
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -84,7 +85,9 @@ def markdown_text(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *zip(*cells, strict=True))]
     all_notes = (*notes(rows, []), *parity_notes(labelled(rows)))
     note_lines = [f"- {_markdown(note.plain)}" for note in all_notes]
-    return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *note_lines]) + "\n"
+    conclusion = [f"- **{_markdown(line)}**" for line in verdict(rows)]
+    conclusion.append(f"- {_markdown(provenance(rows))}")
+    return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *conclusion, *note_lines]) + "\n"
 
 
 def latex_text(rows: list[Row]) -> str:

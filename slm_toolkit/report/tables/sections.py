@@ -36,7 +36,7 @@ def sections(
     """
     named = labelled(rows)
     shown = rows[:most_rows]
-    yield comparison_table(shown, width=width)
+    yield comparison_table(shown, width=width, all_rows=rows)
     if hidden := rows[len(shown) :]:
         bad = sum(row.status in ("failed", "timeout") for row in hidden)
         said = f"the first {len(shown)} of {len(rows):,} rows; of the others {bad:,} failed or timed out"

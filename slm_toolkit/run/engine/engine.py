@@ -24,6 +24,7 @@ from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.launch.torch_extensions import remove_stale_locks, use_extensions_folder
 from slm_toolkit.run.engine.fp32_gradients import Fp32Gradients
 from slm_toolkit.run.engine.optimizer import AdamWWithMasterWeights
+from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 from slm_toolkit.run.peers.launch_info import Launch
 from slm_toolkit.run.peers.machines import process_group_timeout
 from slm_toolkit.strategy.strategy import Strategy, check_passed_on, precision_note
@@ -172,7 +173,7 @@ def prefetch_as_asked(model: torch.nn.Module, num_layers: int) -> None:
     if not num_layers:
         return
     # FSDP's own activation checkpointing wraps the unit that has the layer's parameters
-    layers = [units[0] for layer in model.model.layers if (units := _units_of(layer))]
+    layers = [units[0] for layer in decoder_layers(model) if (units := _units_of(layer))]
     for index, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + num_layers])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - num_layers) : index][::-1])
@@ -315,7 +316,7 @@ def probe_engine(model: torch.nn.Module) -> RunningEngine:
         return RunningEngine("deepspeed", model.zero_optimization_stage(), None, model.dp_world_size)
     if isinstance(model, FSDPModule):
         world_size = next(model.parameters()).device_mesh.size()
-        units = _units_of(model.model.layers)
+        units = _units_of(decoder_layers(model))
         if not units:
             raise ValueError(
                 "FSDP2 sharded no decoder layer\nhint: set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"

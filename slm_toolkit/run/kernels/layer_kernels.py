@@ -103,8 +103,29 @@ class _RMSNorm(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None
 
 
-_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm")
-_MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """Return the list of decoder layers: the module list of the base model that has a layer's number."""
+    num_layers = model.config.num_hidden_layers
+    lists = [
+        part
+        for part in model.base_model.modules()
+        if isinstance(part, torch.nn.ModuleList) and len(part) == num_layers
+    ]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no list of {num_layers} decoder layers\nhint: choose another model"
+        )
+    return lists[0]
+
+
+def computes_like(module: torch.nn.Module, model_class: type) -> bool:
+    """Return whether a module's forward is the same code as another class's.
+
+    transformers copies the code of norms and MLPs into the file of each architecture.
+    """
+    own, other = (getattr(kind.forward, "__code__", None) for kind in (type(module), model_class))
+    same = ("co_code", "co_names", "co_consts", "co_varnames")
+    return own is not None and all(getattr(own, name) == getattr(other, name) for name in same)
 
 
 def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
@@ -113,9 +134,13 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     With --torch_compile, torch.compile computes a fused loss between its matrix products.
     Raises ValueError if a kernel does not fit the model's head, norms or MLPs.
     """
-    if config.mlp_kernel == "fused" and model.config.hidden_act not in ("silu", "swish"):
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    shape = model.config
+    activation = getattr(shape, "hidden_act", None) or getattr(shape, "hidden_activation", None)
+    if config.mlp_kernel == "fused" and activation not in ("silu", "swish"):
         raise ValueError(
-            f"--mlp_kernel fused: the activation of {type(model).__name__} is {model.config.hidden_act}, "
+            f"--mlp_kernel fused: the activation of {type(model).__name__} is {activation}, "
             "not silu\nhint: --mlp_kernel hf"
         )
     if config.loss_kernel == "fused_logits":
@@ -133,16 +158,17 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
         head.compiled, head.chunks = config.torch_compile, config.loss_chunks
         model.register_forward_pre_hook(give_labels_to_head, with_kwargs=True)
         model.loss_function = loss_of_head
-    for flag, kernel, names, fused in (
-        ("norm_kernel", config.norm_kernel, _NORMS, FusedRMSNorm),
-        ("mlp_kernel", config.mlp_kernel, _MLPS, FusedMLP),
+    for flag, kernel, model_class, fused in (
+        ("norm_kernel", config.norm_kernel, LlamaRMSNorm, FusedRMSNorm),
+        ("mlp_kernel", config.mlp_kernel, LlamaMLP, FusedMLP),
     ):
         if kernel != "fused":
             continue
-        modules = [module for module in model.modules() if type(module).__name__ in names]
+        modules = [module for module in model.modules() if computes_like(module, model_class)]
         if not modules:
             raise ValueError(
-                f"--{flag} fused: {type(model).__name__} has none of {', '.join(names)}\nhint: --{flag} hf"
+                f"--{flag} fused: {type(model).__name__} has no module that computes like "
+                f"{model_class.__name__}\nhint: --{flag} hf"
             )
         for module in modules:
             module.__class__ = fused
@@ -194,7 +220,7 @@ def use_fp8(model: PreTrainedModel, recipe: str) -> None:
 
     has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_fp8)
-    layers = model.model.layers
+    layers = decoder_layers(model)
     if not any(fits_fp8(module) for module in layers.modules()):
         raise ValueError(
             f"--fp8 {recipe}: no width of {type(model).__name__} is a multiple of {FP8_MULTIPLE}\n"

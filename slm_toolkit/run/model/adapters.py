@@ -12,6 +12,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.run.kernels.layer_kernels import decoder_layers
 
 MERGED = "merged"
 "subfolder of the adapter's folder, with the base model into which the adapter is merged"
@@ -45,7 +46,7 @@ def quantize(model: PreTrainedModel) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    for name, module in list(model.model.layers.named_modules()):
+    for name, module in list(decoder_layers(model).named_modules()):
         if type(module) is not torch.nn.Linear:
             continue
         has_bias = module.bias is not None
@@ -70,7 +71,7 @@ def quantize(model: PreTrainedModel) -> None:
         in_4_bits.bias = module.bias
         parent, _, child = name.rpartition(".")
         in_4_bits.register_load_state_dict_pre_hook(_without_scales)
-        setattr(model.model.layers.get_submodule(parent), child, in_4_bits)
+        setattr(decoder_layers(model).get_submodule(parent), child, in_4_bits)
 
 
 def _without_scales(

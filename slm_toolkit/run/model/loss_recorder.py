@@ -46,20 +46,23 @@ class RecordedLoss:
             self.last_of_tokens = torch.empty(tokens.shape, device=tokens.device, dtype=torch.float32)
             self.head.token_losses = self.last_of_tokens.view(-1)
 
-    def __call__(self, **arguments: Any) -> torch.Tensor:
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **arguments: Any
+    ) -> torch.Tensor:
+        """Return the loss; Gemma passes these three by position, other models by name."""
         in_head = isinstance(self.head, LossHead)
         if self.of_tokens and not in_head and torch.is_grad_enabled():
             # before the loss, because a fused loss overwrites logits with their gradient
-            self.last_of_tokens = token_losses(arguments["logits"], arguments["labels"])
+            self.last_of_tokens = token_losses(logits, labels)
         num_items = {} if self._num_items is None else {"num_items_in_batch": self._num_items}
-        loss = self.function(**arguments, **num_items)
+        loss = self.function(logits=logits, labels=labels, vocab_size=vocab_size, **arguments, **num_items)
         if torch.is_grad_enabled():
-            self.num_tokens += arguments["labels"].numel()
+            self.num_tokens += labels.numel()
         self.last = self.head.last_loss if in_head else loss.detach()
         if self.limit is not None and torch.is_grad_enabled():
             mean = self.last
             if self._num_items is not None:
-                num_labels = (arguments["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
+                num_labels = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
                 mean = mean * self._num_items / num_labels
             loss = loss * torch.where(mean > self.limit, torch.nan, 1.0)
         return loss

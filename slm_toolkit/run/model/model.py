@@ -28,7 +28,7 @@ from transformers.modeling_utils import set_zero3_state
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import has_weights
-from slm_toolkit.run.kernels.layer_kernels import use_fp8, use_kernels, use_liger
+from slm_toolkit.run.kernels.layer_kernels import decoder_layers, use_fp8, use_kernels, use_liger
 from slm_toolkit.run.model.adapters import add_adapter, quantize
 from slm_toolkit.run.peers.step_exchange import gather_to_all
 
@@ -94,7 +94,7 @@ def build_model(spec: ModelSpec, config: RunConfig, *, documents_apart: bool = F
     if config.torch_compile:
         # one graph per layer's backward under DDP; by default Dynamo splits it at every 25 MB bucket
         torch._dynamo.config.optimize_ddp = False  # private
-        for layer in model.model.layers:
+        for layer in decoder_layers(model):
             # compile in place: state dict names stay the same, and every engine wraps the same module
             layer.compile(mode=config.torch_compile_mode)
     return model.train()
@@ -289,7 +289,7 @@ def enable_checkpointing(model: PreTrainedModel, mode: str, *, compiled: bool) -
         return
     contexts = _contexts_for_compiler if compiled else _contexts
     options = {"context_fn": contexts} if mode == "selective_op" else {}
-    for number, layer in enumerate(model.model.layers, start=1):
+    for number, layer in enumerate(decoder_layers(model), start=1):
         if mode != "selective_layer" or number % 2 == 0:
             layer.forward = _checkpointed(layer.forward, options)
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from slm_toolkit.predict.memory.allocator import CachingAllocator, Request
 from slm_toolkit.record.memory_timeline import OF_MODULES, PARTS, MemoryTimeline, Segment
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
@@ -24,10 +26,12 @@ _CAT = torch.ops.aten.cat.default
 class Allocation:
     """One tensor storage: where it was made and, once known, its part of memory (parameters, ...)."""
 
-    __slots__ = ("module", "nbytes", "op", "part", "phase")
+    __slots__ = ("module", "nbytes", "op", "part", "phase", "stream")
 
-    def __init__(self, nbytes: int, phase: str, module: str, op: str) -> None:
+    def __init__(self, nbytes: int, phase: str, module: str, op: str, stream: int) -> None:
         self.nbytes, self.phase, self.module, self.op = nbytes, phase, module, op
+        self.stream = stream
+        "number of the stream in which it was made; 0 is the default stream"
         self.part: str | None = None
 
 
@@ -54,6 +58,8 @@ class AllocationTrace(TorchDispatchMode):
         self.phase, self.module = "setup", ""
         self.events: list[Event] = []
         self._live: dict[int, tuple[Allocation, Any]] = {}
+        self._device = torch.get_device_module(device_type)
+        self._streams = [self._device.current_stream()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -125,7 +131,7 @@ class AllocationTrace(TorchDispatchMode):
                 self._change(allocation, nbytes - allocation.nbytes)
                 allocation.nbytes = nbytes
             return allocation
-        allocation = Allocation(nbytes, self.phase, self.module, op)
+        allocation = Allocation(nbytes, self.phase, self.module, op, self._stream())
 
         def freed(_: Any) -> None:
             freed_allocation = self._live.pop(key)[0]
@@ -134,6 +140,13 @@ class AllocationTrace(TorchDispatchMode):
         self._live[key] = (allocation, weakref.ref(storage, freed))
         self._change(allocation, nbytes)
         return allocation
+
+    def _stream(self) -> int:
+        """Return the current stream's number. On a CPU, FSDP2 switches torch's stand-ins for streams."""
+        stream = self._device.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
     def _change(self, allocation: Allocation, delta_bytes: int) -> None:
         if delta_bytes:
@@ -163,6 +176,51 @@ def part_of(allocation: Allocation) -> str:
     if allocation.module in ("", "lm_head", "loss"):
         return "logits_and_loss"
     return "activations" if allocation.phase == "forward" else "temporary"
+
+
+def reserved_bytes(events: list[Event]) -> int:
+    """Return the bytes that PyTorch's allocator reserves on a GPU for the events' allocations."""
+    allocator = CachingAllocator()
+    allocator.repeat(requests_of(events))
+    return allocator.peak_reserved_bytes
+
+
+def requests_of(events: list[Event]) -> Iterator[Request]:
+    """Yield the events as an allocator's requests. A resized storage is copied, then the old one freed.
+
+    Two differences between fake tensors and a GPU are left out. Of the setup, only storages that are alive
+    when the first step begins are requested, because a GPU never has the whole unsharded model. And DTensor
+    derives shapes during the first optimizer step, for which a GPU allocates nothing.
+    """
+    unlike_a_gpu = _temporary_in_first_update(events)
+    setup = list(takewhile(lambda event: event.phase == "setup", events))
+    num_bytes_of: dict[Allocation, int] = {}
+    for event in setup:
+        num_bytes_of[event.allocation] = num_bytes_of.get(event.allocation, 0) + event.delta_bytes
+    number_and_bytes: dict[Allocation, tuple[int, int]] = {}
+    for allocation, num_bytes in num_bytes_of.items():
+        if num_bytes:
+            number_and_bytes[allocation] = len(number_and_bytes), num_bytes
+            yield "a", len(number_and_bytes) - 1, num_bytes, allocation.stream
+    for number, event in enumerate(events[len(setup) :], len(number_and_bytes)):
+        if event.allocation in unlike_a_gpu:
+            continue
+        old_number, old_bytes = number_and_bytes.pop(event.allocation, (None, 0))
+        num_bytes = old_bytes + event.delta_bytes
+        if num_bytes:
+            number_and_bytes[event.allocation] = number, num_bytes
+            yield "a", number, num_bytes, event.allocation.stream
+        if old_number is not None:
+            yield "f", old_number
+
+
+def _temporary_in_first_update(events: list[Event]) -> set[Allocation]:
+    """Return the storages that the first optimizer step allocates and frees."""
+    sizes: dict[Allocation, int] = {}
+    for event in takewhile(lambda event: event.phase != "between", events):
+        if event.allocation.phase == "optimizer":
+            sizes[event.allocation] = sizes.get(event.allocation, 0) + event.delta_bytes
+    return {allocation for allocation, num_bytes in sizes.items() if not num_bytes}
 
 
 @contextmanager
@@ -234,4 +292,5 @@ def timeline_of(events: list[Event], *, first: int) -> MemoryTimeline:
         if part_of(event.allocation) in OF_MODULES:
             name = event.allocation.module
             by_module[name] = by_module.get(name, 0) + event.delta_bytes
-    return MemoryTimeline(tuple(segments), {name: count for name, count in by_module.items() if count})
+    modules_at_peak = {name: num_bytes for name, num_bytes in by_module.items() if num_bytes}
+    return MemoryTimeline(tuple(segments), modules_at_peak, reserved_bytes(events))

@@ -22,6 +22,7 @@ from rich.progress import (
 from slm_toolkit.base.safe_files import write_new
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.record.run_record import PROGRESS_FILE
+from slm_toolkit.run.observe.machine_load import allocator_retries
 from slm_toolkit.run.observe.watch import RunWatch
 
 
@@ -48,9 +49,18 @@ class TrainingProgress:
     """The progress of rank 0, shown at most twice a second because reading the loss slows a step down."""
 
     def __init__(
-        self, run_dir: Path, first_step: int, num_steps: int, logging_steps: int | None = None
+        self,
+        run_dir: Path,
+        first_step: int,
+        num_steps: int,
+        *,
+        device: torch.device,
+        logging_steps: int | None = None,
     ) -> None:
         self.path = run_dir / PROGRESS_FILE
+        self.device = device
+        self.num_retries = 0
+        "how often the allocator of this rank's GPU was full, freed its unused blocks and retried"
         self.logging_steps = logging_steps
         self.num_steps = num_steps
         self.started = self.last_shown = self.last_line = time.monotonic()
@@ -82,8 +92,11 @@ class TrainingProgress:
         """Show the loss and the rate. num_tokens: all ranks' tokens since this run began, without padding."""
         self.last_shown = time.monotonic()
         tokens_per_second = num_tokens / (self.last_shown - self.started)
+        self._show_retries(allocator_retries(self.device).get("num_alloc_retries", 0))
         if self.bar is not None:
             status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            if self.num_retries:
+                status += f"  nearly full, {self.num_retries} retries"
             self.bar.update(self.task, completed=step, status=status)
         elif self._is_logged(step) or step == self.num_steps:
             self.last_line = self.last_shown
@@ -103,6 +116,17 @@ class TrainingProgress:
             if not self.has_warned:
                 self.say(f"warning: can't write {self.path}: {error.strerror}; training continues")
             self.has_warned = True
+
+    def _show_retries(self, num_retries: int) -> None:
+        """Say that the GPU is nearly full when the allocator retried for the first time."""
+        if num_retries and not self.num_retries:
+            self.say(
+                "warning: the GPU is nearly full: PyTorch waited for it, freed unused blocks and retried, "
+                "which makes steps slower\n"
+                "hint: a smaller --per_device_train_batch_size, or PYTORCH_ALLOC_CONF="
+                "expandable_segments:True"
+            )
+        self.num_retries = num_retries
 
     def _is_logged(self, step: int) -> bool:
         """Whether a line is printed where there is no terminal."""

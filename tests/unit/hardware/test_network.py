@@ -67,6 +67,8 @@ def test_a_latency_below_zero_becomes_zero() -> None:
     assert line.latency_seconds == 0
     assert line.bus_bytes_per_second == pytest.approx(7 / 8 * 13 / 15)
     assert seconds(network, "all_gather", 2) == pytest.approx(30 / 13)
+    assert "all_gather: small tensors took no extra time, so the fit has no latency" in shown(network)
+    assert "│          - │" in shown(network)
 
 
 def test_times_that_do_not_grow_have_no_bandwidth() -> None:
@@ -75,6 +77,7 @@ def test_times_that_do_not_grow_have_no_bandwidth() -> None:
     assert fit(network, "all_reduce").bus_bytes_per_second is None
     assert seconds(network, "all_reduce", 10**9) == pytest.approx(1.2)
     assert "1200000.0 │        - │" in shown(network)
+    assert "all_reduce: larger tensors took no longer, so the fit has no bandwidth" in shown(network)
 
 
 def test_a_network_is_read_as_it_was_written(tmp_path: Path) -> None:

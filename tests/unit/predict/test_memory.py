@@ -151,3 +151,51 @@ def test_published_memory_is_met() -> None:
 def test_the_papers_fits_and_ooms_are_met_by_its_software() -> None:
     published = bench("published_memory")
     assert [case for case in published.PAPER if published.fits(case, software="2024") != case[-1]] == []
+
+
+FSDP1 = """distributed_type: FSDP
+num_processes: 8
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: {prefetch}
+"""
+
+
+def of_fsdp1(tmp_path: Path, *, prefetch: str) -> tuple[MemoryEstimate, MemoryEstimate]:
+    """slm-10m on 8 ranks, whose small batch peaks when the last layer's gradients are joined; FSDP1 and 2."""
+    path = tmp_path / "fsdp1.yaml"
+    path.write_text(FSDP1.format(prefetch=prefetch))
+    config = RunConfig(
+        model="slm-10m", seq_len=64, per_device_train_batch_size=1, numerics="stock"
+    ).with_defaults(has_gpu=True)
+    return tuple(
+        peak(Setup(find_model("slm-10m"), strategy, config, num_gpus=8))
+        for strategy in (read_strategy(path), find_strategy("fsdp_full_shard"))
+    )
+
+
+@pytest.mark.parametrize(("prefetch", "layers_gathered"), [("BACKWARD_PRE", 2), ("NO_PREFETCH", 1)])
+def test_fsdp1_keeps_the_root_gathered_and_joins_gradients(
+    tmp_path: Path, prefetch: str, layers_gathered: int
+) -> None:
+    estimate, _ = of_fsdp1(tmp_path, prefetch=prefetch)
+    # slm-10m: 2 x 384 x 320 of embedding and head + 320 of the norm = 246,080; a layer has 1,239,680
+    gathered = 2 * (246_080 + layers_gathered * 1_239_680)
+    assert estimate.parts["gathered_parameters"] == gathered
+    # the head's gradient and the layer's gradients, and the layer's flat gradient; all in bf16
+    assert estimate.parts["gradients"] == 2 * (384 * 320 + 1_239_680)
+    assert estimate.parts["communication"] == 2 * 1_239_680
+    assert estimate.peak_instant == "backward: layers.7, reducing"
+
+
+def test_fsdp1_needs_more_than_fsdp2(tmp_path: Path) -> None:
+    fsdp1, fsdp2 = of_fsdp1(tmp_path, prefetch="BACKWARD_PRE")
+    assert fsdp1.peak_bytes > fsdp2.peak_bytes
+
+
+def test_adapters_under_fsdp1_have_no_closed_form(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp1.yaml"
+    path.write_text(FSDP1.format(prefetch="NO_PREFETCH"))
+    config = RunConfig(model="slm-10m", peft="lora").with_defaults(has_gpu=True)
+    with pytest.raises(ValueError, match="no closed form for adapters under FSDP1"):
+        peak(Setup(find_model("slm-10m"), read_strategy(path), config, num_gpus=8))

@@ -86,7 +86,9 @@ def test_markdown_escapes_and_aligns() -> None:
     assert first.startswith(r"| a\|b_c \[x\] \*\_d\_ | ok | 1= | 16,384 | ±5.0% |")
     assert second.startswith("| ddp | ok | 1= | 16,384 |")
     assert r"\$ per 1M tokens" in title  # GitHub takes what stands between two dollars as a formula
-    assert lines[7].startswith("- rank: ")
+    assert lines[7] == "- **No row is clearly fastest: both tie (16,384 tokens/s).**"
+    assert lines[10] == "- NVIDIA H100 80GB HBM3; 2026-01-01"
+    assert lines[11].startswith("- rank: ")
 
 
 def test_svg_has_heading_cells_and_notes() -> None:
@@ -172,7 +174,8 @@ def test_a_terminal_is_shown_the_first_of_many_rows_and_told_so(
     monkeypatch.setenv("COLUMNS", "200")
     shown = report(capsys, runs).out
     assert "the first 1 of 2 rows; of the others 1 failed or timed out: a pipe, --csv and --markdown" in shown
-    assert "mine" not in shown
+    assert "│ mine" not in shown
+    assert "Not ranked, failed: mine." in shown  # the verdict is about all rows
 
 
 def test_rows_asked_alike_find_their_reference_without_being_held_against_all(

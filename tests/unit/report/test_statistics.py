@@ -1,6 +1,7 @@
 """Rates, warm-up, intervals, ranks and audits, from records made by hand with numbers worked by hand."""
 
 import dataclasses
+from math import exp, sqrt
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import made_record
 
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled, ranked, row_of
-from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, throughput
+from slm_toolkit.report.stats import LAUNCH_NOISE, interval_of_median, overlap, paired_lead, throughput
 
 
 def with_steps(*slowest: float, **changes: object) -> RunRecord:
@@ -49,11 +50,22 @@ def test_three_launches_or_more_show_themselves_how_much_they_differ() -> None:
     assert (rate.num_launches, rate.num_timed_steps) == (3, 90)
 
 
-def test_few_steps_are_taken_one_by_one() -> None:
-    # 4 timed steps are one block, which says nothing of how steps differ: the slowest is half as fast
-    rate = throughput([with_steps(1.0, 1.0, 1.0, 1.0, 2.0, timing_warmup_steps=1)])
-    assert rate.tokens_per_second == pytest.approx(4 * 8192 / 5)
+def test_one_block_of_steps_is_taken_step_by_step() -> None:
+    # ten timed steps are one block, which says nothing of how steps differ; two of them are half as fast.
+    # Of ten values the second lowest and the second highest hold the median in 98 % of samples
+    rate = throughput([with_steps(1.0, *[1.0] * 8, *[2.0] * 2, timing_warmup_steps=1)])
+    assert rate.tokens_per_second == pytest.approx(10 * 8192 / 12)
     assert (rate.lowest, rate.highest) == pytest.approx((8192 / 2, 8192))
+
+
+def test_fewer_than_ten_timed_steps_have_no_interval_and_no_rank() -> None:
+    nine, ten = (with_steps(*[1.0] * (1 + count), timing_warmup_steps=1) for count in (9, 10))
+    assert (throughput([nine]).lowest, throughput([nine]).highest) == (None, None)
+    assert throughput([ten]).lowest == pytest.approx(8192 * (1 - LAUNCH_NOISE))
+    rows = [
+        row_from(dataclasses.replace(record, strategy=name)) for record, name in ((nine, "a"), (ten, "b"))
+    ]
+    assert [row.rank for row in ranked([*rows, rows[1]], strict=False)] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +157,7 @@ NUMERICS = {"residual_dtype": "bfloat16", "accumulation": 1, "tokens_per_step": 
 def test_rows_are_marked_against_ddp_and_strict_leaves_them_out() -> None:
     other = {**NUMERICS, "residual_dtype": "float32"}
     made = [
-        row_from(with_steps(*[1.0] * 9, strategy=name, identity=name, engine=engine, numerics=numerics))
+        row_from(with_steps(*[1.0] * 13, strategy=name, identity=name, engine=engine, numerics=numerics))
         for name, engine, numerics in (
             ("ds_zero2", "deepspeed", NUMERICS),
             ("ddp", "ddp", NUMERICS),
@@ -216,7 +228,8 @@ def test_what_may_have_disturbed_a_run_is_said() -> None:
         "compiled again in timed step 7",
         "rank 1: the GPU was in use before the run (3.0 GiB)",
         "rank 1: clocks throttled: sw_power_cap in 4 steps",
-        "rank 1: the allocator ran out of memory and retried 6 times: the peak was near the limit",
+        "rank 1: the GPU was nearly full: the allocator waited, freed unused blocks and retried 6 times, "
+        "which makes steps slower",
     ]
     nan = row_from(with_steps(*[1.0] * 4, losses=[5.0, 5.0, None, None]))
     assert nan.warnings == ["the loss is not finite from step 3 on"]
@@ -265,7 +278,7 @@ def test_a_failed_launch_among_repeats_is_not_hidden() -> None:
 
 def test_a_row_that_was_not_probed_has_no_rank_where_numerics_count() -> None:
     names = ("ddp", "ds_zero1")
-    rows = [row_from(with_steps(*[1.0] * 9, strategy=name, identity=name)) for name in names]
+    rows = [row_from(with_steps(*[1.0] * 13, strategy=name, identity=name)) for name in names]
     assert [row.rank for row in ranked(rows, strict=False)] == [1, 1]
     assert [row.rank for row in ranked(rows, strict=True)] == [None, None]
 
@@ -276,3 +289,37 @@ def test_labels_tell_rows_apart_by_what_differs() -> None:
     record = with_steps(1.0, 1.0)
     twice = [row_of([(Path(folder, "ddp", "record.json"), record)]) for folder in ("a", "b")]
     assert list(labelled(twice)) == ["ddp a/ddp", "ddp b/ddp"]
+
+
+def test_rounds_are_paired_so_that_a_drift_of_the_machine_hides_no_difference() -> None:
+    # the machine gets up to twice as slow from round to round, but b always takes 5 % longer than a: the
+    # ratio of their rates is 1.05 in each round, so the interval of its mean has no width
+    slowness = (1.0, 1.5, 2.0, 1.2)
+    a, b, c = (
+        row_from(
+            *(
+                with_steps(*[factor * share] * 13, strategy=name, identity=name, run_name=f"{name}{suffix}")
+                for factor, suffix in zip(slowness, ("", "-r2", "-r3", "-r4"), strict=True)
+            )
+        )
+        for name, share in (("a", 1.0), ("b", 1.05), ("c", 1.0))
+    )
+    assert a.tokens_per_second_by_round.keys() == {1, 2, 3, 4}
+    lead = paired_lead(a.tokens_per_second_by_round, b.tokens_per_second_by_round)
+    assert lead == pytest.approx((1.05, 1.05))
+    assert overlap(a.interval, b.interval)
+    assert [row.rank for row in ranked([a, b, c], strict=False)] == [1, 3, 1]
+
+
+def test_the_interval_of_paired_rounds_is_students() -> None:
+    # ratios e^0.1, e^0.2, e^0.3: mean of the logarithms 0.2, s = 0.1, t for 2 degrees of freedom 9.925
+    rates = {1: exp(0.1), 2: exp(0.2), 3: exp(0.3), 5: 7.0}
+    half = 9.925 * 0.1 / sqrt(3)
+    assert paired_lead(rates, {1: 1.0, 2: 1.0, 3: 1.0, 4: 9.0}) == pytest.approx(
+        (exp(0.2 - half), exp(0.2 + half))
+    )
+    assert paired_lead(rates, {1: 1.0, 2: 1.0}) is None
+
+
+def test_launches_of_the_same_round_are_not_paired() -> None:
+    assert throughput([made_record(), made_record()]).by_round == {}

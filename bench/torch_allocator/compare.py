@@ -1,0 +1,168 @@
+"""Compare `predict/memory/allocator.py` with torch's own compiled allocator, on a machine without a GPU.
+
+    python bench/torch_allocator/compare.py --folder /tmp/torch_allocator
+
+It downloads torch's CUDA wheel (0.5 GB, Linux x86-64) and CUDA's headers from PyPI into the folder, and
+unpacks `libc10_cuda.so`, which contains the allocator. That library runs on a CUDA runtime that has no GPU
+(`no_gpu.cpp`). Then random sequences of allocations and the allocations of ten rehearsed steps run through
+both allocators. g++ must be installed. Takes about 5 minutes on two cores.
+"""
+
+import argparse
+import csv
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from slm_toolkit.predict.memory.allocator import Block, CachingAllocator, OutOfGpuMemory, Request
+
+HERE = Path(__file__).parent
+WHEELS = ("torch==2.13.0", "nvidia-cuda-runtime", "nvidia-cuda-crt")
+NEEDED = re.compile(
+    r"torch/lib/libc10(_cuda)?\.so|torch/include/(c10|torch/headeronly)/.*|nvidia/cu13/include/.*"
+)
+NUM_RANDOM = 200
+MODELS_AND_STRATEGIES = (
+    *(("slm-500m", "single", 1), ("slm-500m", "ddp", 8), ("slm-1b", "fsdp_full_shard", 8)),
+    *(("slm-2b", "fsdp_full_shard", 64), ("slm-500m", "fsdp_shard_grad_op", 8), ("slm-500m", "ds_zero1", 8)),
+    *(("slm-500m", "ds_zero2", 8), ("slm-1b", "ds_zero3", 8), ("smollm2-135m", "ddp", 2)),
+    ("qwen2.5-0.5b", "fsdp_full_shard", 8),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for downloads and the compiled program")
+    args = parser.parse_args()
+    program = build(args.folder)
+    different = 0
+    for seed in range(NUM_RANDOM):
+        requests, limit_bytes = random_requests(seed)
+        different += ours(requests, limit_bytes) != torchs(program, requests, limit_bytes)
+    print(
+        f"random sequences: {NUM_RANDOM - different} of {NUM_RANDOM} with equal statistics after each request"
+    )
+    print("model,strategy,GPUs,peak allocated,torch's peak reserved,ours")
+    writer = csv.writer(sys.stdout)
+    for model, strategy, num_gpus in MODELS_AND_STRATEGIES:
+        requests = traced_requests(model, strategy, num_gpus)
+        their_last, our_last = torchs(program, requests, None)[-1], ours(requests, None)[-1]
+        writer.writerow((model, strategy, num_gpus, their_last[1], their_last[3], our_last[3]))
+
+
+def build(folder: Path) -> Path:
+    """Download, unpack and compile what is not there yet. Return the path of the compiled program."""
+    program = folder.resolve() / "repeat"
+    if program.exists():
+        return program
+    folder.mkdir(parents=True, exist_ok=True)
+    # the project's own index has a torch without CUDA
+    pypi = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    download = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--index-url",
+        "https://pypi.org/simple",
+    )
+    subprocess.run((*download, "--dest", folder, *WHEELS), check=True, env=pypi)
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if NEEDED.fullmatch(name)])
+    headers = ("-I", folder / "torch/include", "-I", folder / "nvidia/cu13/include")
+    libraries = folder / "nvidia/cu13/lib"  # where libc10_cuda.so looks for its CUDA runtime
+    libraries.mkdir(parents=True, exist_ok=True)
+    runtime, rest, versions = libraries / "libcudart.so.13", folder / "rest.cpp", folder / "versions.map"
+    versions.write_text("libcudart.so.13 { global: *; };\n")
+    rest.write_text(
+        "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in unused_functions(folder))
+    )
+    shared = ("-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}")
+    subprocess.run(("g++", "-O1", *shared, HERE / "no_gpu.cpp", rest, *headers, "-o", runtime), check=True)
+    torch = folder.resolve() / "torch/lib"
+    links = ("-L", torch, "-lc10_cuda", "-lc10", runtime, f"-Wl,-rpath,{torch}:{libraries.resolve()}")
+    subprocess.run(
+        ("g++", "-O1", "-std=c++20", HERE / "repeat.cpp", *headers, *links, "-o", program), check=True
+    )
+    return program
+
+
+def unused_functions(folder: Path) -> list[str]:
+    """Return the functions of CUDA's runtime that the library names and `no_gpu.cpp` does not define."""
+    listing = subprocess.run(
+        ("nm", "-D", "--undefined-only", folder / "torch/lib/libc10_cuda.so"),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    defined = (HERE / "no_gpu.cpp").read_text()
+    return [name for name in re.findall(r"\bcuda\w+(?=@libcudart)", listing) if f" {name}(" not in defined]
+
+
+def random_requests(seed: int) -> tuple[list[Request], int | None]:
+    """Return a random sequence, and a limit of 1 to 6 GiB for every second seed."""
+    draw = random.Random(seed)
+    limit_bytes = draw.randrange(2**30, 6 * 2**30) if seed % 2 else None
+    requests: list[Request] = []
+    in_use: list[int] = []
+    for number in range(draw.randrange(50, 2000)):
+        if in_use and draw.random() < 0.48:
+            requests.append(("f", in_use.pop(draw.randrange(len(in_use)))))
+        else:
+            in_use.append(number)
+            requests.append(("a", number, int(2 ** draw.uniform(3, 28)), draw.choice((0, 0, 0, 1, 2))))
+    return requests, limit_bytes
+
+
+def traced_requests(model: str, strategy: str, num_gpus: int) -> list[Request]:
+    """Rehearse two steps in a process of their own and return their allocations."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "requests"
+        words = (model, strategy, str(num_gpus), str(path))
+        subprocess.run((sys.executable, HERE / "rehearsed.py", *words), check=True, stderr=subprocess.DEVNULL)
+        lines = [line.split() for line in path.read_text().splitlines()]
+    return [(line[0], *map(int, line[1:])) for line in lines]
+
+
+def ours(requests: Iterable[Request], limit_bytes: int | None) -> list[tuple[int, ...]]:
+    """Return our allocator's statistics after each request, as `repeat.cpp` prints torch's."""
+    allocator, blocks, statistics = CachingAllocator(limit_bytes), dict[int, Block](), []
+    for action, number, *size_and_stream in requests:
+        try:
+            if action == "a":
+                blocks[number] = allocator.allocate(*size_and_stream)
+            else:
+                allocator.free(blocks.pop(number))
+        except OutOfGpuMemory:
+            statistics += [_statistics(allocator), ()]
+            break
+        statistics.append(_statistics(allocator))
+    return statistics
+
+
+def _statistics(allocator: CachingAllocator) -> tuple[int, ...]:
+    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    return allocator.allocated_bytes, peaks[0], allocator.reserved_bytes, peaks[1], allocator.num_retries
+
+
+def torchs(program: Path, requests: Iterable[Request], limit_bytes: int | None) -> list[tuple[int, ...]]:
+    """Return the statistics of torch's allocator after each request; the last is empty if memory ran out."""
+    text = "".join(" ".join(map(str, request)) + "\n" for request in requests)
+    environment = {} if limit_bytes is None else {"FAKE_GPU_BYTES": str(limit_bytes)}
+    printed = subprocess.run(
+        (program, "all"), input=text, capture_output=True, text=True, check=True, env=environment
+    ).stdout.splitlines()
+    return [() if line == "out of memory" else tuple(map(int, line.split())) for line in printed]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What transformers builds for each model_type: norms, biases, windows, and the defaults of absent keys.
+
+Read from the configuration and modeling files of transformers 5.23.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.model.model_spec import Experts, LatentAttention, ModelSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one model_type."""
+
+    norms: str = "before"
+    "as in ModelSpec"
+    qk_norm: str = "none"
+    "as in ModelSpec"
+    norm_scales_in_fp32: bool = False
+    fused_projections: bool = False
+    has_qkv_bias: bool = False
+    "query, key and value always carry a bias"
+    bias_keys: tuple[str, ...] = ()
+    "the keys that add biases; another model_type ignores them"
+    windows: str = "none"
+    "which layers have a sliding window: none, all, or those of layer_types"
+    window: int | None = None
+    "sliding_window if the key is absent"
+    window_switch: str | None = None
+    "a key that must be true for windows"
+    tied: bool = False
+    kv_heads: int | None = None
+    "num_key_value_heads if the key is absent; None: as many as heads"
+    head_dim: int | None = None
+    "None: hidden_size / heads"
+    heads_divide_width: bool = True
+    "transformers refuses a hidden_size that is no multiple of the heads"
+    expert_keys: tuple[str, ...] = ()
+    "the keys of the number of experts and of their FFN width; such models can only be estimated"
+    has_latent_attention: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+_GEMMA = Family(
+    norms="both",
+    norm_scales_in_fp32=True,
+    bias_keys=("attention_bias",),
+    windows="layer_types",
+    window=4096,
+    tied=True,
+    kv_heads=4,
+    head_dim=256,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(bias_keys=_BIASES),
+    "qwen2": Family(
+        has_qkv_bias=True,
+        windows="layer_types",
+        window=4096,
+        window_switch="use_sliding_window",
+        kv_heads=32,
+    ),
+    "mistral": Family(windows="all", window=4096, kv_heads=8),
+    "qwen3": Family(
+        qk_norm="head",
+        bias_keys=("attention_bias",),
+        windows="layer_types",
+        window=4096,
+        window_switch="use_sliding_window",
+        kv_heads=32,
+        head_dim=128,
+        heads_divide_width=False,
+    ),
+    "gemma2": _GEMMA,
+    "gemma3_text": dataclasses.replace(_GEMMA, qk_norm="head"),
+    "smollm3": Family(
+        bias_keys=_BIASES, windows="layer_types", window_switch="use_sliding_window", tied=True, kv_heads=4
+    ),
+    "olmo2": Family(
+        norms="after", qk_norm="all_heads", norm_scales_in_fp32=True, bias_keys=("attention_bias",)
+    ),
+    "granite": Family(bias_keys=_BIASES),
+    "phi3": Family(fused_projections=True, windows="all"),
+    "qwen3_moe": Family(
+        qk_norm="head",
+        bias_keys=("attention_bias",),
+        kv_heads=4,
+        expert_keys=("num_experts", "moe_intermediate_size"),
+    ),
+    "olmoe": Family(qk_norm="all_heads", expert_keys=("num_experts", "intermediate_size")),
+    "granitemoe": Family(
+        bias_keys=("attention_bias",), expert_keys=("num_local_experts", "intermediate_size")
+    ),
+    "deepseek_v2": Family(
+        has_latent_attention=True, expert_keys=("n_routed_experts", "moe_intermediate_size")
+    ),
+    "deepseek_v3": Family(
+        has_latent_attention=True, expert_keys=("n_routed_experts", "moe_intermediate_size")
+    ),
+}
+TRAINABLE = tuple(
+    name for name, family in FAMILIES.items() if not family.expert_keys and not family.has_latent_attention
+)
+
+_BUILT_BIASES = {"attention_bias": "has_qkv_bias"}
+"a bias key, and the field of a family that builds the bias without it"
+_NOT_TRAINED = {
+    "use_bidirectional_attention": "the model would attend to later tokens",
+    "resid_pdrop": "dropout of the residual stream has no closed form",
+    "mlp_only_layers": "layers with and without experts in turn are unknown here",
+}
+"keys of a config.json that no estimate and no training here obeys, if they are set"
+
+
+def ignored_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
+    """Return the keys of a config.json that transformers' classes of this model_type would ignore."""
+    family = FAMILIES[model_type]
+    ignored = []
+    for key in _BIASES:
+        built = family.has_qkv_bias and _BUILT_BIASES.get(key) is not None
+        if key not in family.bias_keys and config.get(key, built) not in (None, built):
+            ignored.append(key)
+    others = {"num_experts", "num_local_experts"} - set(family.expert_keys)
+    ignored += [key for key in sorted(others) if config.get(key) not in (None, 0, 1)]
+    if family.windows == "none" and config.get("sliding_window") is not None:
+        ignored.append("sliding_window")
+    known = {"full_attention", "sliding_attention"} if family.windows == "layer_types" else {"full_attention"}
+    if set(config.get("layer_types") or ()) - known:
+        ignored.append("layer_types")
+    return ignored
+
+
+def unsupported_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return a clause for each key that changes the model in a way that this project does not know."""
+    found = [f"{key} {config[key]!r}: {why}" for key, why in _NOT_TRAINED.items() if config.get(key)]
+    return found + [
+        f"{key} {config[key]!r}: {_NOT_TRAINED['mlp_only_layers']}"
+        for key in ("decoder_sparse_step", "moe_layer_freq")
+        if config.get(key, 1) != 1
+    ]
+
+
+def experts_of(config: Mapping[str, Any], model_type: str) -> Experts | None:
+    """Return the experts of a mixture-of-experts model. Raise ValueError for a missing or invalid number."""
+    family = FAMILIES[model_type]
+    if not family.expert_keys:
+        return None
+    num_experts, size = (_size(config, key) for key in family.expert_keys)
+    per_token = _size(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ValueError(f"num_experts_per_tok {per_token}: there are {num_experts} experts")
+    if not family.has_latent_attention:
+        return Experts(num_experts, per_token, size)
+    shared = config.get("n_shared_experts") or 0
+    dense = config.get("first_k_dense_replace", 3 if model_type == "deepseek_v3" else 0)
+    for key, value in (("n_shared_experts", shared), ("first_k_dense_replace", dense)):
+        if type(value) is not int or not 0 <= value <= 1000:
+            raise ValueError(f"{key} is {value!r}: it must be a whole number")
+    return Experts(num_experts, per_token, size, size * shared, min(dense, config["num_hidden_layers"]))
+
+
+def latent_attention_of(config: Mapping[str, Any], model_type: str) -> LatentAttention | None:
+    """Return the widths of latent attention. Raise ValueError for a missing or invalid one."""
+    if not FAMILIES[model_type].has_latent_attention:
+        return None
+    query_rank = None if config.get("q_lora_rank", 1536) is None else _size(config, "q_lora_rank")
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return LatentAttention(query_rank, *(_size(config, name) for name in names))
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= 10**6:
+        raise ValueError(f"{key} is {value!r}: it must be a whole number above 0")
+    return value
+
+
+def sliding_window(config: Mapping[str, Any], model_type: str) -> tuple[int | None, int]:
+    """Return the window that transformers' class of this model_type sets, and the number of its layers."""
+    family, num_layers = FAMILIES[model_type], config["num_hidden_layers"]
+    window, kinds = config.get("sliding_window", family.window), config.get("layer_types")
+    is_off = family.window_switch is not None and not config.get(family.window_switch)
+    if family.windows == "none" or is_off or window is None:
+        return None, 0
+    if kinds is not None:
+        num_windows = kinds.count("sliding_attention")
+    elif family.windows == "all":
+        num_windows = num_layers
+    elif model_type == "smollm3":  # the layers without RoPE
+        interval = config.get("no_rope_layer_interval", 4)
+        has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+        num_windows = sum(not rope for rope in has_rope)
+    elif model_type.startswith("gemma"):  # all but every second or sixth layer
+        pattern = 2 if model_type == "gemma2" else config.get("sliding_window_pattern", 6)
+        num_windows = num_layers - num_layers // pattern
+    else:  # Qwen: the layers from max_window_layers on
+        num_windows = max(0, num_layers - config.get("max_window_layers", 28))
+    return (window, num_windows) if num_windows else (None, 0)
+
+
+def after_head(config: Mapping[str, Any], model_type: str) -> str:
+    """Return what the model does with the head's logits, as in ModelSpec; absent keys have defaults."""
+    if config.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None) is not None:
+        return "softcap" if model_type in ("gemma2", "gemma3_text") else "nothing"
+    return "scaling" if model_type.startswith("granite") else "nothing"
+
+
+_SILU = ("silu", "swish")
+
+
+def kernel_problems(spec: ModelSpec, config: RunConfig) -> list[str]:
+    """Return a sentence for each kernel of the flags that would compute another model's function."""
+    return [sentence for sentence, _ in _replaced_kernels(spec, config)]
+
+
+def with_kernels_of(spec: ModelSpec, config: RunConfig) -> RunConfig:
+    """Return the config with the kernels that the model has, in place of those that it does not have."""
+    replaced: dict[str, Any] = {}
+    for _, change in _replaced_kernels(spec, config):
+        replaced |= change
+    return dataclasses.replace(config, **replaced) if replaced else config
+
+
+def _replaced_kernels(spec: ModelSpec, config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return a sentence and the flag's other value for each kernel that does not fit the model."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    kernel = config.attn_implementation
+    if spec.attention_softcap and kernel.startswith("sdpa"):
+        sentence = (
+            f"--attn_implementation {kernel}: {spec.name} caps its attention logits, and SDPA does not; use "
+            "--attn_implementation eager (on a GPU, also flash_attention_2 or flex_attention)"
+        )
+        found.append((sentence, {"attn_implementation": "eager"}))
+    if spec.after_head != "nothing" and config.loss_kernel == "fused_linear":
+        sentence = (
+            f"--loss_kernel fused_linear: {spec.name} changes the head's logits before the loss "
+            f"({spec.after_head}), and this kernel never has them; use --loss_kernel fused_logits"
+        )
+        found.append((sentence, {"loss_kernel": "fused_logits"}))
+    if spec.norm_scales_in_fp32 and config.norm_kernel == "fused":
+        sentence = (
+            f"--norm_kernel fused: {spec.name} multiplies by a norm's weight before it rounds, and this "
+            "kernel after it; use --norm_kernel hf"
+        )
+        found.append((sentence, {"norm_kernel": "hf"}))
+    if config.mlp_kernel == "fused" and (spec.fused_projections or spec.hidden_act not in _SILU):
+        reason = "gate and up are one matrix" if spec.fused_projections else f"it is {spec.hidden_act}"
+        sentence = (
+            f"--mlp_kernel fused: it computes down(silu(gate) * up), and {spec.name} does not: {reason}; "
+            "use --mlp_kernel hf"
+        )
+        found.append((sentence, {"mlp_kernel": "hf"}))
+    return found

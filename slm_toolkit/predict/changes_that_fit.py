@@ -1,0 +1,179 @@
+"""Find the smallest changes with which a configuration fits its GPUs."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.predict.estimate import Change, Estimate, estimate
+from slm_toolkit.predict.setup.setup import Setup, unknown_to_estimates, with_flags
+from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES, Strategy, contradictions, find_strategy
+
+MOST_CHANGES = 3
+"changes that are combined if fewer are not enough"
+MOST_GPUS = 64
+_MOST_MICRO_STEPS = 1024
+"times as many micro-steps as before"
+_OFFLOADING = ("ds_zero2_offload", "ds_zero3_offload")
+_Option = Callable[[Setup], Setup]
+
+
+def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
+    """Return the smallest changes with which a setup that does not fit would fit, the fastest first.
+
+    `before` is the setup's estimate. Model, numerics and, if the numbers allow, the sequences per step stay.
+    First come changes on the same GPUs, then one that takes more GPUs. Of each kind of change only the
+    mildest value that fits is returned. Two changes are combined only if no single one is enough, three only
+    if no two are. Empty if three are not enough.
+    """
+    on_same_gpus = [_kernels(setup), _checkpointing(setup), _smaller_batches(setup), _strategies(setup)]
+    found = _fewest(setup, before, [], on_same_gpus)
+    with_flags_only = [_kernels(setup), _checkpointing(setup), _smaller_batches(setup)]
+    return [*found, *_fewest(setup, before, [_more_gpus(setup)], with_flags_only)[:1]]
+
+
+def _fewest(
+    setup: Setup, before: Estimate, always: list[Iterator[_Option]], kinds: list[Iterator[_Option]]
+) -> list[Change]:
+    """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
+    fixed, free = [list(kind) for kind in always], [list(kind) for kind in kinds]
+    for size in range(1 - len(fixed), MOST_CHANGES + 1 - len(fixed)):
+        tried = [
+            _mildest(setup, before, [*fixed, *combined]) for combined in itertools.combinations(free, size)
+        ]
+        if found := [change for change in tried if change is not None]:
+            return sorted(found, key=lambda change: -(change.speedup or 0.0))
+    return []
+
+
+def _mildest(setup: Setup, before: Estimate, options_by_kind: list[list[_Option]]) -> Change | None:
+    """Return the first combination of one option of each kind that fits, or None."""
+    for options in itertools.product(*options_by_kind):
+        changed = setup
+        for option in options:
+            changed = option(changed)
+        if not _has_estimate(changed):
+            continue
+        after = estimate(changed.launched)
+        if after.verdict != "fits":
+            continue
+        speedup = None
+        if before.tokens_per_second_per_gpu and after.tokens_per_second_per_gpu:
+            speedup = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
+        host_bytes = after.host_bytes_per_node if changed.strategy.offloads else None
+        return Change(_described(setup, changed), speedup, host_bytes)
+    return None
+
+
+def _has_estimate(setup: Setup) -> bool:
+    """Return whether the setup can be launched and has a closed form."""
+    try:
+        strategy = fit_groups(setup.strategy, num_ranks=setup.num_gpus, ranks_per_node=setup.ranks_per_node)
+        sharding = dataclasses.replace(setup, strategy=strategy).placement
+    except ValueError:
+        return False
+    problems = [
+        *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
+        *contradictions(strategy, setup.config),
+        *setup.config.problems(),
+        *unknown_to_estimates(setup.config),
+    ]
+    return not problems
+
+
+def _described(before: Setup, after: Setup) -> str:
+    """Return what differs: `batch 4 instead of 8 with --gradient_accumulation_steps 2`."""
+    names = (
+        *("gradient_accumulation_steps", "loss_kernel", "norm_kernel", "mlp_kernel"),
+        "gradient_checkpointing",
+    )
+    flags = [
+        f"--{name} {value}"
+        for name in names
+        if (value := getattr(after.config, name)) != getattr(before.config, name)
+    ]
+    if after.strategy != before.strategy:
+        flags.append(f"--strategy {after.strategy.name}")
+    if after.num_gpus != before.num_gpus:
+        flags.append(f"--num_gpus {after.num_gpus}")
+    batch, smaller = (setup.config.per_device_train_batch_size for setup in (before, after))
+    words = [f"batch {smaller} instead of {batch}"] if smaller != batch else []
+    return " with ".join([*words, *([" ".join(flags)] if flags else [])])
+
+
+# The kinds of changes. Each yields functions that change a setup, the mildest first.
+
+
+def _kernels(setup: Setup) -> Iterator[_Option]:
+    """Yield kernels that keep less for backward; each option includes those before it."""
+    changes: dict[str, str] = {}
+    for name, value in (("loss_kernel", "fused_linear"), ("norm_kernel", "fused"), ("mlp_kernel", "fused")):
+        if getattr(setup.config, name) == getattr(RunConfig, name):
+            changes = {**changes, name: value}
+            yield _with_flags(**changes)
+
+
+def _checkpointing(setup: Setup) -> Iterator[_Option]:
+    later_modes = {"none": ("selective_op", "full"), "selective_op": ("full",), "selective_layer": ("full",)}
+    for mode in later_modes.get(setup.config.gradient_checkpointing, ()):
+        yield _with_flags(gradient_checkpointing=mode)
+
+
+def _smaller_batches(setup: Setup) -> Iterator[_Option]:
+    """Yield the divisors of the batch, with as many more micro-steps."""
+    batch, steps = setup.config.per_device_train_batch_size, setup.config.gradient_accumulation_steps
+    for factor in range(2, min(batch, _MOST_MICRO_STEPS) + 1):
+        if batch % factor == 0:
+            yield _with_flags(
+                per_device_train_batch_size=batch // factor, gradient_accumulation_steps=factor * steps
+            )
+
+
+def _strategies(setup: Setup) -> Iterator[_Option]:
+    """Yield the strategies that shard or offload more on the same GPUs, the simplest first."""
+    names = (*STUDIED_STRATEGIES, *_OFFLOADING) if setup.num_gpus > 1 else _OFFLOADING
+    for strategy in _less_simple(setup, names):
+        yield _on_gpus(strategy, setup.num_gpus)
+
+
+def _more_gpus(setup: Setup) -> Iterator[_Option]:
+    """Yield two, four, ... times the GPUs; for each number the own strategy, then those that shard more."""
+    own = [] if setup.strategy.is_single else [setup.strategy]
+    strategies = [*own, *_less_simple(setup, STUDIED_STRATEGIES)]
+    count = 2 * setup.num_gpus
+    while count <= MOST_GPUS:
+        if count <= setup.gpus_per_node or count % setup.gpus_per_node == 0:
+            yield from (_on_gpus(strategy, count) for strategy in strategies)
+        count *= 2
+
+
+def _with_flags(**flags: object) -> _Option:
+    return lambda setup: with_flags(setup, **flags)
+
+
+def _less_simple(setup: Setup, names: tuple[str, ...]) -> list[Strategy]:
+    """Return the shipped strategies that are less simple than the setup's own, the simplest first."""
+    strategies = sorted(map(find_strategy, names), key=lambda strategy: strategy.simplicity)
+    return [strategy for strategy in strategies if strategy.simplicity > setup.strategy.simplicity]
+
+
+def _on_gpus(strategy: Strategy, num_gpus: int) -> _Option:
+    """Return the change to another strategy and number of GPUs.
+
+    More GPUs do fewer micro-steps, else smaller batches, so that a step has as many sequences; if not even
+    one per GPU is left, the step grows.
+    """
+
+    def apply(setup: Setup) -> Setup:
+        batch, steps = setup.config.per_device_train_batch_size, setup.config.gradient_accumulation_steps
+        sequences, left = divmod(batch * steps * setup.num_gpus, num_gpus)
+        if sequences and not left:
+            # some number up to the present one divides the sequences, because the batch times it does
+            fewest = -(-sequences // batch)
+            steps = next(number for number in range(fewest, steps + 1) if sequences % number == 0)
+            batch = sequences // steps
+        flags = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
+        return dataclasses.replace(with_flags(setup, **flags), strategy=strategy, num_gpus=num_gpus)
+
+    return apply

@@ -1,0 +1,63 @@
+"""Rates of attention kernels against the published tables, and which kernel a flag means."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+
+from slm_toolkit.hardware.gpus import gpu_of_name, gpus
+from slm_toolkit.predict.speed.attention import kernel_of, pass_seconds, rates_of_kernel
+from slm_toolkit.predict.speed.software import PAPER, TODAY
+
+sys.path.insert(0, str(ROOT / "bench"))
+from attention_rates import Series, published
+
+CAUSAL = [series for series in published() if series.is_causal and len(series.seq_lens) >= 3]
+
+
+def predicted(series: Series, seq_len: int) -> float:
+    """Return FLOPs per second, counted as in the source: 1 for forward, 2.5 for backward, 3.5 for both."""
+    gpu = gpu_of_name(series.gpu)
+    shape = {"kernel": series.kernel, "head_dim": series.head_dim, "seq_len": seq_len}
+    flop, seconds = 0.0, 0.0
+    for which, part in (("forward", 1e12), ("backward", 2.5e12)):
+        if series.which in (which, "both"):
+            flop += part
+            seconds += pass_seconds(which, 1e12, gpu, TODAY, **shape)
+    return flop / seconds
+
+
+@pytest.mark.parametrize("series", CAUSAL, ids=lambda s: f"{s.kernel}-{s.gpu}-{s.head_dim}-{s.which}")
+def test_published_rates_are_met_within_6_percent(series: Series) -> None:
+    for seq_len, rate in zip(series.seq_lens, series.flops_per_second, strict=True):
+        assert predicted(series, seq_len) == pytest.approx(rate, rel=0.06), seq_len
+
+
+def test_an_a100_trains_with_heads_of_128_at_half_of_its_peak() -> None:
+    # Dao, arXiv 2307.08691, figure 4: 155 TFLOP/s for both passes with 2,048 tokens, 0.497 of 312
+    (series,) = (s for s in CAUSAL if s.gpu == "a100-80gb" and s.head_dim == 128)
+    assert predicted(series, 2048) / 312e12 == pytest.approx(0.497, rel=0.03)
+
+
+def test_sdpa_is_cudnn_on_new_gpus_with_todays_torch_only() -> None:
+    h100, a100 = gpu_of_name("h100-80gb"), gpu_of_name("a100-80gb")
+    assert kernel_of("sdpa", h100, TODAY) == "cudnn"
+    assert kernel_of("sdpa", a100, TODAY) == kernel_of("sdpa", h100, PAPER) == "flash_2"
+    assert kernel_of("sdpa_flash", h100, TODAY) == kernel_of("flash_attention_2", h100, TODAY) == "flash_2"
+    assert kernel_of("flash_attention_3", h100, TODAY) == "flash_3"
+
+
+def test_every_gpu_has_rates_and_a_missing_kernel_runs_as_flash_2() -> None:
+    for gpu in gpus():
+        for head_dim in (32, 64, 80, 128, 256):
+            rates = rates_of_kernel("flash_3", gpu, head_dim)
+            if gpu.architecture != "hopper":
+                assert rates == rates_of_kernel("flash_2", gpu, head_dim)
+            assert 0 < rates.backward.long_flops <= rates.forward.long_flops * 1.2
+
+
+def test_a_head_size_between_two_kernels_pays_for_the_larger() -> None:
+    # 80 is padded to 96: the same FLOPs take 96 / 80 of the time
+    gpu, given = gpu_of_name("a100-80gb"), {"kernel": "flash_2", "seq_len": 2048}
+    padded = pass_seconds("forward", 1e12, gpu, TODAY, head_dim=80, **given)
+    assert padded == pytest.approx(96 / 80 * pass_seconds("forward", 1e12, gpu, TODAY, head_dim=64, **given))

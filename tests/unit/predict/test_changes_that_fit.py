@@ -1,0 +1,129 @@
+"""`slm estimate` of what does not fit: the smallest changes that fit, and their cost in speed."""
+
+import re
+
+import pytest
+from conftest import slm_here
+
+from slm_toolkit import api
+from slm_toolkit.predict.estimate import Estimate
+
+
+def row_of(**arguments: object) -> Estimate:
+    (row,) = api.estimate(**arguments)
+    return row
+
+
+def changed(asked: dict[str, object], change: str) -> Estimate:
+    """The estimate of the command with the words of a change."""
+    words = re.sub(r"batch (\d+) instead of \d+", r"--per_device_train_batch_size \1", change)
+    pairs = re.findall(r"--(\w+) (\S+)", words)
+    flags = {name: int(value) if value.isdigit() else value for name, value in pairs}
+    direct = {name: flags.pop(name) for name in ("strategy", "num_gpus") if name in flags}
+    old = {**asked, **direct}
+    old["flags"] = {**old.pop("flags", {}), **flags}
+    if "per_device_train_batch_size" in flags:
+        old.pop("per_device_train_batch_size", None)
+    return row_of(**old)
+
+
+ASKED = [
+    {
+        "model": "slm-500m",
+        "gpu": "rtx-4090",
+        "num_gpus": 1,
+        "strategy": "single",
+        "per_device_train_batch_size": 32,
+    },
+    {
+        "model": "slm-2b",
+        "gpu": "a100-40gb",
+        "num_gpus": 8,
+        "strategy": "ddp",
+        "per_device_train_batch_size": 8,
+        "seq_len": 2048,
+    },
+    {"model": "slm-13b", "gpu": "a100-40gb", "num_gpus": 8, "strategy": "ds_zero2"},
+]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_each_change_fits_and_costs_what_it_says(asked: dict[str, object]) -> None:
+    before = row_of(**asked)
+    assert before.verdict == "does not fit"
+    assert before.changes_that_fit
+    sequences = before.num_gpus * before.per_device_train_batch_size * before.gradient_accumulation_steps
+    for change in before.changes_that_fit:
+        after = changed(asked, change.change)
+        assert after.verdict == "fits", change
+        steps = after.gradient_accumulation_steps
+        assert after.num_gpus * after.per_device_train_batch_size * steps == sequences
+        if change.speedup is not None:
+            ratio = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
+            assert change.speedup == pytest.approx(ratio)
+        else:
+            assert after.tokens_per_second is None
+
+
+def test_the_mildest_value_of_each_kind_is_named() -> None:
+    before = row_of(**ASKED[0])
+    assert before.changes_that_fit[0].change == "batch 8 instead of 32 with --gradient_accumulation_steps 4"
+    twice = {"per_device_train_batch_size": 16, "flags": {"gradient_accumulation_steps": 2}}
+    assert row_of(**{**ASKED[0], **twice}).verdict == "does not fit"
+    for mode in ("selective_op", "full"):  # so that neither is named
+        alone = row_of(**ASKED[0], gradient_checkpointing=mode)
+        named = any(f"checkpointing {mode}" in change.change for change in before.changes_that_fit)
+        assert (alone.verdict == "fits") == named
+
+
+def test_what_fits_and_what_can_not_be_helped() -> None:
+    assert row_of(model="slm-100m", gpu="h200", num_gpus=8, strategy="ddp").changes_that_fit is None
+    # bf16 weights of one layer and its gradient: 4 bytes x 100e9 / 80 layers = 5 GB; 10M tokens: 160 GB
+    asked = {"model": "slm-100b", "gpu": "l4", "num_gpus": 1, "strategy": "single"}
+    huge = api.estimate(**asked, seq_len=10_000_000, per_device_train_batch_size=1)
+    assert huge[0].changes_that_fit == []
+    assert "single does not fit, and no 3 changes are enough" in str(huge)
+
+
+def test_the_table_names_the_changes_and_json_has_them() -> None:
+    asked = ("estimate", "--model", "slm-500m", "--gpu", "rtx-4090:1", "--strategy", "single")
+    asked += ("--per_device_train_batch_size", "32")
+    said = " ".join(slm_here(*asked).out.split())
+    assert "single does not fit; this would: batch 8 instead of 32 with " in said
+    assert "slower per GPU); or batch 8 instead of 32 with --strategy ddp --num_gpus 4 (" in said
+    (row,) = api.estimate(**ASKED[0]).to_dicts()
+    assert row["changes_that_fit"][0]["change"].startswith("batch 8 instead of 32")
+    assert 0.9 < row["changes_that_fit"][0]["speedup"] < 1
+
+
+def test_only_the_first_rows_of_a_large_grid_are_searched() -> None:
+    rows = api.estimate(
+        model="slm-13b", gpu="l4", strategy="ddp", per_device_train_batch_size=list(range(1, 12))
+    )
+    assert [row.changes_that_fit is not None for row in rows] == [True] * 8 + [False] * 3
+    assert "3 more rows don't fit" in str(rows)
+
+
+def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() -> None:
+    asked = ("--model", "slm-2b", "--strategy", "ds_zero2")
+    found = api.recommend(model="slm-2b", gpu="a100-40gb:8", strategy="ds_zero2", tokens=1e9)
+    first = found[0].estimate
+    names = ("loss_kernel", "norm_kernel", "mlp_kernel", "gradient_checkpointing", "torch_compile")
+    flags = {name: getattr(first, name) for name in (*names, "gradient_accumulation_steps")}
+    (largest,) = api.estimate(
+        model="slm-2b",
+        gpu="a100-40gb",
+        num_gpus=8,
+        strategy="ds_zero2",
+        find_largest_batch=True,
+        flags=flags,
+    )
+    said = " ".join(str(found).split())
+    assert (
+        f"at most {largest.batch_with_margin} fits with its flags, as `slm estimate --largest_batch`" in said
+    )
+    assert first.per_device_train_batch_size <= largest.batch_with_margin
+    assert f"batch of row 1: {first.per_device_train_batch_size}, " in said
+    said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
+    assert "the batches are for --seq_len 1024 --gradient_checkpointing none " in said
+    assert "--loss_kernel hf --norm_kernel hf --mlp_kernel hf --torch_compile false" in said

@@ -1,0 +1,136 @@
+"""The verdict of a comparison, and the order of its rows, from records with rates worked by hand."""
+
+import argparse
+import dataclasses
+
+import pytest
+from conftest import made_record
+
+from slm_toolkit.cli.output import add_output_flags
+from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.report.rows import SORTS, Row, ranked, row_of, sorted_rows, with_values
+from slm_toolkit.report.verdict import verdict
+
+CPU = {"gpu": None, "cpu": "AMD", "peak_allocated_bytes": None}
+
+
+def record(strategy: str, seconds: float = 0.5, peak_gib: int = 3, **changes: object) -> RunRecord:
+    """30 timed steps of 8,192 tokens on two H100s, or on what `changes` name."""
+    made = {"step_seconds": [[seconds] * 33] * 2, "peak_allocated_bytes": [peak_gib * 2**30] * 2, **changes}
+    return made_record(strategy=strategy, identity=strategy, **made)
+
+
+def rows(*records: RunRecord, usd_per_gpu_hour: float | None = None) -> list[Row]:
+    pairs = [(f"{index}/record.json", one) for index, one in enumerate(records)]
+    return ranked([row_of([pair], usd_per_gpu_hour=usd_per_gpu_hour) for pair in pairs], strict=False)
+
+
+def test_a_clear_winner_is_named_with_its_lead_its_cost_and_the_smallest() -> None:
+    # 8192 / 0.5 = 16,384 tokens/s; the others take 0.55 s and 1 s a step: 10 % and 100 % more time.
+    # 2 GPUs x $1.8 / 3600 s = $0.001 a second; 1e9 / 16,384 = 61,035 s cost $61.04
+    compared = rows(
+        record("ddp"), record("ds_zero2", 0.56, 2), record("ds_zero3", 1.0, 1), usd_per_gpu_hour=1.8
+    )
+    assert verdict(compared) == [
+        "ddp is fastest: 16,384 tokens/s, 12% to 100% faster than the others.",
+        "A billion tokens cost $61.04 with it.",
+        "ds_zero3 needs the least memory (1.00 GiB at the peak; the most is 3.00 GiB).",
+    ]
+
+
+def test_a_full_tie_names_no_winner() -> None:
+    # rates 1 % apart lie within 5 % of each other; 1e9 tokens: $61.04 and 1 % more
+    compared = rows(record("ddp"), record("ds_zero2", 0.505), record("ds_zero3", 0.5), usd_per_gpu_hour=1.8)
+    assert verdict(compared) == [
+        "No row is clearly fastest: all three tie (16,222 to 16,384 tokens/s).",
+        "A billion tokens cost $61.04 to $61.65 with these.",
+        "All need the same memory (3.00 GiB at the peak).",
+    ]
+
+
+def test_two_that_tie_are_named_together_before_the_rest() -> None:
+    compared = rows(record("ddp"), record("ds_zero2", 0.505), record("ds_zero3", 1.0))
+    assert verdict(compared)[0] == (
+        "ddp and ds_zero2 tie for the fastest (16,222 to 16,384 tokens/s); ddp is 100% faster than the other."
+    )
+
+
+def test_rows_that_dropped_out_are_named_with_the_reason() -> None:
+    broken = record("ds_zero3", status="oom", reason="CUDA out of memory", step_seconds=[], losses=[])
+    other, ddp, full = rows(record("ds_zero2"), record("ddp"), record("fsdp_full_shard"))
+    wrong = with_values(other, parity_holds=False, parity_reference="ddp", parity="too far", rank=None)
+    sentences = verdict([wrong, ddp, full, *rows(broken)])
+    assert sentences[-2:] == [
+        "Not ranked, computes something else: ds_zero2.",
+        "Not ranked, ran out of memory: ds_zero3.",
+    ]
+    assert not any("computed the same" in sentence for sentence in sentences)
+
+
+def test_one_row_and_too_few_steps_are_no_comparison() -> None:
+    # three of twelve steps are warm-up, so nine are timed
+    assert verdict(rows(record("ddp")))[0] == (
+        "ddp runs at 16,384 tokens/s; there is no other row to compare it with."
+    )
+    short = {"step_seconds": [[0.5] * 12] * 2, "losses": [10.0] * 12}
+    assert verdict(rows(record("ddp", **short), record("ds_zero2", **short)))[0] == (
+        "Too few steps to rank: 9 were timed, 10 are needed (--max_steps)."
+    )
+
+
+def test_without_a_price_there_are_no_dollars_and_on_a_cpu_the_state_is_compared() -> None:
+    # the state of `made_record` is 16 bytes; half of it under ZeRO-3
+    half = [{"parameters": 1, "gradients": 1, "master_weights": 2, "optimizer": 4}] * 2
+    gib = [{name: size * 2**30 for name, size in rank.items()} for rank in half]
+    twice = [{name: 2 * size for name, size in rank.items()} for rank in gib]
+    sentences = verdict(
+        rows(record("ddp", **CPU, state_bytes=twice), record("ds_zero3", **CPU, state_bytes=gib))
+    )
+    assert sentences[1] == (
+        "ds_zero3 needs the least memory (8.00 GiB of training state per rank; the most is 16.00 GiB)."
+    )
+    assert "$" not in " ".join(sentences)
+
+
+def test_rows_that_computed_the_same_are_counted_with_their_reference() -> None:
+    reference, *others = rows(record("ddp"), record("ds_zero2"), record("ds_zero3"))
+    same = [
+        with_values(row, parity_holds=True, parity_reference="ddp", parity_max_loss_difference=difference)
+        for row, difference in zip(others, (0.0001, 0.00034), strict=True)
+    ]
+    assert verdict([reference, *same])[-1] == "All three computed the same (largest loss difference 0.0003)."
+    assert "computed the same" not in verdict([reference, same[0], others[1]])[-1]
+
+
+def test_each_model_and_machine_has_its_own_line() -> None:
+    on_cpu = [
+        dataclasses.replace(record(name, **CPU), identity=f"cpu {name}") for name in ("ddp", "ds_zero2")
+    ]
+    lines = verdict(rows(record("ddp"), record("ds_zero2"), *on_cpu))
+    assert [line.split(":")[0] for line in lines] == ["NVIDIA H100 80GB HBM3", "AMD"]
+    assert all("No row is clearly fastest: both tie (16,384 tokens/s)." in line for line in lines)
+
+
+def test_rows_are_sorted_by_rank_memory_or_cost_and_unknown_values_come_last() -> None:
+    compared = rows(
+        record("slow", 1.0, 1),
+        record("oom", status="oom", reason="no", step_seconds=[], losses=[], peak_allocated_bytes=None),
+        record("fast", 0.5, 3),
+        record("tied", 0.505, 2),
+    )
+
+    def order(by: str) -> list[str]:
+        return [row.strategy for row in sorted_rows(compared, by)]
+
+    assert order("rank") == order("cost") == ["fast", "tied", "slow", "oom"]
+    assert order("memory") == ["slow", "tied", "fast", "oom"]
+    assert order("strategy") == ["slow", "oom", "fast", "tied"]
+
+
+def test_the_flag_offers_every_order() -> None:
+    parser = argparse.ArgumentParser()
+    add_output_flags(parser)
+    (sort,) = [action for action in parser._actions if action.dest == "sort"]
+    assert (sort.choices, sort.default) == (SORTS, "rank")
+    with pytest.raises(KeyError):
+        sorted_rows(rows(record("ddp")), "name")
