@@ -8,7 +8,7 @@
 set -euo pipefail
 
 # 1. Which GPU to rent. This only estimates, on any computer. (-hw: widths that are fast on tensor cores.)
-slm recommend --model slm-100m-hw --tokens 3B --torch_compile --top 5 \
+slm recommend --model slm-100m-hw --tokens 3B --torch_compile --loss_kernel fused_linear --top 5 \
   --gpu rtx-4090:1 l4:1 l40s:1 a100-40gb:1 h100-80gb:1
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing

@@ -9,7 +9,8 @@ set -euo pipefail
 
 # 1. Eight ranks that each build a 2B model in fp32 need the RAM above before they use a GPU, and the kernel
 #    kills them (exit code -9). Under ZeRO-3 with zero3_init_flag, only rank 0 builds the whole model.
-slm recommend --model slm-2b-hw --tokens 40B --torch_compile --gpu a100-40gb:8 --strategy ds_zero3
+slm recommend --model slm-2b-hw --tokens 40B --torch_compile \
+  --gpu a100-40gb:8 --strategy ds_zero3 --loss_kernel fused_linear
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with GPUs: the real thing
   : "${MODEL:=slm-2b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=8}" "${ACCUMULATE:=8}" "${STEPS:=76294}" "${GPUS:=8}"

@@ -9,7 +9,7 @@ set -euo pipefail
 
 # 1. Continue the pretraining of a 360M model for a billion tokens.
 slm recommend --model smollm2-360m --tokens 1B --seq_len 2048 --global_batch_tokens 131072 --torch_compile \
-  --gpu rtx-4090:1 --strategy single
+  --gpu rtx-4090:1 --strategy single --loss_kernel fused_linear
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
   : "${MODEL:=HuggingFaceTB/SmolLM2-360M}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=8}"

@@ -10,7 +10,8 @@ set -euo pipefail
 # 1. With fp32 master weights the training state alone is 31 GiB: gradient checkpointing, which only saves
 #    activations, is not enough. A state in bf16 takes half, and checkpointing makes room for a batch.
 slm recommend --model slm-2b-hw --tokens 1B --torch_compile --gpu rtx-4090:1 --strategy single \
-  --numerics aligned pure_bf16 --gradient_checkpointing full --per_device_train_batch_size 16
+  --numerics aligned pure_bf16 --gradient_checkpointing full --per_device_train_batch_size 16 \
+  --loss_kernel fused_linear
 # Or offload: master weights and AdamW move to the host. Only step 2 measures how fast that is.
 slm estimate --model slm-2b-hw --gpu rtx-4090 --num_gpus 1 --strategy single ds_zero2_offload \
   --gradient_checkpointing full --loss_kernel fused_linear --per_device_train_batch_size 16

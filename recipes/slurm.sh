@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # How do I compare strategies and train a model on a Slurm cluster?
 # hardware: 16 x a100-40gb in 2 nodes
-# memory: 22.0 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 10.9 h
-# cost: $414
-# estimated on 2026-11-23 by the first command below
+# memory: 22.8 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# time: 11.2 h
+# cost: $425
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. Time and cost of the training in step 3, on two nodes, by strategy; without waiting in the queue.
-slm recommend --model slm-1b-hw --tokens 20B --torch_compile --gpu a100-40gb:16 \
+slm recommend --model slm-1b-hw --tokens 20B --torch_compile --loss_kernel fused_linear --gpu a100-40gb:16 \
   --strategy ddp fsdp_hybrid_shard fsdp_shard_grad_op
 
 if [[ -z ${TRY:-} ]] && sinfo -h &>/dev/null; then # on a login node: the real thing
   : "${MODEL:=slm-1b-hw}" "${SEQ_LEN:=1024}" "${BATCH:=16}" "${ACCUMULATE:=2}" "${STEPS:=38147}"
   : "${CHECK_STEPS:=33}" "${NODES:=2}" "${GPUS_PER_NODE:=8}" "${OPTIONS:=--partition=gpu --time=2-00:00:00}"
-  strategies=(fsdp_hybrid_shard ddp fsdp_shard_grad_op)
+  strategies=(fsdp_shard_grad_op fsdp_hybrid_shard ddp)
   data=(--dataset HuggingFaceFW/fineweb-edu --dataset_config_name sample-100BT
     --tokenizer_name TinyLlama/TinyLlama_v1.1)
   compile=(--torch_compile)

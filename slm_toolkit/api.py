@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Names = str | Path | Sequence[str | Path]
 "one name or path, or several"
-GLOBAL_BATCH_TOKENS = 524_288
-"0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
 NOT_OF_A_RECOMMENDATION = ("gradient_accumulation_steps", "max_steps", "seed")
 "flags that follow from the tokens to train on"
 Item = TypeVar("Item")
@@ -131,8 +129,9 @@ def recommend(
     gpu: str | Sequence[str] | None = None,
     tokens: float | None = None,
     target_loss: float | None = None,
+    num_train_epochs: float | None = None,
     law: str = "besiroglu",
-    global_batch_tokens: float = GLOBAL_BATCH_TOKENS,
+    global_batch_tokens: float | None = None,
     deadline_hours: float | None = None,
     budget_usd: float | None = None,
     objective: Literal["cost", "time"] = "cost",
@@ -157,17 +156,18 @@ def recommend(
     """Rank GPUs, their number, strategies and batches for a whole training, as `slm recommend` does.
 
     `gpu`: offers such as h100-80gb, h100-80gb:8,16 or h100-80gb:8,16@2.49 (dollars per GPU-hour); None:
-    every GPU type with a known price. `tokens` or `target_loss` sets the length of the training; without
-    both, the scaling law `law` sets it. `global_batch_tokens`: tokens per optimizer step. `records`: folders
-    of your own runs, which count more than estimates. `like`: rank what another trainer would do, as in
-    `estimate`. The other arguments are those of `estimate`. The result has no plans if none is within the
-    limits. Raises ValueError for a user's mistake.
+    every GPU type with a known price. `tokens`, `target_loss` or `num_train_epochs` (over the flag `dataset`)
+    sets the length of the training. Without them the scaling law `law` sets it, but not for a model with
+    weights. `global_batch_tokens`: tokens per optimizer step; None: 524,288, to fine-tune 128 sequences.
+    `records`: folders of your own runs, which count more than estimates. `like`: rank what another trainer
+    would do, as in `estimate`. The other arguments are those of `estimate`. The result has no plans if none
+    is within the limits. Raises ValueError for a user's mistake.
     """
     from slm_toolkit.config.parser import count, positive_number, price_per_hour
     from slm_toolkit.predict.deployments import deployments
     from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE
     from slm_toolkit.predict.setup.other_trainers import as_liked, notes_like, trainer_named
-    from slm_toolkit.recommend.job import configs_of, offers_of, search_all, workloads_of
+    from slm_toolkit.recommend.job import Length, configs_of, offers_of, search_all, workloads_of
     from slm_toolkit.recommend.plans import observations_of
     from slm_toolkit.recommend.ranking import best_plans
     from slm_toolkit.recommend.scaling_laws import LAWS
@@ -204,13 +204,14 @@ def recommend(
         gpus_per_node=gpus_per_node,
         deployment_of=deployment_of,
     )
-    workloads, notes = workloads_of(
-        given,
+    length = Length(
         num_tokens=_number("tokens", tokens, positive_number),
         target_loss=_number("target_loss", target_loss, positive_number),
+        num_epochs=_number("num_train_epochs", num_train_epochs, positive_number),
         global_batch_tokens=_number("global_batch_tokens", global_batch_tokens, positive_number),
-        law_name=law,
+        law=LAWS[law],
     )
+    workloads, notes = workloads_of(given, length)
     names = _list(strategy) or ["single", *(trainer.strategies if trainer else STUDIED_STRATEGIES)]
     strategies = [find_strategy(name) for name in dict.fromkeys(names)]
     if trainer and (problems := trainer.problems(strategies)):

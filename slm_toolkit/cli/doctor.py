@@ -17,6 +17,7 @@ from slm_toolkit.config.flags import add_flags, config_from_args
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.doctor.finding import SEVERITIES, Finding
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.predict.deployments import deployments
 from slm_toolkit.predict.flag_checks import (
@@ -25,7 +26,9 @@ from slm_toolkit.predict.flag_checks import (
     all_of,
     gpus_asked,
     model_to_estimate,
+    node_problems,
 )
+from slm_toolkit.strategy.groups import ranks_of_each_node
 from slm_toolkit.strategy.strategy import (
     STUDIED_STRATEGIES,
     is_shipped,
@@ -181,6 +184,8 @@ def _cases(args: argparse.Namespace, config: RunConfig) -> list["Case"]:
     spec, host = model_to_estimate(config.model), _host(args)
     if (problem := position_problem(spec, config.seq_len)) is not None:
         raise all_of([problem], verb="doctor")
+    if problems := kernel_problems(spec, config):
+        raise all_of(problems, verb="doctor")
     here = {gpu.name: None for name in host.gpu_names if (gpu := find_gpu(name))} if host.is_meant else {}
     if args.gpu is not None:
         names = tuple(dict.fromkeys(args.gpu))
@@ -239,12 +244,9 @@ def _gpus_of(args: argparse.Namespace, files: "Files", host: "Host") -> tuple[in
     here = len(host.gpu_names) if host.is_meant else 0
     if args.num_gpus is not None:
         per_node = args.gpus_per_node or here or _NUM_GPUS
-        if args.num_gpus > per_node and args.num_gpus % per_node:
-            said = (
-                f"--num_gpus is {args.num_gpus}: use full nodes of {per_node} (--gpus_per_node), or one node"
-            )
-            raise all_of([said], verb="doctor")
-        return args.num_gpus, min(args.num_gpus, per_node)
+        if problems := node_problems(args.num_gpus, per_node):
+            raise all_of(problems, verb="doctor")
+        return args.num_gpus, ranks_of_each_node(args.num_gpus, per_node)
     if here:
         return here * machines, args.gpus_per_node or here
     if processes is None or is_shipped(files.yaml_path) or not files.yaml_text:

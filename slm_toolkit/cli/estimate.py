@@ -34,7 +34,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         nargs="+",
         metavar="NAME",
-        help="GPU types, such as a100-40gb or h200. Adds speed, and whether it fits",
+        help="GPU types, such as a100-40gb or h200; A100 is every A100. Adds speed, and whether it fits",
     ).basic = True
     parser.add_argument(
         "--num_gpus",

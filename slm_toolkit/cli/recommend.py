@@ -20,7 +20,10 @@ _LAWS = ("besiroglu", "hoffmann", "hoffmann-unrounded", "kaplan", "kaplan-joint"
 def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument(
-        "--tokens", type=_tokens, metavar="N", help="tokens to train on, such as 20B or 300M"
+        "--tokens",
+        type=_tokens,
+        metavar="N",
+        help="tokens to train on, such as 20B or 300M. A model with weights needs this or --epochs",
     ).basic = True
     job.add_argument(
         "--target_loss",
@@ -29,19 +32,26 @@ def add_recommend_flags(parser: argparse.ArgumentParser) -> None:
         help="train until a scaling law predicts this loss",
     ).basic = True
     job.add_argument(
+        "--num_train_epochs",
+        "--epochs",
+        dest="epochs",
+        type=positive_number,
+        metavar="E",
+        help="passes over --dataset, which is tokenized to count its tokens",
+    ).basic = True
+    job.add_argument(
         "--law",
         choices=_LAWS,
         default="besiroglu",
-        help="scaling law for the predicted loss. Without --tokens and --target_loss it also gives the "
+        help="scaling law for the predicted loss of pretraining. If no length is given, it also gives the "
         "compute-optimal number of tokens (default: besiroglu)",
     )
     job.add_argument(
         "--global_batch_tokens",
         type=_tokens,
-        default=api.GLOBAL_BATCH_TOKENS,
         metavar="N",
         help="tokens per optimizer step; the micro-steps follow from it (default: 524288, as GPT-3's "
-        "small models)",
+        "small models; for fine-tuning 128 sequences, as Alpaca)",
     )
     job.add_argument(
         "--deadline_hours", type=positive_number, metavar="H", help="longest time of the training"
@@ -148,6 +158,7 @@ def _recommend(args: argparse.Namespace) -> int:
             tokens=args.tokens,
             target_loss=args.target_loss,
             law=args.law,
+            num_train_epochs=args.epochs,
             global_batch_tokens=args.global_batch_tokens,
             deadline_hours=args.deadline_hours,
             budget_usd=args.budget_usd,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from slm_toolkit.doctor.finding import Finding, gravest_first
+from slm_toolkit.model.families import with_kernels_of
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers, misaligned_widths
 from slm_toolkit.predict.estimate import Estimate, estimate, largest_batch
 from slm_toolkit.predict.setup.setup import Setup, with_flags
@@ -219,6 +220,7 @@ def _logits(setup: Setup) -> Iterator[Finding]:
     tokens = config.per_device_train_batch_size * config.seq_len
     logits = _LOGIT_BYTES * tokens * setup.spec.vocab_size
     chunked = with_flags(setup, loss_kernel="fused_linear")
+    chunked = dataclasses.replace(chunked, config=with_kernels_of(chunked.spec, chunked.config))
     before = estimate(setup.launched).peak_allocated_bytes
     saved = before - estimate(chunked.launched).peak_allocated_bytes
     if logits > 2 * params and saved > 0.05 * before:
@@ -232,7 +234,7 @@ def _logits(setup: Setup) -> Iterator[Finding]:
             f"{setup.spec.name} take {2 * params / 2**30:.1f} GiB",
             why=f"{tokens:,} tokens x {setup.spec.vocab_size:,} vocabulary entries x {_LOGIT_BYTES} bytes; "
             f"computed in chunks, the peak is {saved / 2**30:.1f} GiB lower",
-            change="--loss_kernel fused_linear",
+            change=f"--loss_kernel {chunked.config.loss_kernel}",
         )
 
 

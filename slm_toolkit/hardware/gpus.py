@@ -88,14 +88,9 @@ def gpu_of_name(name: str, *, count: str = "") -> Gpu:
 
     Raises ValueError for an unknown name, with the closest names, each followed by `count`.
     """
-    gpu_by_name = {gpu.name.replace("-", ""): gpu for gpu in gpus()}
-    typed = re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
-    named_gpu = gpu_by_name.get(typed) or gpu_by_name.get(f"rtx{typed}")
-    if named_gpu is not None:
-        return named_gpu
-    for gpu in gpus():
-        if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.driver_name_pattern})", name):
-            return gpu
+    gpu = _named_gpu(name)
+    if gpu is not None:
+        return gpu
     names = [gpu.name for gpu in gpus()]
     canonical = re.sub(r"[\s_]+", "-", name.strip().lower())
     # prefixes first: to get_close_matches, "h100" is closer to "h200" than to "h100-80gb"
@@ -105,20 +100,47 @@ def gpu_of_name(name: str, *, count: str = "") -> Gpu:
     raise ValueError(f"unknown GPU {name!r}\nhint: {question}There are {', '.join(names)}")
 
 
-def gpu_and_count(text: str) -> tuple[str, tuple[int, ...], float | None] | None:
-    """Parse `h100-80gb:8,16@2.49` or `8xH100-80GB` into canonical name, GPU counts and dollars per hour.
+def gpus_of_name(name: str, *, count: str = "") -> tuple[Gpu, ...]:
+    """Return the Gpu for a name as in `gpu_of_name`, or all types of a family such as `A100`.
 
-    Counts may be empty, and dollars None. Returns None for another form; raises ValueError for an unknown
-    GPU.
+    Raises ValueError for an unknown name.
+    """
+    if (gpu := _named_gpu(name)) is not None:
+        return (gpu,)
+    typed = _typed(name)
+    family = tuple(gpu for gpu in gpus() if gpu.name.partition("-")[0] == typed != "rtx")
+    return family or (gpu_of_name(name, count=count),)
+
+
+def _named_gpu(name: str) -> Gpu | None:
+    gpu_by_name = {gpu.name.replace("-", ""): gpu for gpu in gpus()}
+    typed = _typed(name)
+    named_gpu = gpu_by_name.get(typed) or gpu_by_name.get(f"rtx{typed}")
+    if named_gpu is not None:
+        return named_gpu
+    patterns = ((gpu, rf"(NVIDIA )?(GeForce )?({gpu.driver_name_pattern})") for gpu in gpus())
+    return next((gpu for gpu, pattern in patterns if re.fullmatch(pattern, name)), None)
+
+
+def _typed(name: str) -> str:
+    """Return a name in lower case without separators and the vendor's words."""
+    return re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
+
+
+def gpus_and_count(text: str) -> tuple[tuple[str, ...], tuple[int, ...], float | None] | None:
+    """Parse `h100-80gb:8,16@2.49` or `8xH100-80GB` into canonical names, GPU counts and dollars per hour.
+
+    There are several names for a family, as in `A100:8`. Counts may be empty, and dollars None. Returns None
+    for another form; raises ValueError for an unknown GPU.
     """
     form = r"(?:(\d+)\s*[x*]\s*)?([^:@]+)(?::(\d+(?:,\d+)*))?(?:@(\d+(?:\.\d+)?))?"
     match = re.fullmatch(form, text)
     if match is None or (match[1] and match[3]):
         return None
     counts = match[1] or match[3] or ""
-    gpu = gpu_of_name(match[2], count=f":{counts}" if counts else "")
+    family = gpus_of_name(match[2], count=f":{counts}" if counts else "")
     return (
-        gpu.name,
+        tuple(gpu.name for gpu in family),
         tuple(map(int, counts.split(","))) if counts else (),
         float(match[4]) if match[4] else None,
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.model_spec import PRESETS, ModelSpec
 from slm_toolkit.predict.estimate import estimate
 from slm_toolkit.predict.setup.setup import Setup, with_flags
@@ -38,6 +39,8 @@ def levers(setup: Setup) -> list[Lever]:
         return []
     tried = []
     for words, changed in _changes(setup):
+        if kernel_problems(changed.spec, changed.config):
+            continue
         after = estimate(changed.launched)
         if before.fits and not after.fits:
             continue

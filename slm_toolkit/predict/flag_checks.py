@@ -11,7 +11,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.setup.other_trainers import NAMES
 from slm_toolkit.predict.setup.setup import unknown_to_estimates
-from slm_toolkit.strategy.groups import fit_groups
+from slm_toolkit.strategy.groups import fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.strategy import Strategy
 
 NOT_OF_AN_ESTIMATE = tuple(name for name, flag in FLAGS.items() if flag.estimate == "refuses")
@@ -83,11 +83,18 @@ def flag_problems(several: dict[str, list[Any]], num_gpus: list[int], gpus_per_n
             problems.append(f"--num_gpus is {count}: at least 1")
         elif count > LARGEST_NUMBER:
             problems.append(f"--num_gpus is {count}: at most {LARGEST_NUMBER:,}")
-        elif count > gpus_per_node and count % gpus_per_node:
-            problems.append(
-                f"--num_gpus is {count}: full nodes of {gpus_per_node} (--gpus_per_node), or one node"
-            )
+        else:
+            problems += node_problems(count, gpus_per_node)
     return problems
+
+
+def node_problems(num_gpus: int, gpus_per_node: int) -> list[str]:
+    """Return a problem if the GPUs are not the same number on each node."""
+    try:
+        ranks_of_each_node(num_gpus, gpus_per_node)
+    except ValueError as error:
+        return [f"{error} (--gpus_per_node)"]
+    return []
 
 
 def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str], list[int] | None]:
@@ -95,17 +102,18 @@ def gpus_asked(words: list[str], num_gpus: list[int] | None) -> tuple[list[str],
 
     Raise ValueError for an invalid value, or if both give a number.
     """
-    from slm_toolkit.hardware.gpus import gpu_and_count
+    from slm_toolkit.hardware.gpus import gpus_and_count
 
     names, counts = [], set()
     for word in words:
-        parsed = gpu_and_count(word)
+        parsed = gpus_and_count(word)
         if parsed is None:
             raise ValueError(f"--gpu {word}: not NAME or NAME:COUNT\nhint: --gpu a100-40gb --num_gpus 8")
-        name, numbers, usd_per_hour = parsed
+        of_word, numbers, usd_per_hour = parsed
         if usd_per_hour is not None:
-            raise ValueError(f"--gpu {word}: a price\nhint: --gpu {name} --usd_per_gpu_hour {usd_per_hour:g}")
-        names.append(name)
+            hint = f"hint: --gpu {' '.join(of_word)} --usd_per_gpu_hour {usd_per_hour:g}"
+            raise ValueError(f"--gpu {word}: a price\n{hint}")
+        names += of_word
         counts.add(numbers)
     if counts == {()}:
         return names, num_gpus
@@ -138,7 +146,9 @@ def placement_problems(strategies: list[Strategy], *, num_gpus: list[int], gpus_
 
     all_problems = []
     for strategy, count in itertools.product(strategies, num_gpus):
-        per_node = min(count, gpus_per_node)
+        if node_problems(count, gpus_per_node):
+            continue
+        per_node = ranks_of_each_node(count, gpus_per_node)
         try:
             fitted = fit_groups(strategy, num_ranks=count, ranks_per_node=per_node)
         except ValueError as error:

@@ -2,22 +2,24 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, names_given
-from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import Gpu, gpu_and_count, gpu_of_name, gpus
+from slm_toolkit.config.run_config import SYNTHETIC, RunConfig
+from slm_toolkit.hardware.gpus import Gpu, gpu_of_name, gpus, gpus_and_count
 from slm_toolkit.hardware.prices import Price
 from slm_toolkit.model.families import kernel_problems
 from slm_toolkit.model.from_config import position_problem
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.names import find_model, has_weights
 from slm_toolkit.predict.bottleneck import WORTH_SAYING, alignment_gain, levers
 from slm_toolkit.predict.estimate import largest_batch
-from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate
+from slm_toolkit.predict.flag_checks import all_of, check_grid, model_to_estimate, node_problems
 from slm_toolkit.predict.setup.other_trainers import OtherTrainer
 from slm_toolkit.predict.setup.setup import Deployment, Setup, unknown_to_estimates, unlike_the_model
 from slm_toolkit.recommend.plans import GpuOffer, Observations, Plan, PlanSearch, Workload, search
-from slm_toolkit.recommend.scaling_laws import LAWS, compute_optimal_tokens, num_params_of, tokens_for_loss
+from slm_toolkit.recommend.scaling_laws import Law, compute_optimal_tokens, num_params_of, tokens_for_loss
 from slm_toolkit.strategy.strategy import Strategy
 
 GRID: dict[str, list[Any]] = {
@@ -43,7 +45,7 @@ def offers_of(
 ) -> list[GpuOffer]:
     """Return an offer for each of `texts`, as in `h100-80gb:8,16@2.49`; `num_gpus` where that has no number.
 
-    `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
+    `A100:8` is every A100. `all`, or `all:1,8`, is every GPU type. None is every GPU type with a known price.
     Raises one ValueError with all that can't be read or had.
     """
     found, problems = [], []
@@ -52,26 +54,26 @@ def offers_of(
         if not texts:
             raise ValueError("no GPU type has such a price\nhint: --gpu NAME@USD, or --usd_per_gpu_hour")
     for text in itertools.chain.from_iterable(map(_of_every_type, texts)):
-        asked = gpu_and_count(text)
+        asked = gpus_and_count(text)
         if asked is None:
             problems.append(f"--gpu {text}: not NAME, NAME:COUNTS or NAME:COUNTS@USD")
             continue
-        name, counts, usd = asked
-        gpu = gpu_of_name(name)
+        names, counts, usd = asked
+        if usd == 0:
+            problems.append(f"--gpu {text}: the price must be above 0")
+            continue
         usual = num_gpus or [n for n in _DEFAULT_COUNTS if n <= gpus_per_node or n % gpus_per_node == 0]
         counts = list(counts) or usual
-        deployment = deployment_of(gpu)
-        if usd is not None:
-            if usd <= 0:
-                problems.append(f"--gpu {text}: the price must be above 0")
-                continue
-            deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
         for number in counts:
-            if number < 1 or (number > gpus_per_node and number % gpus_per_node):
-                problems.append(
-                    f"--gpu {text}: {number} GPUs: at least 1, and only full nodes of {gpus_per_node}"
-                )
-        found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
+            if number < 1:
+                problems.append(f"--gpu {text}: {number} GPUs: at least 1")
+            else:
+                problems += [f"--gpu {text}: {problem}" for problem in node_problems(number, gpus_per_node)]
+        for gpu in map(gpu_of_name, names):
+            deployment = deployment_of(gpu)
+            if usd is not None:
+                deployment = Deployment(deployment.cluster, Price(usd, "given by --gpu"))
+            found.append(GpuOffer(gpu, tuple(sorted(set(counts))), deployment))
     if problems:
         raise ValueError(
             "\n".join(problems) + "\nhint: write h100-80gb:8,16@2.49; --gpus_per_node sets the size of a node"
@@ -85,30 +87,35 @@ def _of_every_type(text: str) -> list[str]:
     return [gpu.name + colon + counts for gpu in gpus()] if name == "all" else [text]
 
 
-def workloads_of(
-    given: dict[str, Any],
-    *,
-    num_tokens: float | None,
-    target_loss: float | None,
-    global_batch_tokens: float,
-    law_name: str,
-) -> tuple[list[Workload], list[str]]:
-    """Return a workload for each model, and notes on models that never reach the target.
+@dataclass(frozen=True)
+class Length:
+    """How long to train, as the user said it. At most one of the first three is given."""
 
-    Without `num_tokens` and `target_loss` a model trains on as many tokens as the law calls compute-optimal.
-    Raises ValueError if no model reaches the target.
+    num_tokens: float | None
+    target_loss: float | None
+    num_epochs: float | None
+    global_batch_tokens: float | None
+    law: Law
+
+
+_PRETRAINING_BATCH_TOKENS = 524_288
+"0.5M, as GPT-3's 125M to 760M models took (Brown et al., arXiv 2005.14165, table 2.1)"
+_FINE_TUNING_BATCH_SEQUENCES = 128  # tatsu-lab/stanford_alpaca, README: batch size 128
+
+
+def workloads_of(given: dict[str, Any], length: Length) -> tuple[list[Workload], list[str]]:
+    """Return a workload for each model, and notes on models that never reach the target loss.
+
+    A model without weights trains on as many tokens as the law calls compute-optimal if the length is not
+    given. Raises ValueError if no model reaches the target, and for fine-tuning of unknown length.
     """
-    check_pairs(
-        names_given({"tokens": num_tokens, "target_loss": target_loss}),
-        [Pair("tokens", "target_loss", ": both set the length of the training")],
-    )
-    adapters = [name for name in given.get("peft", []) if name != "none"]
-    if adapters and num_tokens is None:
-        raise ValueError(
-            f"--peft {adapters[0]} without --tokens: scaling laws are about training from scratch\n"
-            "hint: --tokens 50M, the tokens to train the adapter on"
-        )
-    law = LAWS[law_name]
+    asked = {
+        "tokens": length.num_tokens,
+        "target_loss": length.target_loss,
+        "num_train_epochs": length.num_epochs,
+    }
+    why = ": both set the length of the training"
+    check_pairs(names_given(asked), [Pair(*pair, why) for pair in itertools.combinations(asked, 2)])
     found, unreached, notes = [], [], []
     lengths = given.get("seq_len") or [RunConfig().with_defaults(has_gpu=True).seq_len]
     for name in dict.fromkeys(given.get("model", [_DEFAULT_MODEL])):
@@ -122,17 +129,15 @@ def workloads_of(
         if problems := _given_problems(spec, given):
             raise all_of(problems, verb="recommend")
         notes += [note for n in lengths for note in unlike_the_model(spec, n)]
-        num_params = num_params_of(law, spec)
-        tokens = num_tokens
-        if target_loss is not None:
-            try:
-                tokens = tokens_for_loss(law, num_params, target_loss)
-            except ValueError as error:
-                unreached.append(f"{name}: {error}")
-                continue
-        if tokens is None:
-            tokens = compute_optimal_tokens(law, num_params)
-        found.append(Workload(name, spec, tokens, global_batch_tokens, law))
+        starts_from = _weights_to_start_from(spec, length)
+        try:
+            tokens = _num_tokens(name, spec, starts_from, given, length)
+        except _Unreachable as error:
+            unreached.append(f"{name}: {error}")
+            continue
+        default = _FINE_TUNING_BATCH_SEQUENCES * lengths[0] if starts_from else _PRETRAINING_BATCH_TOKENS
+        batch_tokens = length.global_batch_tokens or default
+        found.append(Workload(name, spec, tokens, batch_tokens, length.law, starts_from))
     if not found:
         raise ValueError("\n".join(unreached))
     return found, [*notes, *(f"left out: {problem.splitlines()[0]}" for problem in unreached)]
@@ -149,6 +154,75 @@ def _given_problems(spec: ModelSpec, given: dict[str, Any]) -> list[str]:
         for flag in asked
         for problem in kernel_problems(spec, RunConfig(**{"attn_implementation": "eager", **flag}))
     ]
+
+
+class _Unreachable(ValueError):
+    """The model never reaches the target loss."""
+
+
+def _weights_to_start_from(spec: ModelSpec, length: Length) -> str | None:
+    """Return the folder or hub id of the weights that are trained further; None for random ones.
+
+    A published preset starts from its weights on the hub, unless a target loss asks for pretraining.
+    """
+    if has_weights(spec):
+        return spec.path
+    return spec.hub_id if length.target_loss is None else None
+
+
+def _num_tokens(
+    name: str, spec: ModelSpec, starts_from: str | None, given: dict[str, Any], length: Length
+) -> float:
+    """Return the tokens to train on. Raises ValueError if only the user can know them."""
+    adapters = [peft for peft in given.get("peft", []) if peft != "none"]
+    is_pretraining = starts_from is None and not adapters
+    num_params = num_params_of(length.law, spec)
+    if length.num_tokens is not None:
+        return length.num_tokens
+    if length.num_epochs is not None:
+        return length.num_epochs * _tokens_of_dataset(name, starts_from, given)
+    if not is_pretraining:
+        raise ValueError(_unknown_length(name, spec, starts_from, adapters, length))
+    if length.target_loss is None:
+        return compute_optimal_tokens(length.law, num_params)
+    try:
+        return tokens_for_loss(length.law, num_params, length.target_loss)
+    except ValueError as error:
+        raise _Unreachable(str(error)) from None
+
+
+def _unknown_length(
+    name: str, spec: ModelSpec, starts_from: str | None, adapters: list[str], length: Length
+) -> str:
+    reason = f"--model {name} has weights"
+    if adapters:
+        reason = f"--peft {adapters[0]}"
+    elif spec.hub_id is not None:
+        reason = f"--model {name} has weights ({starts_from})"
+    hint = "--tokens 50M, or --dataset DATA --num_train_epochs 3"
+    if spec.hub_id is not None and not adapters:
+        optimal = compute_optimal_tokens(length.law, num_params_of(length.law, spec))
+        hint += f"; --target_loss L trains random weights (compute-optimal: {optimal / 1e9:.1f}B tokens)"
+    return f"{reason}: this is fine-tuning, and scaling laws don't say how long that takes\nhint: {hint}"
+
+
+def _tokens_of_dataset(name: str, starts_from: str | None, given: dict[str, Any]) -> int:
+    """Return the tokens of one pass over --dataset, packed and tokenized as the training would do it."""
+    if given.get("dataset", SYNTHETIC) == SYNTHETIC:
+        raise ValueError("--num_train_epochs without --dataset\nhint: --dataset FILE, or --tokens 50M")
+    flags = {flag: value[0] if isinstance(value, list) else value for flag, value in given.items()}
+    config = RunConfig(**{**flags, "model": starts_from or name}).with_defaults(has_gpu=True)
+    try:
+        spec = find_model(config.model)
+    except ValueError as error:  # the hub does not answer
+        hint = "--tokens 50M needs no tokenizer"
+        raise ValueError(f"{str(error).splitlines()[0]}\nhint: {hint}") from None
+    from slm_toolkit.run.data.data import load_data
+
+    train = load_data(config, spec, num_sequences=0).train
+    if not hasattr(train, "__len__"):
+        raise ValueError(f"{config.dataset} is read as a stream, which has no epochs\nhint: --tokens 50M")
+    return len(train) * config.seq_len
 
 
 def configs_of(given: dict[str, Any], *, gpus_per_node: int) -> list[RunConfig]:
@@ -205,12 +279,16 @@ def advice_on(
     lines = []
     if like is not None:
         lines.append(f"estimated as {like.title} trains; the command starts slm_toolkit's own trainer")
-    for name in list(dict.fromkeys(plan.estimate.gpu for plan in ranked))[:_MOST_ADVISED_GPUS]:
-        gain = alignment_gain(setup_of(next(plan for plan in ranked if plan.estimate.gpu == name)))
+    new = [plan for plan in ranked if plan.starts_from is None]  # trained weights keep their shape
+    for name in list(dict.fromkeys(plan.estimate.gpu for plan in new))[:_MOST_ADVISED_GPUS]:
+        plan = next(plan for plan in new if plan.estimate.gpu == name)
+        gain = alignment_gain(setup_of(plan))
         if gain is not None and gain.speedup >= WORTH_SAYING:
+            row = plan.estimate
+            price = f": ${plan.usd / gain.speedup:,.2f} instead of ${plan.usd:,.2f}" if plan.usd else ""
             lines.append(
-                f"aligned widths: on {name}, {gain.sibling} instead of {ranked[0].spec.name} is about "
-                f"{gain.speedup:.2f}x faster"
+                f"aligned widths: on {row.num_gpus} x {name}, {gain.sibling} instead of {row.model} is about "
+                f"{gain.speedup:.2f}x faster{price}"
             )
     first = ranked[0]
     most = largest_batch(setup_of(first).launched).batch_with_margin
@@ -218,10 +296,9 @@ def advice_on(
         f"batch of row 1: {first.estimate.per_device_train_batch_size}, a power of two if you give none; "
         f"at most {most} fits with its flags, as `slm estimate --largest_batch` says"
     )
-    if (hub_id := ranked[0].spec.hub_id) is not None:
-        name = ranked[0].spec.name
+    if first.starts_from is not None and (hub_id := first.spec.hub_id) is not None:
         lines.append(
-            f"the command starts from the weights of {hub_id}; from random ones: --model {name} "
+            f"the command starts from the weights of {hub_id}; from random ones: --model {first.spec.name} "
             f"--tokenizer_name {hub_id}"
         )
     for lever in [lever for lever in levers(setup_of(ranked[0])) if lever.change.startswith("--")][:2]:

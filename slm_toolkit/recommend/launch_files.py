@@ -166,7 +166,7 @@ _STEPS_OF_A_CHECK = 33
 def _flags(plan: Plan, *, measures_only: bool) -> list[str]:
     """Return the plan's flags, without the defaults of a GPU and with absolute paths of the user's files.
 
-    The hub id of a published model replaces its preset, unless the run only measures.
+    A published preset gets the hub id of its weights, or of its tokenizer, unless the run only measures.
     """
     config, defaults = plan.config, RunConfig(numerics=plan.config.numerics).with_defaults(has_gpu=True)
     filled_in = ("max_grad_norm", "save_final_model")
@@ -175,7 +175,7 @@ def _flags(plan: Plan, *, measures_only: bool) -> list[str]:
         if Path(path := getattr(config, name)).exists() and path != SYNTHETIC:
             changes[name] = str(Path(path).resolve())
     if plan.spec.hub_id is not None and not measures_only:
-        changes["model"] = plan.spec.hub_id
+        changes |= {"model": plan.starts_from} if plan.starts_from else {"tokenizer_name": plan.spec.hub_id}
     return flags_of(dataclasses.replace(config, **changes))
 
 

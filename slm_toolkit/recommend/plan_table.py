@@ -22,6 +22,7 @@ from slm_toolkit.recommend.ranking import (
     score_of,
 )
 from slm_toolkit.recommend.scaling_laws import LAWS, loss, num_params_of
+from slm_toolkit.report.tables.estimate import NETWORK_SOURCES
 from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
@@ -33,12 +34,6 @@ from slm_toolkit.report.tables.fitted import (
     table_of,
 )
 
-_NETWORK = {
-    "measured": "the --network measurement",
-    "measured in part": "the --network measurement and data sheets",
-    "given": "--inter_node_gbps and, inside a node, data sheets",
-    "data sheet": "data sheets, not measured",
-}
 _SPEED_EVIDENCE = {"compared": "estimated*", "none": "never measured"}
 "cells of plans without a record whose GPU type has no fitted constants"
 
@@ -203,6 +198,8 @@ def _heading(ranked: list[Plan]) -> Text:
     words = []
     for model in dict.fromkeys(plan.estimate.model for plan in ranked):
         plan = next(plan for plan in ranked if plan.estimate.model == model)
+        if plan.starts_from is not None:
+            model = f"{model}, from the weights of {plan.starts_from}"
         expected = f", expected loss {plan.expected_loss:.2f} ({plan.law})" if plan.expected_loss else ""
         words.append(
             f"{model}: {_size(plan.num_tokens)} tokens, {plan.num_steps:,} steps of "
@@ -307,7 +304,7 @@ def _notes(ranked: list[Plan], listed: list[Plan]) -> list[str]:
         f"{row.gpu}: ${row.usd_per_gpu_hour:.2f} per GPU-hour, {row.price_source}" for row in priced
     )
     if evidence := [plan.estimate.network_evidence for plan in listed if plan.estimate.network_evidence]:
-        sources = ", ".join(dict.fromkeys(_NETWORK[name] for name in evidence))
+        sources = ", ".join(dict.fromkeys(NETWORK_SOURCES[name] for name in evidence))
         notes.append(f"network speed from {sources}")
     if (sentence := _gain_of_dollars(ranked[0])) is not None:
         notes.append(sentence)
@@ -359,7 +356,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _evidence(plan: Plan) -> str:

@@ -50,8 +50,10 @@ class Workload:
 
     spec: ModelSpec
     num_tokens: float
-    global_batch_tokens: int
+    global_batch_tokens: float
     law: Law
+    starts_from: str | None = None
+    "folder or hub id of the weights that are trained further; None: random weights"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Plan:
     tokens_per_step: int
     tokens_per_second: float
     "measured if there is a record of the configuration, else estimated"
+    starts_from: str | None
+    "folder or hub id of the weights that are trained further; None: random weights"
     evidence: str
     "source of tokens_per_second: measured or estimated"
     memory_evidence: str
@@ -83,7 +87,7 @@ class Plan:
     law: str
     "a key of scaling_laws.LAWS"
     expected_loss: float | None
-    "by `law`, for its data and tokenizer; None with adapters, which no law covers"
+    "by `law`, for its data and tokenizer; None for fine-tuning, which no law covers"
     loss_per_usd: float | None
     "the paper's equation 1: how much one dollar more would lower the loss"
 
@@ -361,7 +365,7 @@ def _plan(
     per_gpu_hour = price.usd_per_gpu_hour if price else 0.0
     needed = budget(num_tokens=workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid)
     num_params = num_params_of(workload.law, workload.spec)
-    trains_all = config.peft == "none"
+    is_pretraining = config.peft == "none" and workload.starts_from is None
     return Plan(
         estimate=row,
         spec=workload.spec,
@@ -372,6 +376,7 @@ def _plan(
         num_steps=math.ceil(workload.num_tokens / tokens_per_step),
         tokens_per_step=tokens_per_step,
         tokens_per_second=tokens_per_second,
+        starts_from=workload.starts_from,
         evidence=evidence,
         memory_evidence=memory_evidence,
         verdict=verdict,
@@ -380,11 +385,11 @@ def _plan(
         hours=needed.hours,
         usd=needed.usd if price else None,
         law=workload.law.name,
-        expected_loss=loss(workload.law, num_params, workload.num_tokens) if trains_all else None,
+        expected_loss=loss(workload.law, num_params, workload.num_tokens) if is_pretraining else None,
         loss_per_usd=loss_per_usd(
             workload.law, num_params, workload.num_tokens, usd_per_gpu_hour=per_gpu_hour, **paid
         )
-        if price and trains_all
+        if price and is_pretraining
         else None,
     )
 

@@ -54,7 +54,7 @@ def best_plans(
     groups: dict[tuple[bool, bool, bool], list[Plan]] = {}
     for plan in best.values():
         is_doubted = plan.estimate.gpu in doubtful_gpus and plan.evidence != "measured"
-        comes_late = (plan.verdict != "fits", is_doubted, objective == "cost" and plan.usd is None)
+        comes_late = (plan.verdict != "fits", objective == "cost" and plan.usd is None, is_doubted)
         groups.setdefault(comes_late, []).append(plan)
     return [plan for _, group in sorted(groups.items()) for plan in _simplest_of_ties(group, objective)]
 
@@ -112,7 +112,8 @@ def faster_at_the_same_cost(ranked: list[Plan], plan: Plan) -> Plan | None:
         and (other.estimate.model, other.verdict) == (plan.estimate.model, plan.verdict)
         and _amount(other, "cost") <= _amount(plan, "cost") * (1 + TIE)
     ]
-    fastest = min(tied, key=lambda other: other.hours)
+    limit = min(other.hours for other in tied) * (1 + TIE)
+    fastest = min((other for other in tied if other.hours <= limit), key=_simplicity)
     return fastest if fastest.hours < plan.hours * (1 - TIE) else None
 
 

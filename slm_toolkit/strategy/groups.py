@@ -65,6 +65,23 @@ def not_run_yet(sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
+def ranks_of_each_node(num_ranks: int, most: int) -> int:
+    """Return the ranks on each node, the same on all, because `accelerate launch` starts equal parts.
+
+    Nodes have at most `most` ranks: 12 ranks on nodes of 8 are two nodes of 6. Raises ValueError if equal
+    parts would leave more than half of every node idle.
+    """
+    if num_ranks <= most:
+        return num_ranks
+    ranks = next(size for size in range(most, 0, -1) if num_ranks % size == 0)
+    if 2 * ranks < most:
+        raise ValueError(
+            f"{num_ranks} GPUs can't be the same number on each node of up to {most}: use full nodes, such "
+            f"as {num_ranks // most * most} or {-(-num_ranks // most) * most}"
+        )
+    return ranks
+
+
 def fit_groups(strategy: Strategy, *, num_ranks: int, ranks_per_node: int) -> Strategy:
     """Return the strategy with its groups of ranks fitted to the nodes: one copy per node.
 

@@ -79,6 +79,7 @@ class ZeroSettings(msgspec.Struct, frozen=True):
         """Return the settings with "auto" replaced by the sizes that accelerate 1.15 computes."""
         computed = {
             "reduce_bucket_size": hidden_size**2,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
             "stage3_param_persistence_threshold": 10 * hidden_size,
         }
         is_auto = {name: size for name, size in computed.items() if getattr(self, name) == "auto"}

@@ -125,7 +125,7 @@ def layer_memory(
         if not eager:
             attention = e * (2 * q + a * latent.plain_dim + 2 * values) + 4 * a
         attention += (4 + e + e) * ranks + 8  # the norms of the narrow projections, and their outputs
-    if spec.fused_projections:
+    if spec.fused_projections and not eager:
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
         attention += e * (q + v) + e * q
@@ -145,7 +145,9 @@ def layer_memory(
     if compute != BF16:
         ln = 20 * h + (8 if fused_norm else 4)
     if eager:
-        softmax = (12 * a * seq_len + 3 * e * q, 8 * a * seq_len + 5 * e * q)
+        of_tanh = e * a * seq_len * spec.attention_softcap
+        waiting = of_tanh + norms.of_queries
+        softmax = (12 * a * seq_len + 3 * e * q + waiting, 8 * a * seq_len + 5 * e * q + waiting)
     else:
         softmax = (4 * e * (q + v) + 4 * a + norms.of_queries,)
         if compute == AUTOCAST:  # RoPE's backward is in fp32

@@ -12,7 +12,7 @@ from slm_toolkit.hardware.network import Cluster, cluster_of
 from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.predict.setup.adapters import Adapters, Weights, adapters_of, unknown_targets, weights_of
 from slm_toolkit.predict.setup.other_trainers import LossBytes, OtherTrainer
-from slm_toolkit.strategy.groups import check_groups, fit_groups
+from slm_toolkit.strategy.groups import check_groups, fit_groups, ranks_of_each_node
 from slm_toolkit.strategy.settings import FSDP1_SHARDING_STRATEGIES
 from slm_toolkit.strategy.sharding import Sharding
 from slm_toolkit.strategy.strategy import Strategy
@@ -105,7 +105,7 @@ class Setup:
     "all defaults must be filled in"
     num_gpus: int
     gpus_per_node: int = 8
-    "GPUs of a full node; a smaller job uses part of a node"
+    "GPUs of a full node; a job may use a part of each node"
     gpu: Gpu | None = None
     "None: only bytes are estimated"
     software: str = "2026"
@@ -122,7 +122,7 @@ class Setup:
 
     @property
     def ranks_per_node(self) -> int:
-        return min(self.num_gpus, self.gpus_per_node)
+        return ranks_of_each_node(self.num_gpus, self.gpus_per_node)
 
     @property
     def num_nodes(self) -> int:
@@ -275,8 +275,8 @@ def unlike_the_model(spec: ModelSpec, seq_len: int) -> list[str]:
     sentences = []
     if spec.sliding_window is not None and spec.sliding_window < seq_len:
         sentences.append(
-            f"{spec.name}: sliding_window {spec.sliding_window}: estimated as if every token attended to all "
-            f"{seq_len}"
+            f"{spec.name}: sliding_window {spec.sliding_window}: sdpa and eager attention compute all "
+            f"{seq_len} tokens and mask them; flash_attention_2 and flex_attention compute the window only"
         )
     if spec.experts is not None:
         experts = spec.experts

@@ -85,20 +85,43 @@ def attention_seconds(
     tokens: int,
     fp32_flops: float | None = None,
 ) -> tuple[float, float]:
-    """Return forward and backward seconds of one layer's attention, without its projections.
+    """Return forward and backward seconds of a layer's attention without its projections: a mean of layers.
 
-    `fp32_flops` is the rate of matrix products if attention computes in fp32.
+    Layers with a window compute fewer scores if the kernel skips them. `fp32_flops` is the rate of matrix
+    products if attention computes in fp32.
     """
-    flop = 2.0 * config.seq_len * tokens * spec.num_heads * spec.head_dim  # half of 4 S T width: causal
-    if fp32_flops is not None:
-        forward = flop / (_FP32_SHARE * fp32_flops)
-        return forward, FLASH_BACKWARD * forward
-    kernel = kernel_of(config.attn_implementation, gpu, software)
-    shape = {"head_dim": spec.head_dim, "seq_len": config.seq_len}
-    forward, backward = (
-        pass_seconds(which, flop, gpu, software, kernel=kernel, **shape) for which in ("forward", "backward")
-    )
+    kernel, windows = kernel_of(config.attn_implementation, gpu, software), _window_layers(spec, config)
+    parts = [(spec.num_layers - windows, config.seq_len / 2)]
+    if windows:
+        parts.append((windows, attended_tokens(spec, config)))
+    forward = backward = 0.0
+    for layers, attended in parts:
+        flop = layers / spec.num_layers * 4.0 * attended * tokens * spec.num_heads * spec.head_dim
+        if fp32_flops is not None:
+            seconds = flop / (_FP32_SHARE * fp32_flops)
+            forward, backward = forward + seconds, backward + FLASH_BACKWARD * seconds
+            continue
+        shape = {"kernel": kernel, "head_dim": spec.head_dim, "seq_len": 2 * attended}
+        forward += pass_seconds("forward", flop, gpu, software, **shape)
+        backward += pass_seconds("backward", flop, gpu, software, **shape)
     return forward, backward
+
+
+def _window_layers(spec: ModelSpec, config: RunConfig) -> int:
+    """Return the layers whose window is shorter than the sequence."""
+    is_shorter = spec.sliding_window is not None and spec.sliding_window < config.seq_len
+    return spec.num_window_layers if is_shorter else 0
+
+
+def attended_tokens(spec: ModelSpec, config: RunConfig) -> float:
+    """Return the scores that a kernel computes for each token of a layer with a window, on average.
+
+    FlashAttention and flex_attention skip what is outside: window w of S tokens has w - w^2 / 2S. PyTorch's
+    SDPA gets the window as a mask, with which it computes the whole square.
+    """
+    if not config.attn_implementation.startswith(("flash_attention", "flex_attention")):
+        return config.seq_len
+    return spec.sliding_window - spec.sliding_window**2 / (2 * config.seq_len)
 
 
 def kernel_of(attn_implementation: str, gpu: Gpu, software: Software) -> str:
@@ -116,9 +139,9 @@ def pass_seconds(
     *,
     kernel: str,
     head_dim: int,
-    seq_len: int,
+    seq_len: float,
 ) -> float:
-    """Return the seconds of one pass; `forward_flop` are the causal FLOPs of forward in both cases."""
+    """Return the seconds of one pass; `forward_flop` are the FLOPs of forward in both cases."""
     flop = forward_flop * (FLASH_BACKWARD if which == "backward" else 1.0)
     peak = gpu.dense_bf16_flops_per_second
     if (measured := software.calibration.attention(which, head_dim)) is not None:

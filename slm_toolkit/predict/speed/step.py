@@ -54,6 +54,7 @@ _EAGER_GPT_KERNELS = (
     30  # two norms, projections 4 with biases, copies 8, attention, GELU, adds; casts of weights 8
 )
 _FUSED_NORM_SAVES = 10
+_EAGER_NORM_KERNELS = 6
 
 
 def layer_traffic(
@@ -68,11 +69,19 @@ def layer_traffic(
         return LayerTraffic(_GPT[0] * h + _GPT[1] * f, _EAGER_GPT_KERNELS, is_compiled=False)
     norms = _TWO_FUSED_NORMS if fused_norm else _TWO_EAGER_RMS_NORMS
     swiglu = _RECOMPUTING_SWIGLU if fused_mlp else _EAGER_SWIGLU
+    more_norms = 2 * (spec.norms == "both") + 2 * (spec.qk_norm != "none")
+    kernels_of_norms = (1 if fused_norm else _EAGER_NORM_KERNELS) * more_norms
     return LayerTraffic(
-        (norms + _ROPE_AND_RESIDUAL) * h + swiglu * f,
-        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm,
+        norms * _norm_width(spec) + _ROPE_AND_RESIDUAL * h + swiglu * f,
+        _EAGER_LLAMA_KERNELS - _FUSED_NORM_SAVES * fused_norm + kernels_of_norms,
         is_compiled=False,
     )
+
+
+def _norm_width(spec: ModelSpec) -> float:
+    """Return the width of all norms of a layer, as a mean of two: hidden, and of queries and keys."""
+    of_queries = (spec.num_heads + spec.num_kv_heads) * spec.head_dim * (spec.qk_norm != "none")
+    return spec.hidden_size * (2 if spec.norms == "both" else 1) + of_queries / 2
 
 
 LOGIT_BYTES = {"hf": 60, "fused_logits": 16, "fused_linear": 12, "fused_kernel": 8, "compiled": 8}
@@ -343,8 +352,12 @@ two steps"""
 
 _UNFUSED_ADAM = 1.8  # x: bytes moved by foreach AdamW over fused AdamW; hand count
 _STEP_KERNELS = 30  # per step: sum the loss and the norm, copy and count tokens, ...
-_SHARDED_KERNELS = (
-    30  # per layer and pass: host time of FSDP's and ZeRO-3's hooks, in kernel launches; unverified
+_FSDP_KERNELS = 30  # per layer and pass: host time of FSDP's hooks, in kernel launches; unverified
+# per module: host time of ZeRO-3's four hooks, which gather and free its parameters, in kernel launches:
+# 0.40 ms of 14 us. bench/zero3_hooks.py timed them on a core of an AMD EPYC (deepspeed 0.19.8, 2026-11-25)
+_ZERO_3_KERNELS = 28
+_PLAIN_MODULES = (
+    6  # modules of a layer besides its linear ones: itself, attention, MLP, activation, two norms
 )
 
 
@@ -395,7 +408,7 @@ def step_time(
     micro_steps = config.gradient_accumulation_steps
     work = micro_step_work(setup, rates, software, loss_kernel or config.loss_kernel)
     sharded = strategy.shards_parameters
-    num_kernels = work.num_kernels + (3 * spec.num_layers * _SHARDED_KERNELS if sharded else 0)
+    num_kernels = work.num_kernels + (_hook_kernels(setup) if sharded else 0)
     device = work.total
     shards = setup.shard_ranks if strategy.sharded_parts else 1
     optimizer_seconds = (
@@ -508,6 +521,19 @@ def optimizer_bytes(strategy: Strategy, config: RunConfig) -> float:
         adamw += 2 * (dtypes.moments + 2 * updated)
     copy_back = updated + dtypes.parameter if dtypes.master else 0
     return norm + cast + clip + adamw + copy_back
+
+
+def _hook_kernels(setup: Setup) -> float:
+    """Return the host time of FSDP's or ZeRO-3's hooks in a micro-step, in kernel launches.
+
+    It does not depend on the number of tokens: a micro-step can't be shorter. DeepSpeed has hooks on every
+    module, FSDP on every layer. Recomputation runs forward's hooks again: two of ZeRO-3's four.
+    """
+    spec, again = setup.spec, _LAYERS_AGAIN[setup.config.gradient_checkpointing]
+    if not setup.strategy.is_deepspeed:
+        return 3 * spec.num_layers * _FSDP_KERNELS
+    modules = spec.num_layers * (_PLAIN_MODULES + 4 + spec.num_ffn_matrices)
+    return modules * _ZERO_3_KERNELS * (1 + again / 2)
 
 
 def _optimizer_kernels(setup: Setup) -> int:

@@ -120,12 +120,17 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
         return reduced, transfer("gather_updated", "all_gather", updated, 1, overlaps=False)
     secondary_ranks = setup.placement.secondary_ranks
     whole = dtypes.compute if not zero.zero_quantized_weights else INT8_SCALES
+    num_gathers, num_reductions = num_units, float(num_units)
+    if is_deepspeed:  # it gathers modules, or as many as fit into the prefetch bucket, not layers
+        num_matrices = setup.spec.num_layers * (4 + setup.spec.num_ffn_matrices) + 2
+        prefetched = weights.total / (zero.stage3_prefetch_bucket_size or 1)
+        num_gathers, num_reductions = min(num_matrices, max(1.0, prefetched)), buckets
     sent = [
         transfer(
             "gather_forward",
             "all_gather",
             weights.total * whole,
-            num_units,
+            num_gathers,
             times=micro_steps,
             ranks=shard_ranks,
         )
@@ -136,7 +141,7 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
                 "gather_backward",
                 "all_gather",
                 weights.total * (dtypes.compute if secondary_ranks > 1 else whole),
-                num_units,
+                num_gathers,
                 times=micro_steps,
                 ranks=secondary_ranks if secondary_ranks > 1 else shard_ranks,
             )
@@ -144,7 +149,9 @@ def transfers(setup: Setup, *, reduces_each_micro_step: bool = False) -> tuple[T
     times = micro_steps if strategy.is_deepspeed or reduces_each_micro_step else 1
     reduced = weights.trained * INT4_SCALES if zero.zero_quantized_gradients else gradients
     sent.append(
-        transfer("reduce_gradients", "reduce_scatter", reduced, num_units, times=times, ranks=shard_ranks)
+        transfer(
+            *("reduce_gradients", "reduce_scatter", reduced, num_reductions), times=times, ranks=shard_ranks
+        )
     )
     if shard_ranks < setup.num_gpus:  # copies of the model: each shard's gradients are reduced between copies
         sent.append(

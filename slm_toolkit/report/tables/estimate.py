@@ -42,6 +42,12 @@ _ABOVE_IF_DEFAULT = (
     "optim",
     "lora_r",
 )
+NETWORK_SOURCES = {
+    "measured": "the --network measurement",
+    "measured in part": "the --network measurement and data sheets",
+    "given": "--inter_node_gbps and, inside a node, data sheets",
+    "data sheet": "data sheets, not measured",
+}
 _DECIDES_BATCH = (
     *("seq_len", "gradient_checkpointing", "gradient_accumulation_steps", "loss_kernel", "norm_kernel"),
     *("mlp_kernel", "torch_compile"),
@@ -270,10 +276,10 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     with_time = [row for row in rows if row.step_seconds]
     offloading = [row for row in with_time if row.parts_seconds["offload"]]
     if timed := next((row for row in with_time if row not in offloading), None):
-        slower = timed.step_seconds / timed.step_high_seconds - 1
+        slower = 1 - timed.step_seconds / timed.step_high_seconds
         faster = timed.step_seconds / timed.step_low_seconds - 1
         notes.append(
-            f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
+            f"real tokens/s are likely {slower:.0%} lower to {faster:.0%} higher: fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
         )
     if offloading:
@@ -302,9 +308,8 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
             f"between nodes, {worst.strategy} needs {needed} Gbit/s to hide its communication; "
             f"a node of {worst.gpu} has {available}"
         )
-    if any(row.network_evidence in ("measured", "measured in part") for row in rows):
-        partly = any(row.network_evidence == "measured in part" for row in rows)
-        notes.append("communication: as measured by --network" + ", where it applies" * partly)
+    if evidence := dict.fromkeys(row.network_evidence for row in rows if row.network_evidence):
+        notes.append(f"network speed from {', '.join(NETWORK_SOURCES[name] for name in evidence)}")
     if any(row.gpu and row.tokens_per_second is None for row in rows):
         notes.append("no tokens/s across nodes with an unknown network: set --inter_node_gbps")
     return notes

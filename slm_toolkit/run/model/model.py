@@ -176,7 +176,7 @@ def _with_weights(path: str, options: dict[str, Any]) -> PreTrainedModel:
 def _not_loaded(path: str, error: Exception) -> ValueError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return ValueError(
-        f"can't load model {path!r}: {reason}\nhint: the folder needs all files of a Llama-like model"
+        f"can't load model {path!r}: {reason}\nhint: the folder needs all files of a causal language model"
     )
 
 

@@ -1,5 +1,6 @@
 """Other trainers' flags, GPUs and models as people type them: accepted, or answered with the right hint."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from slm_toolkit.cli.main import _parser
 from slm_toolkit.config.flags import training_config
 from slm_toolkit.config.parser import HINTS, SAME_MEANING, with_underscores
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.hardware.gpus import gpu_and_count, gpu_of_name
+from slm_toolkit.hardware.gpus import gpu_of_name, gpus_and_count
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.flag_checks import gpus_asked
 from slm_toolkit.strategy.strategy import find_strategy, precision_problem
@@ -116,25 +117,39 @@ def test_a_verb_without_training_flags_gives_no_hint_of_them(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("8xA100-40GB", ("a100-40gb", (8,), None)),
-        ("8 x A100 40GB", ("a100-40gb", (8,), None)),
-        ("h100-80gb:8,16@2.49", ("h100-80gb", (8, 16), 2.49)),
-        ("4090", ("rtx-4090", (), None)),
-        ("RTX4090:2", ("rtx-4090", (2,), None)),
-        ("NVIDIA GeForce RTX 4090", ("rtx-4090", (), None)),
-        ("NVIDIA A100-SXM4-40GB", ("a100-40gb", (), None)),
+        ("8xA100-40GB", (("a100-40gb",), (8,), None)),
+        ("8 x A100 40GB", (("a100-40gb",), (8,), None)),
+        ("h100-80gb:8,16@2.49", (("h100-80gb",), (8, 16), 2.49)),
+        ("4090", (("rtx-4090",), (), None)),
+        ("RTX4090:2", (("rtx-4090",), (2,), None)),
+        ("NVIDIA GeForce RTX 4090", (("rtx-4090",), (), None)),
+        ("NVIDIA A100-SXM4-40GB", (("a100-40gb",), (), None)),
+        ("A100:8", (("a100-40gb", "a100-80gb", "a100-80gb-pcie"), (8,), None)),
+        ("8xH100@3", (("h100-80gb", "h100-80gb-pcie"), (8,), 3)),
+        ("L4", (("l4",), (), None)),
         ("8xh200:8", None),
     ],
 )
 def test_a_gpu_is_known_as_people_write_it(text: str, meant: object) -> None:
-    assert gpu_and_count(text) == meant
+    assert gpus_and_count(text) == meant
 
 
-def test_a_gpu_that_may_be_several_is_answered_with_each_and_the_count() -> None:
+def test_an_unknown_gpu_is_answered_with_the_closest_and_the_count() -> None:
     with pytest.raises(ValueError, match="did you mean a100-40gb:8 or a100-80gb:8 or a100-80gb-pcie:8?"):
-        gpu_and_count("A100:8")
+        gpus_and_count("A10:8")
     with pytest.raises(ValueError, match="unknown GPU 'H20'"):  # another GPU than the H200
         gpu_of_name("H20")
+    with pytest.raises(ValueError, match="unknown GPU 'RTX'"):  # no family, but a brand
+        gpus_and_count("RTX")
+
+
+def test_a_family_of_gpus_is_all_its_types() -> None:
+    assert gpus_asked(["A100:8"], None) == (["a100-40gb", "a100-80gb", "a100-80gb-pcie"], [8])
+    done = slm_here("recommend", "--gpu", "H100:2@3", "--model", "slm-100m", "--tokens", "1B", "--json")
+    assert {(row["gpu"], row["num_gpus"], row["usd_per_gpu_hour"]) for row in json.loads(done.out)} == {
+        ("h100-80gb", 2, 3),
+        ("h100-80gb-pcie", 2, 3),
+    }
 
 
 def test_estimate_takes_the_number_with_the_gpu() -> None:

@@ -300,8 +300,9 @@ def test_gpus_are_counted_where_they_are_asked_for_here_or_in_the_file(tmp_path:
     assert counted(None, None, 4) == (4, 4)
     assert counted(16, None, 4) == (16, 4)
     assert counted(2, None, 4) == (2, 2)
-    with pytest.raises(ValueError, match="--num_gpus is 6: use full nodes of 4"):
-        counted(6, None, 4)
+    assert counted(6, None, 4) == (6, 3)
+    with pytest.raises(ValueError, match="7 GPUs can't be the same number on each node of up to 4"):
+        counted(7, None, 4)
 
 
 def test_versions_are_compared_as_numbers() -> None:

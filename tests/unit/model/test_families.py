@@ -9,6 +9,7 @@ from conftest import ROOT, slm_here
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.doctor.fsdp_faults import _DECODER_LAYERS
 from slm_toolkit.model.families import FAMILIES, TRAINABLE, kernel_problems, with_kernels_of
 from slm_toolkit.model.from_config import check_trainable, spec_from_config
 from slm_toolkit.model.model_spec import ModelSpec, flops_per_token, layer_tensors
@@ -50,6 +51,48 @@ def test_a_layers_parameters_are_those_that_transformers_builds_in_its_order(nam
         (key.split(".")[-2], param.numel()) for key, param in decoder_layers(model)[0].named_parameters()
     ]
     assert [(tensor.name, tensor.num_elements) for tensor in layer_tensors(spec)] == built
+
+
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_SHAPE += ("intermediate_size", "vocab_size")
+_QWEN3 = {"head_dim": 128, "tie_word_embeddings": True}
+_OLMOE = {"num_experts": 64, "num_experts_per_tok": 8}
+_QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_LITE = {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+_LITE |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 512}
+_LITE |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "keys", "num_params", "active_billions"),
+    [  # parameters: metadata of the weights on the Hugging Face hub; active ones: the models' cards
+        ("qwen3", (28, 1024, 16, 8, 3072, 151_936), _QWEN3, 596_049_920, None),  # Qwen3-0.6B
+        ("gemma2", (26, 2304, 8, 4, 9216, 256_000), {}, 2_614_341_888, None),  # gemma-2-2b
+        ("gemma3_text", (26, 1152, 4, 1, 6912, 262_144), {}, 999_885_952, None),  # gemma-3-1b
+        ("smollm3", (36, 2048, 16, 4, 11_008, 128_256), {}, 3_075_098_624, None),  # SmolLM3-3B
+        ("olmo2", (16, 2048, 16, 16, 8192, 100_352), {}, 1_484_916_736, None),  # OLMo-2-0425-1B
+        ("phi3", (32, 3072, 24, 8, 8192, 200_064), {"tie_word_embeddings": True}, 3_836_021_760, None),
+        ("granite", (40, 2048, 32, 8, 8192, 49_159), {"tie_word_embeddings": True}, 2_533_539_840, None),
+        ("qwen3_moe", (48, 2048, 32, 4, 6144, 151_936), _QWEN3_MOE, 30_532_122_624, 3.3),  # Qwen3-30B-A3B
+        ("olmoe", (16, 2048, 16, 16, 1024, 50_304), _OLMOE, 6_919_161_856, 1.3),  # OLMoE-1B-7B
+        ("deepseek_v2", (27, 2048, 16, 16, 10_944, 102_400), _LITE, 15_706_484_224, 2.7),  # V2-Lite
+    ],
+)
+def test_published_models_have_their_published_number_of_parameters(
+    model_type: str, shape: tuple, keys: dict, num_params: int, active_billions: float | None
+) -> None:
+    spec = spec_of(model_type, **dict(zip(_SHAPE, shape, strict=True)), **keys)
+    assert spec.num_params == num_params
+    assert active_billions is None or spec.active_params == pytest.approx(active_billions * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_doctor_names_the_layer_that_transformers_wraps(model_type: str) -> None:
+    config = AutoConfig.for_model(**{**SMALL, **MIXTURES.get(model_type, {}), "model_type": model_type})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(decoder_layers(model)[0]).__name__ == _DECODER_LAYERS[model_type]
+    assert _DECODER_LAYERS[model_type] in model._no_split_modules
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)

@@ -163,30 +163,30 @@ def test_absent_key_value_heads_are_as_many_as_transformers_makes(
 
 
 @pytest.mark.parametrize(
-    ("change", "window"),
+    ("change", "window", "num_layers"),
     [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        ({"model_type": "mistral"}, 4096, 2),
+        ({"model_type": "mistral", "sliding_window": None}, None, 0),
+        ({"model_type": "qwen2", "sliding_window": 64}, None, 0),
         (
             {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-            64,
+            *(64, 1),
         ),
         (
             {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
-            None,
+            *(None, 0),
         ),
     ],
 )
 def test_a_window_is_the_one_that_transformers_attends_with(
-    tmp_path: Path, change: dict, window: int | None
+    tmp_path: Path, change: dict, window: int | None, num_layers: int
 ) -> None:
     config = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "intermediate_size": 64, "vocab_size": 100, **change})
     )
     spec = find_model(str(tmp_path))
-    assert spec.sliding_window == window
+    assert (spec.sliding_window, spec.num_window_layers) == (window, num_layers)
     built = hf_config(spec, seq_len=32)
     kinds = getattr(built, "layer_types", None)
     assert window == (built.sliding_window if kinds is None or "sliding_attention" in kinds else None)
@@ -200,7 +200,7 @@ def test_an_estimate_says_what_of_a_models_config_it_leaves_out(tmp_path: Path) 
         done = slm_here(
             verb, "--model", str(tmp_path), "--gpu", "l4", "--seq_len", "1024", "--strategy", "single"
         )
-        assert "sliding_window 512: estimated as if every token attended to all 1024" in done.err, done.err
+        assert "sliding_window 512: sdpa and eager attention compute all 1024 tokens" in done.err, done.err
         assert "hidden_act gelu: estimated as silu" in done.err
         assert "attention_dropout 0.1: estimated without dropout" in done.err
 

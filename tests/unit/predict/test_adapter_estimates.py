@@ -155,7 +155,9 @@ def test_recommend_needs_tokens_for_an_adapter_and_promises_no_loss() -> None:
     asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:1,8@3", "--peft", "lora", "qlora")
     refused = slm_here(*asked)
     assert refused.code == 2
-    assert refused.err.startswith("error: --peft lora without --tokens")
+    assert refused.err.startswith(
+        "error: --peft lora: this is fine-tuning, and scaling laws don't say how long"
+    )
     done = slm_here(*asked, "--tokens", "50M", "--json")
     assert done.code == 0, done.err
     rows = json.loads(done.out)

@@ -1,12 +1,15 @@
 """Rates of attention kernels against the published tables, and which kernel a flag means."""
 
+import dataclasses
 import sys
 
 import pytest
 from conftest import ROOT
 
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name, gpus
-from slm_toolkit.predict.speed.attention import kernel_of, pass_seconds, rates_of_kernel
+from slm_toolkit.model.model_spec import PRESETS
+from slm_toolkit.predict.speed.attention import attention_seconds, kernel_of, pass_seconds, rates_of_kernel
 from slm_toolkit.predict.speed.software import PAPER, TODAY
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -61,3 +64,24 @@ def test_a_head_size_between_two_kernels_pays_for_the_larger() -> None:
     gpu, given = gpu_of_name("a100-80gb"), {"kernel": "flash_2", "seq_len": 2048}
     padded = pass_seconds("forward", 1e12, gpu, TODAY, head_dim=80, **given)
     assert padded == pytest.approx(96 / 80 * pass_seconds("forward", 1e12, gpu, TODAY, head_dim=64, **given))
+
+
+def test_a_window_saves_scores_only_where_the_kernel_skips_them() -> None:
+    whole = PRESETS["slm-1b"]
+    some = dataclasses.replace(whole, sliding_window=1024, num_window_layers=whole.num_layers)
+    gpu = gpu_of_name("a100-80gb")
+
+    def seconds(spec: object, kernel: str) -> float:
+        config = RunConfig(seq_len=8192, attn_implementation=kernel)
+        return attention_seconds(spec, config, gpu, TODAY, tokens=8192)[0]
+
+    # with 1,024 of 8,192 tokens a query has 1,024 - 1,024^2 / 16,384 = 960 keys on average instead of 4,096,
+    # and blocks at the ends of 2 x 960 instead of 8,192
+    saved = seconds(some, "flash_attention_2") / seconds(whole, "flash_attention_2")
+    assert saved == pytest.approx(960 / 4096 * (1 + 505 / 1920) / (1 + 505 / 8192))
+    # SDPA's mask costs the other half of the square
+    assert seconds(some, "sdpa") > 1.8 * seconds(whole, "sdpa")
+    half = dataclasses.replace(some, num_window_layers=whole.num_layers // 2)
+    assert seconds(some, "flash_attention_2") < seconds(half, "flash_attention_2")
+    longer = dataclasses.replace(some, sliding_window=8192)
+    assert seconds(longer, "sdpa") == seconds(whole, "sdpa")

@@ -90,3 +90,15 @@ def test_gpt_2s_vocabulary_is_rounded_up() -> None:
     assert bound.misaligned_widths(spec) == {"FFN": 4147, "vocabulary": 50_257}
     words = "FFN 4160 for 4147, vocabulary 50304 for 50257"
     assert bound.describe_alignment(spec, bound.aligned_sibling(spec)) == words
+
+
+def test_no_lever_is_a_kernel_of_another_model() -> None:
+    flags = {"attn_implementation": "eager", "norm_kernel": "hf"}
+    gemma = dataclasses.replace(
+        PRESETS["llama-3.2-1b"], attention_softcap=True, after_head="softcap", norm_scales_in_fp32=True
+    )
+    llamas = {lever.change for lever in levers(setup_of(PRESETS["llama-3.2-1b"], **flags))}
+    gemmas = {lever.change for lever in levers(setup_of(gemma, **flags))}
+    kernels = {"--attn_implementation sdpa", "--norm_kernel fused"}
+    assert kernels <= llamas
+    assert not kernels & gemmas

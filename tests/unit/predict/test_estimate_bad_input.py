@@ -45,7 +45,7 @@ MODELS = {
         (["--num_gpus", "0"], "--num_gpus is 0: at least 1"),
         (["--num_gpus", "-8"], "--num_gpus is -8: at least 1"),
         (["--num_gpus", "eight"], "invalid int value: 'eight'"),
-        (["--num_gpus", "12"], "--num_gpus is 12: full nodes of 8"),
+        (["--num_gpus", "13"], "13 GPUs can't be the same number on each node of up to 8: use full nodes"),
         (["--gpus_per_node", "0"], "--gpus_per_node is 0"),
         (["--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),

@@ -9,7 +9,7 @@ import pytest
 from conftest import bench
 
 from slm_toolkit.config.run_config import RunConfig
-from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.model.model_spec import Experts, ModelSpec
 from slm_toolkit.model.names import find_model
 from slm_toolkit.predict.memory import engine_bytes as optimizer_bytes
 from slm_toolkit.predict.memory.peak import MemoryEstimate, peak
@@ -36,6 +36,45 @@ def test_the_peak_of_one_process_at_the_loss_by_hand() -> None:
     found = estimate("single", num_gpus=1, spec=TINY, seq_len=1000, per_device_train_batch_size=4)
     assert found.peak_instant == "backward: the loss"
     assert found.peak_bytes == 27_440 + 4000 * (672 + 68 + 480 + 24) + 16_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "more_params", "more_per_token"),
+    [
+        # a norm of 4 weights on queries and one on keys, in 2 layers; each element keeps 4 + 2 bytes, and
+        # each of the 2 + 2 heads 4 bytes: 2 x (6 x (8 + 8) + 4 x 4) = 224
+        ({"qk_norm": "head"}, 2 * 2 * 4, 224),
+        # the weights are 8 wide, 1/rms is one per token: 2 x (6 x 16 + 4 x 2) = 208
+        ({"qk_norm": "all_heads"}, 2 * 2 * 8, 208),
+        # two more norms of 8 weights: an fp32 copy 4h, the normalised input 2h, and 1/rms: 2 x 2 x (48 + 4)
+        ({"norms": "both"}, 2 * 2 * 8, 208),
+        # norms behind the blocks: 2 x 2 x (6h + 4) and the products' own inputs 2h, for 2 x 2 x (8h + 4)
+        ({"norms": "after"}, 0, 2 * 2 * (48 + 4 + 16) - 2 * 2 * (64 + 4)),
+        # the normalised input in fp32: 2h more in each of 2 x 2 norms and in the final one
+        ({"norm_scales_in_fp32": True}, 0, 5 * 16),
+        # the whole product of query, key and value for the value, 2 (q + v), and a copy of the output, 2q
+        ({"fused_projections": True}, 0, 2 * (2 * 16 + 16)),
+        ({"after_head": "softcap"}, 0, 2 * 40),  # tanh's output, 2 bytes for each of 40 logits
+        ({"after_head": "scaling"}, 0, 0),
+    ],
+)
+def test_what_another_block_keeps_by_hand(changes: dict, more_params: int, more_per_token: int) -> None:
+    flags = {"num_gpus": 1, "seq_len": 1000, "per_device_train_batch_size": 4}
+    plain = estimate("single", spec=TINY, **flags)
+    changed = estimate("single", spec=dataclasses.replace(TINY, **changes), **flags)
+    assert changed.peak_instant == "backward: the loss"
+    assert changed.peak_bytes - plain.peak_bytes == 14 * more_params + 4000 * more_per_token
+
+
+def test_sdpa_keeps_a_mask_for_each_layer_with_a_window() -> None:
+    # one of 2 layers: 2 bytes x 1000 x 1000 x 4 sequences, as no head has a mask of its own
+    flags = {"num_gpus": 1, "seq_len": 1000, "per_device_train_batch_size": 4}
+    windows = dataclasses.replace(TINY, sliding_window=100, num_window_layers=1)
+    more = estimate("single", spec=windows, **flags).peak_bytes
+    more -= estimate("single", spec=TINY, **flags).peak_bytes
+    assert more == 2 * 1000 * 1000 * 4
+    wide = dataclasses.replace(windows, sliding_window=1000)  # every token sees the whole sequence
+    assert estimate("single", spec=wide, **flags) == estimate("single", spec=TINY, **flags)
 
 
 def test_the_optimizers_step_is_the_peak_of_a_large_model_on_one_short_sequence() -> None:
@@ -199,3 +238,16 @@ def test_adapters_under_fsdp1_have_no_closed_form(tmp_path: Path) -> None:
     config = RunConfig(model="slm-10m", peft="lora").with_defaults(has_gpu=True)
     with pytest.raises(ValueError, match="no closed form for adapters under FSDP1"):
         peak(Setup(find_model("slm-10m"), read_strategy(path), config, num_gpus=8))
+
+
+def test_all_experts_are_stored_and_only_those_of_a_token_keep_activations() -> None:
+    # in each of 2 layers, 8 experts of 3 x 8 x 16 = 384 and a router 8 x 8 in place of an FFN of 384
+    mixture = dataclasses.replace(TINY, experts=Experts(8, 2, 16))
+    assert mixture.num_params == TINY.num_params + 2 * (7 * 384 + 64)
+    flags = {"num_gpus": 1, "seq_len": 1000, "per_device_train_batch_size": 4}
+    found, plain = estimate("single", spec=mixture, **flags), estimate("single", spec=TINY, **flags)
+    for part, element_bytes in (("parameters", 2), ("master_weights", 4), ("optimizer", 8)):
+        assert found.parts[part] == element_bytes * mixture.num_params
+    # 2 of 8: an FFN twice as wide, 8i = 128 bytes a layer more, and 2 copies and 2 outputs of 2h = 16
+    assert found.peak_instant == plain.peak_instant
+    assert found.parts["activations"] - plain.parts["activations"] == 4000 * 2 * (128 + 4 * 16)

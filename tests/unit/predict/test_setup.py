@@ -1,5 +1,7 @@
 """Setup: what follows from a model, a strategy and flags on certain GPUs."""
 
+import pytest
+
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.model.model_spec import PRESETS
 from slm_toolkit.predict.memory.machine import PROCESS_BYTES, host_bytes
@@ -24,6 +26,14 @@ def test_a_job_smaller_than_a_node_takes_part_of_it() -> None:
     small, large = setup_of("ddp", num_gpus=4), setup_of("ddp", num_gpus=16)
     assert (small.ranks_per_node, small.num_nodes) == (4, 1)
     assert (large.ranks_per_node, large.num_nodes) == (8, 2)
+
+
+def test_ranks_that_do_not_fill_nodes_are_the_same_number_on_each() -> None:
+    twelve, twenty = setup_of("ddp", num_gpus=12), setup_of("ddp", num_gpus=20)
+    assert (twelve.ranks_per_node, twelve.num_nodes) == (6, 2)
+    assert (twenty.ranks_per_node, twenty.num_nodes) == (5, 4)
+    with pytest.raises(ValueError, match="use full nodes, such as 8 or 16"):
+        _ = setup_of("ddp", num_gpus=13).ranks_per_node
 
 
 def test_a_launched_hybrid_shard_keeps_a_copy_per_node_or_two_on_one() -> None:

@@ -241,6 +241,34 @@ def test_a_tiny_models_step_waits_for_launches_and_a_large_ones_does_not() -> No
         assert row.parts_seconds["launch_overhead"] == 0
 
 
+def test_zero_3s_hooks_are_a_floor_under_a_micro_step() -> None:
+    # slm-100m: 9 layers of 13 modules, each 28 launches of 14 us: 45.9 ms, whatever the tokens
+    few, more = rows_of("ds_zero3", per_device_train_batch_size=[1, 2], seq_len=128)
+    floor = 9 * 13 * 28 * 14e-6
+    assert few.step_seconds > floor
+    assert more.step_seconds == pytest.approx(few.step_seconds, rel=0.02)
+    (fsdp,) = rows_of("fsdp_full_shard", per_device_train_batch_size=1, seq_len=128)
+    assert fsdp.step_seconds < floor
+    accumulated, again = rows_of(
+        *("ds_zero3",), seq_len=128, gradient_accumulation_steps=4, gradient_checkpointing=["none", "full"]
+    )
+    assert accumulated.step_seconds > 4 * floor
+    assert again.step_seconds > 4 * 1.5 * floor  # forward's two of the four hooks run again
+
+
+def test_zero_3_gathers_modules_or_what_its_prefetch_bucket_holds(tmp_path: Path) -> None:
+    def calls(**zero: object) -> tuple[float, float]:
+        json = {"zero_optimization": {"stage": 3, **zero}}
+        config = RunConfig(model="slm-100m").with_defaults(has_gpu=True)
+        strategy = find_strategy(own_strategy(tmp_path, "", json, name="zero"))
+        gathered, _, reduced = transfers(Setup(PRESETS["slm-100m"], strategy, config, num_gpus=8))
+        return gathered.num_calls, reduced.num_calls
+
+    # 130,569,920 parameters: 2.6 buckets of 50 million; buckets of 1,000 hold no matrix: 9 x 7 + 2 modules
+    assert calls() == (pytest.approx(130_569_920 / 50e6), pytest.approx(1.0))
+    assert calls(stage3_prefetch_bucket_size=1000)[0] == calls(stage3_prefetch_bucket_size=0)[0] == 65
+
+
 OFFLOADED = {"model": "slm-2b", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 P_2B = 1_969_027_008
 
@@ -368,3 +396,15 @@ def test_a_gpu_run_is_reported_beside_its_estimated_rate() -> None:
     )
     assert row.estimated_tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert row_of([(Path("r"), dataclasses.replace(record, gpu=None))]).estimated_tokens_per_second is None
+
+
+def test_a_layer_with_more_norms_moves_their_bytes_by_hand() -> None:
+    llama = PRESETS["llama-3.2-1b"]  # h 2048; 32 heads and 8 key-value heads of 64
+    flags = {"compiled": False, "fused_norm": False}
+    plain = layer_traffic(llama, **flags)
+    gemma = layer_traffic(dataclasses.replace(llama, norms="both"), **flags)
+    # two eager norms move 180 bytes per element of h and are 6 kernels each
+    assert gemma.bytes_per_token - plain.bytes_per_token == 180 * 2048
+    assert gemma.num_kernels - plain.num_kernels == 12
+    qwen = layer_traffic(dataclasses.replace(llama, qk_norm="head"), **flags)
+    assert qwen.bytes_per_token - plain.bytes_per_token == 90 * (32 + 8) * 64

@@ -4,10 +4,20 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
-from conftest import FSDP2, bench, made_record, own_strategy, plans_of, slm_here
+from conftest import (
+    FSDP2,
+    SMALL_LLAMA,
+    bench,
+    made_record,
+    own_strategy,
+    plans_of,
+    slm_here,
+    write_documents,
+)
 
 from slm_toolkit.cli.main import main
 from slm_toolkit.cli.recommend import _LAWS
@@ -140,7 +150,7 @@ def test_aligned_widths_are_named_for_each_gpu_type() -> None:
         "recommend", "--model", "slm-500m", "--gpu", "a100-40gb:1", "h100-80gb:1", "--tokens", "1B"
     )
     for name in ("a100-40gb", "h100-80gb"):
-        assert f"on {name}, slm-500m-hw (FFN 4096 for 4147) instead of slm-500m is about 1." in done.out
+        assert f"on 1 x {name}, slm-500m-hw (FFN 4096 for 4147) instead of slm-500m is about 1." in done.out
     aligned = slm_here("recommend", "--model", "slm-500m-hw", "--gpu", "h100-80gb:1").out
     assert "aligned widths" not in aligned
 
@@ -181,10 +191,10 @@ def test_what_ran_out_of_memory_is_not_recommended(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_the_flags_is_named_at_once() -> None:
-    done = slm_here("recommend", "--gpu", "h100-80gb:12", "a100-40gb:8@0", "h100-80gb:x")
+    done = slm_here("recommend", "--gpu", "h100-80gb:13", "a100-40gb:8@0", "h100-80gb:x")
     assert done.code == 2
     for problem in (
-        "12 GPUs: at least 1, and only full nodes of 8",
+        "13 GPUs can't be the same number on each node of up to 8: use full nodes, such as 8 or 16",
         "the price must be above 0",
         "not NAME",
     ):
@@ -396,6 +406,72 @@ def test_a_gpu_type_without_published_runs_is_marked() -> None:
     assert " never measured " in shown
     assert "never measured: no published run on gh200" in shown
     assert "* l4: few published runs support the estimated speed" in shown
+
+
+def test_advice_and_notes_are_plain_sentences() -> None:
+    asked = ("--model", "slm-500m", "--gpu", "a100-40gb:8@1", "--strategy", "ddp", "--tokens", "10B")
+    eager = slm_here("recommend", *asked, "--torch_compile", "false").out
+    (speedup,) = re.findall(r"add --torch_compile to row 1: about (\S+)x faster", eager)
+    usd = [recommended(*asked, "--torch_compile", value)[0]["usd"] for value in ("false", "true")]
+    assert float(speedup) == pytest.approx(usd[0] / usd[1], rel=0.05)  # the batch may differ
+    assert "network speed from data sheets, not measured" in eager
+    dollars, gain = re.search(
+        r"\$(\S+) more on row 1 lowers its expected loss by about (\S+) \(law besiroglu", eager
+    ).groups()
+    more = 10e9 * (1 + float(dollars.replace(",", "")) / usd[0])
+    # besiroglu: of the loss only 2085.43 / D^0.3658 depends on the tokens D
+    assert float(gain) == pytest.approx(2085.43 / 10e9**0.3658 - 2085.43 / more**0.3658, abs=0.005)
+    assert float(gain) >= 0.005
+
+
+def folder_with_weights(folder: Path) -> str:
+    """A model folder with a byte tokenizer and a file of weights, which an estimate does not read."""
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def test_fine_tuning_needs_its_length_and_promises_no_loss(tmp_path: Path) -> None:
+    own = folder_with_weights(tmp_path)
+    for model in (own, "qwen2.5-1.5b"):
+        done = slm_here("recommend", "--model", model, "--gpu", "h100-80gb:1")
+        assert done.code == 2
+        assert f"--model {model} has weights" in done.err
+        assert "hint: --tokens 50M, or --dataset DATA --num_train_epochs 3" in done.err
+        (row,) = recommended("--model", model, "--gpu", "h100-80gb:1@2", "--tokens", "50M")
+        assert (row["expected_loss"], row["loss_per_usd"]) == (None, None)
+        assert row["tokens_per_step"] == 128 * 1024
+    refused = slm_here("recommend", "--model", own, "--gpu", "l4:1", "--target_loss", "3")
+    assert refused.code == 2
+    assert "scaling laws don't say how long" in refused.err
+    shown = slm_here("recommend", "--model", "qwen2.5-1.5b", "--gpu", "l4:8", "--tokens", "50M").out
+    assert "aligned widths" not in shown
+    assert shown.startswith("qwen2.5-1.5b, from the weights of Qwen/Qwen2.5-1.5B: 50.0M tokens")
+
+
+def test_a_target_loss_pretrains_a_published_shape_from_random_weights() -> None:
+    asked = ("--model", "qwen2.5-0.5b", "--gpu", "h100-80gb:1@2", "--target_loss", "3")
+    (row,) = recommended(*asked)
+    assert row["starts_from"] is None
+    assert row["expected_loss"] == pytest.approx(3)
+    shown = slm_here("recommend", *asked).out
+    (train,) = (line for line in shown.splitlines() if line.startswith("accelerate launch"))
+    assert "--model qwen2.5-0.5b " in train
+    assert "--tokenizer_name Qwen/Qwen2.5-0.5B" in train
+
+
+def test_epochs_are_counted_as_the_training_packs_the_dataset(tmp_path: Path) -> None:
+    own = folder_with_weights(tmp_path)
+    # 600 and 423 bytes, each with its end: 1,025 tokens are 8 sequences of 128
+    data = write_documents(tmp_path, [600, 423])
+    asked = ("--model", own, "--gpu", "l4:1", "--num_train_epochs", "3", "--seq_len", "128")
+    (row,) = recommended(*asked, "--dataset", str(data), "--global_batch_tokens", "256")
+    assert row["num_tokens"] == 3 * 8 * 128
+    assert row["num_steps"] == 12  # 3,072 tokens in steps of 256
+    refused = slm_here("recommend", *asked)
+    assert refused.err.startswith("error: --num_train_epochs without --dataset\nhint: ")
+    twice = slm_here("recommend", *asked, "--tokens", "1M")
+    assert "--tokens with --num_train_epochs: both set the length of the training" in twice.err
 
 
 def test_the_laws_to_choose_from_are_all_there_are() -> None:
