@@ -106,14 +106,9 @@ def setup_of(row: dict[str, Any]) -> Setup:
 
 def config_of(row: dict[str, Any]) -> RunConfig:
     """The flags of a traced configuration; an empty one was not given."""
+    kinds = {**dict.fromkeys(_NUMBERS, int), **dict.fromkeys(_FRACTIONS, float), "keep_grads": "true".__eq__}
     flags = {
-        name: int(value)
-        if name in _NUMBERS
-        else float(value)
-        if name in _FRACTIONS
-        else value == "true"
-        if name == "keep_grads"
-        else value
+        name: kinds.get(name, str)(value)
         for name, value in row.items()
         if name not in _NOT_FLAGS and value not in ("", None)
     }

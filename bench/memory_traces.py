@@ -103,7 +103,7 @@ OF_SMALL_ZERO: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_steps": (1, 2),
     "reduce_dtype": ("bf16", "fp32"),
 }
-"so little is computed that gradients and their buckets are most of the memory; ZeRO-1 can't reduce in fp32"
+"so little is computed that gradients and their buckets are most of the memory; ZeRO-1 reduces in bf16"
 OF_TODAY: dict[str, tuple[Any, ...]] = {
     "model": (
         *("qwen3-2m", "gemma2-2m", "gemma3-2m", "smollm3-2m"),
@@ -166,7 +166,7 @@ def sample(num: int, seed: int = SEED, axes: dict[str, tuple[Any, ...]] = AXES) 
             drawn |= {"lora_r": 16, "lora_dropout": 0.0}
         if kernel_problems(find_model(model_named(drawn["model"])), RunConfig(**_kernels_of(drawn))):
             continue
-        if drawn["strategy"] == "ds_zero1" and "reduce_dtype" in drawn:
+        if drawn["strategy"] == "ds_zero1" and axes is OF_SMALL_ZERO:
             drawn["reduce_dtype"] = "bf16"
         if (drawn["strategy"] == "single") != (drawn["num_gpus"] == 1) and drawn["strategy"] in (
             "single",
@@ -205,8 +205,8 @@ def halves(configurations: list[dict[str, Any]], seed: int = SEED) -> dict[str, 
     today = sample(TODAY, seed + 4, OF_TODAY)
     small |= {"today": today[::2], "today_held_out": today[1::2]}
     gradients = {
-        "gradients": sample(GRADIENTS, seed + 4, OF_GRADIENTS),
-        "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 5, OF_GRADIENTS),
+        "gradients": sample(GRADIENTS, seed + 5, OF_GRADIENTS),
+        "gradients_held_out": sample(GRADIENTS_HELD_OUT, seed + 6, OF_GRADIENTS),
     }
     of_adapters = {"adapters": adapters[::2], "adapters_held_out": adapters[1::2]}
     return {**drawn, **of_adapters, **small, **gradients}
