@@ -101,6 +101,7 @@ class Estimate:
     "None without a GPU, with offload, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
+    "includes the slow end of PCIe's range if PCIe links the GPUs of a node and nobody measured it"
     parts_seconds: dict[str, float] | None
     "seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
@@ -117,6 +118,8 @@ class Estimate:
     "gigabits per second at which communication between nodes would hide behind compute; None on one node"
     network_evidence: str | None
     "source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent"
+    depends_on_pcie: bool
+    "True if PCIe links the GPUs of a node and nobody measured it"
     usd_per_gpu_hour: float | None
     price_source: str | None
     usd_per_million_tokens: float | None
@@ -242,7 +245,14 @@ def _speed_and_cost(setup: Setup) -> dict[str, Any]:
 
         software = calibrated(SOFTWARE[setup.software], setup.calibration)
         time = step_time(setup, sent, software)
-    return {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
+    fields = {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
+    slow = setup.cluster.with_slow_pcie if time is not None and setup.ranks_per_node > 1 else None
+    fields["depends_on_pcie"] = slow is not None
+    if slow is not None:
+        deployment = dataclasses.replace(setup.deployment, cluster=slow)
+        slow_time = step_time(dataclasses.replace(setup, deployment=deployment), sent, software)
+        fields["step_high_seconds"] = slow_time.step_seconds / software.low
+    return fields
 
 
 def _traffic(setup: Setup, sent: tuple[Transfer, ...], time: "StepTime | None") -> dict[str, Any]:

@@ -202,12 +202,17 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     if not any(row.gpu for row in rows):
         return []
     notes = []
-    if timed := next((row for row in rows if row.step_seconds), None):
-        slower = timed.step_seconds / timed.step_high_seconds - 1
-        faster = timed.step_seconds / timed.step_low_seconds - 1
+    if timed := [row for row in rows if row.step_seconds]:
+        slower = min(row.step_seconds / row.step_high_seconds for row in timed) - 1
+        faster = max(row.step_seconds / row.step_low_seconds for row in timed) - 1
         notes.append(
             f"tokens/s: expected, likely {slower:+.0%} to {faster:+.0%}; fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
+        )
+    for name in dict.fromkeys(row.gpu for row in timed if row.depends_on_pcie):
+        notes.append(
+            f"{name}: PCIe links the GPUs of a node; the range includes that it is several times slower than "
+            "its data sheet, as between CPU sockets. slm compare --probe_network measures yours"
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")
