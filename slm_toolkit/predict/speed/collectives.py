@@ -16,8 +16,6 @@ _RING_RATE = {"LL": 0.25, "LL128": 0.92, "Simple": 1.0}
 _LL_BETWEEN_NODES = 1.8
 "factor on LL's hops inside a node if the ring leaves the node; the same file"
 _TREE_RATE = {"LL": 0.9 / 3.8, "LL128": 0.9 * 0.915, "Simple": 0.9}
-_NVLINK_BYTES_PER_SECOND = 100e9
-"a link of this rate is NVLink: PCIe 5 has 63e9, the slowest NVLink of our GPUs 300e9"
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
@@ -40,10 +38,9 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
         if network is None:
             return None
         rate = min(rate, NODE_NETWORK_SHARE * network / sharing)
-    has_nvlink = cluster.link_bytes_per_second >= _NVLINK_BYTES_PER_SECOND
     return min(
         transfer.num_calls * latency + sent_bytes / (share * rate)
-        for latency, sent_bytes, share in _ways(transfer, has_nvlink=has_nvlink)
+        for latency, sent_bytes, share in _ways(transfer, has_nvlink=cluster.has_nvlink)
     )
 
 

@@ -272,9 +272,9 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     notes = []
     with_time = [row for row in rows if row.step_seconds]
     offloading = [row for row in with_time if row.parts_seconds["offload"]]
-    if timed := next((row for row in with_time if row not in offloading), None):
-        slower = 1 - timed.step_seconds / timed.step_high_seconds
-        faster = timed.step_seconds / timed.step_low_seconds - 1
+    if timed := [row for row in with_time if row not in offloading]:
+        slower = 1 - min(row.step_seconds / row.step_high_seconds for row in timed)
+        faster = max(row.step_seconds / row.step_low_seconds for row in timed) - 1
         notes.append(
             f"real tokens/s are likely {slower:.0%} lower to {faster:.0%} higher: fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
@@ -287,6 +287,11 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
         notes.append(
             f"offload, likely: {ranges}; its time is bytes over PCIe, host memory and disks, whose rates "
             "differ between hosts: none was measured"
+        )
+    for name in dict.fromkeys(row.gpu for row in with_time if row.depends_on_pcie):
+        notes.append(
+            f"{name}: PCIe links the GPUs of a node; the range includes that it is several times slower than "
+            "its data sheet, as between CPU sockets. slm compare --probe_network measures yours"
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")

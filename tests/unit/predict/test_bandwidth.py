@@ -28,6 +28,7 @@ from slm_toolkit.predict.estimate import Estimate
 from slm_toolkit.predict.grid import estimates
 from slm_toolkit.predict.setup.setup import Deployment
 from slm_toolkit.predict.speed.collectives import transfer_seconds
+from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.tables.estimate import estimate_table
 from slm_toolkit.strategy.strategy import find_strategy
@@ -140,6 +141,23 @@ def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_
     console = Console(width=400, file=io.StringIO())
     console.print(estimate_table(rows, width=400, largest_batch=False))
     assert "unknown network: set --inter_node_gbps" in console.file.getvalue()
+
+
+def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
+    given = ("--model", "slm-1b", "--strategy", "fsdp_full_shard", "--num_gpus", "8", "--gpu")
+    (pcie,), (nvlink,) = estimated(*given, "l40s"), estimated(*given, "a100-80gb")
+    assert (pcie["depends_on_pcie"], nvlink["depends_on_pcie"]) == (True, False)
+    assert nvlink["step_high_seconds"] == pytest.approx(nvlink["step_seconds"] / TODAY.low)
+    assert pcie["step_high_seconds"] > 1.2 * pcie["step_seconds"] / TODAY.low
+    (alone,) = estimated(*given[:4], "--num_gpus", "1", "--gpu", "l40s")
+    assert not alone["depends_on_pcie"]
+    network = dataclasses.replace(measured(num_nodes=1), gpu="NVIDIA L40S")
+    write_network(network, tmp_path / "network.json")
+    (probed,) = estimated(*given, "l40s", "--network", str(tmp_path / "network.json"))
+    assert not probed["depends_on_pcie"]
+    assert probed["step_high_seconds"] == pytest.approx(probed["step_seconds"] / TODAY.low)
+    done = slm_here("estimate", *given, "l40s")
+    assert "slm compare --probe_network measures yours" in done.out
 
 
 def test_inter_node_gbps_gives_the_network() -> None:
