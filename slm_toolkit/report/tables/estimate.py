@@ -217,8 +217,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "CUDA and NCCL; headroom is what remains"
         )
         notes.append(
-            f"reserved: the range that holds {COVERAGE:.0%} of other people's runs; the probability uses the "
-            "same errors"
+            f"reserved: a range that holds {COVERAGE:.0%} of other people's runs; fits uses the same errors"
         )
     if any(row.is_nearly_full for row in rows):
         notes.append(
@@ -322,12 +321,14 @@ def _differs(rows: list[Estimate], name: str) -> bool:
 
 
 def _fits(row: Estimate) -> str:
-    """Return the verdict with its probability, such as `may fit 71%`."""
+    """Return the verdict in few letters with its probability, such as `may fit 71%`."""
     if row.verdict is None:
         return DASH
-    percentage = f"{min(max(row.fit_probability, 0.01), 0.99):.0%}"
-    shown = {"1%": "<1%", "99%": ">99%"}.get(percentage, percentage)
-    return f"{row.verdict} {shown}" + "\nnearly full" * bool(row.is_nearly_full)
+    if row.fit_probability < 0.01:
+        return "does not fit"
+    words = row.verdict if row.fits else "unlikely"
+    percentage = f"{row.fit_probability:.0%}" if row.fit_probability <= 0.99 else ">99%"
+    return f"{words} {percentage}" + "\nnearly full" * row.is_nearly_full
 
 
 def _reserved(row: Estimate) -> str:
