@@ -123,6 +123,8 @@ _NVLINK_BYTES_PER_SECOND = 100e9
 _BETWEEN_SOCKETS_BYTES_PER_SECOND = 10e9
 """rate of PCIe between GPUs on two CPU sockets in NCCL's topology (NVIDIA/nccl-tests#307). Lanes that several
 GPUs share, and GeForce without access to its peers, are as slow"""
+_EFA_HOP_SECONDS = 20e-6
+"latency between two AWS nodes: NET_LATENCY in aws-ofi-nccl's include/nccl_ofi_tuner.h, 2024"
 USUAL_GPUS_PER_NODE = 8
 "GPUs per node of a GPU's usual network; we assume that smaller nodes have the same rate per GPU"
 
@@ -138,6 +140,11 @@ class Cluster:
     usual_node_bytes_per_second: float | None = None
     "network rate of an AWS node with USUAL_GPUS_PER_NODE; None: unknown"
     measured: MeasuredNetwork | None = None
+
+    @property
+    def least_hop_seconds(self) -> float:
+        """Latency between two nodes: AWS's if the network is the usual one; 0: NCCL's own, of InfiniBand."""
+        return _EFA_HOP_SECONDS if self.given_node_bytes_per_second is None else 0.0
 
     @property
     def has_nvlink(self) -> bool:
