@@ -256,11 +256,14 @@ def fsdp2(
     )
 
 
+ZERO_1_SUMS_COPIED = 500_000_000
+"most elements of two sums that DeepSpeed copies together: MEMORY_OPT_ALLREDUCE_SIZE of runtime/engine.py"
+
+
 def zero_1_in_fp32(
     spec: ModelSpec,
     weights: Weights,
     dtypes: Dtypes,
-    zero: ZeroSettings,
     *,
     num_ranks: int,
     accumulates: bool,
@@ -271,7 +274,7 @@ def zero_1_in_fp32(
 
     It keeps an fp32 sum of all gradients on every rank, between steps, too. The bf16 gradients of a step
     exist besides, because they are added to the sums only after backward. The sums of matrices and those of
-    norms are reduced in place, or copied together if both fit into a bucket (deepspeed 0.19.8,
+    norms are reduced in place, or copied together if they are small (deepspeed 0.19.8,
     runtime/bf16_optimizer.py, and `buffered_allreduce_fallback` of runtime/engine.py). `has_buckets`: the
     model is wrapped in DDP, too, which reduces from its buckets (nanotron).
     """
@@ -288,7 +291,7 @@ def zero_1_in_fp32(
     )
     share = G / num_ranks
     sums = G * dtypes.kept_gradient
-    copied = sums if zero.reduce_bucket_size >= G and not has_buckets else 0
+    copied = sums if G <= ZERO_1_SUMS_COPIED and not has_buckets else 0
     buckets = in_backward.state.communication
     return replace(
         in_backward,
@@ -461,7 +464,7 @@ def zero_3(
         P / num_ranks * w,
         share * dtypes.master,
         share * dtypes.moments,
-        zero.reduce_bucket_size * w,
+        zero.reduce_bucket_size * dtypes.reduced,
         share * dtypes.kept_gradient,
     )
     widest = weights.widest_trained * w

@@ -259,7 +259,7 @@ def _engine_step(setup: Setup) -> Step:
     if zero.stage == 1 and dtypes.kept_gradient > dtypes.gradient:
         has_buckets = setup.like is not None and setup.like.zero_1_has_buckets
         return zero_1_in_fp32(
-            spec, weights, dtypes, zero, **shares, accumulates=accumulates, has_buckets=has_buckets
+            spec, weights, dtypes, **shares, accumulates=accumulates, has_buckets=has_buckets
         )
     if zero.stage < 3:
         num_micro_steps = config.gradient_accumulation_steps
