@@ -2,9 +2,9 @@
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
 # memory: 23.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 21.0 h
-# cost: $397
-# estimated on 2026-11-23 by the first command below
+# time: 21.9 h
+# cost: $414
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. Estimate both. The paper recommends DDP if the model fits; sharding makes room for a larger batch.
