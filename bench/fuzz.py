@@ -112,6 +112,7 @@ def _read_model_name(data: bytes, folder: Path) -> None:
 
 
 def _use_model(name: str) -> None:
+    from slm_toolkit.config.run_config import RunConfig
     from slm_toolkit.model.from_config import check_trainable
     from slm_toolkit.predict.grid import estimates
     from slm_toolkit.record.run_record import model_facts
@@ -123,7 +124,7 @@ def _use_model(name: str) -> None:
 
     spec = find_model(name)
     json.dumps(model_facts(spec), allow_nan=False)
-    check_trainable(spec)
+    check_trainable(spec, RunConfig(model=name))
 
 
 def _read_prices(data: bytes, folder: Path) -> None:

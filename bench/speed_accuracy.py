@@ -8,8 +8,7 @@ steps, `PAPER`), and llm-foundry's and torchtitan's tables (`LLM_FOUNDRY`). `in 
 the model that is asked about. Points of the paper that nothing explains (`study.comparison.is_unexplained`,
 six) are in neither; points at zero are out of memory, counted apart. Then who wins where the published
 error bars separate two, by the left-out predictions. Last, other people's runs with today's constants
-(`TODAY`), which nothing was fitted to; its hand counts of launches and of Blackwell were set with some of
-these rows at hand.
+(`TODAY`), which nothing was fitted to; only its two host times were set with some of these rows at hand.
 `--fit` prints constants fitted to all rows, `--rows` the error of each.
 """
 

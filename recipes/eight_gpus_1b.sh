@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Eight GPUs and a 1B model: DDP, or sharded gradients and optimizer?
 # hardware: 8 x a100-40gb
-# memory: 34.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
-# time: 21.1 h
-# cost: $400
+# memory: 23.6 of 39.4 GiB per GPU, 35 GiB of host RAM per node
+# time: 21.9 h
+# cost: $414
 # estimated on 2026-11-25 by the first command below
 set -euo pipefail
 

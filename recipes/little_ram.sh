@@ -2,9 +2,9 @@
 # What if host RAM is too small for one copy of the model per rank?
 # hardware: 8 x a100-40gb
 # memory: 19.9 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 89.1 h
-# cost: $1,688
-# estimated on 2026-11-23 by the first command below
+# time: 94.8 h
+# cost: $1,795
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. Eight ranks that each build a 2B model in fp32 need the RAM above before they use a GPU, and the kernel

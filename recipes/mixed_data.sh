@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How much does each dataset gain from training on a mixture?
 # hardware: 1 x rtx-4090
-# memory: 19.5 of 23.5 GiB per GPU, 2 GiB of host RAM per node
+# memory: 12.5 of 23.5 GiB per GPU, 2 GiB of host RAM per node
 # time: 7.5 h
-# cost: $5.54
-# estimated on 2026-11-23 by the first command below
+# cost: $5.53
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. Continue the pretraining of a 360M model for a billion tokens.

@@ -2,9 +2,9 @@
 # How little memory is enough to fine-tune a 1.5B model?
 # hardware: 1 x rtx-4090
 # memory: 1.6 of 23.5 GiB per GPU, 7 GiB of host RAM per node
-# time: 2.8 h
-# cost: $2.06
-# estimated on 2026-11-23 by the first command below
+# time: 2.7 h
+# cost: $2.00
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. QLoRA: frozen weights in 4 bits, adapters in bf16, recomputed activations, one sequence at a time.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # How do I train a 2B model on two nodes without InfiniBand?
 # hardware: 16 x a100-40gb in 2 nodes
-# memory: 31.8 of 39.4 GiB per GPU, 68 GiB of host RAM per node
-# time: 69.0 h
-# cost: $2,613
-# estimated on 2026-11-23 by the first command below
+# memory: 11.0 of 39.4 GiB per GPU, 68 GiB of host RAM per node
+# time: 58.0 h
+# cost: $2,196
+# estimated on 2026-11-25 by the first command below
 set -euo pipefail
 
 # 1. A full shard would gather every parameter over 25 Gbit/s, twice per step. A hybrid shard gathers within a

@@ -41,13 +41,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for downloads and the compiled program")
     args = parser.parse_args()
     program = build(args.folder)
-    different = 0
-    for seed in range(NUM_RANDOM):
-        requests, limit_bytes = random_requests(seed)
-        different += ours(requests, limit_bytes) != torchs(program, requests, limit_bytes)
-    print(
-        f"random sequences: {NUM_RANDOM - different} of {NUM_RANDOM} with equal statistics after each request"
-    )
+    for is_expandable in (False, True):
+        different = 0
+        for seed in range(NUM_RANDOM):
+            requests, limit_bytes = random_requests(seed, is_limited=seed % 2 == 1 and not is_expandable)
+            mine = ours(requests, limit_bytes, is_expandable=is_expandable)
+            different += mine != torchs(program, requests, limit_bytes, is_expandable=is_expandable)
+        kind = "expandable segments" if is_expandable else "default settings"
+        print(f"random sequences, {kind}: {NUM_RANDOM - different} of {NUM_RANDOM} equal after each request")
     print("model,strategy,GPUs,peak allocated,torch's peak reserved,ours")
     writer = csv.writer(sys.stdout)
     for model, strategy, num_gpus in MODELS_AND_STRATEGIES:
@@ -81,19 +82,27 @@ def build(folder: Path) -> Path:
     headers = ("-I", folder / "torch/include", "-I", folder / "nvidia/cu13/include")
     libraries = folder / "nvidia/cu13/lib"  # where libc10_cuda.so looks for its CUDA runtime
     libraries.mkdir(parents=True, exist_ok=True)
-    runtime, rest, versions = libraries / "libcudart.so.13", folder / "rest.cpp", folder / "versions.map"
+    runtime, versions = libraries / "libcudart.so.13", folder / "versions.map"
     versions.write_text("libcudart.so.13 { global: *; };\n")
-    rest.write_text(
-        "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in unused_functions(folder))
-    )
+    rest = returning_zero(unused_functions(folder), folder / "rest.cpp")
     shared = ("-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}")
     subprocess.run(("g++", "-O1", *shared, HERE / "no_gpu.cpp", rest, *headers, "-o", runtime), check=True)
+    # expandable segments ask NVML for other ways between GPUs
+    names = re.findall(r"\b_\((nvml\w+)\)", (folder / "torch/include/c10/cuda/driver_api.h").read_text())
+    nvml = returning_zero(names, folder / "nvml.cpp")
+    subprocess.run(("g++", "-shared", "-fPIC", nvml, "-o", libraries / "libnvidia-ml.so.1"), check=True)
     torch = folder.resolve() / "torch/lib"
     links = ("-L", torch, "-lc10_cuda", "-lc10", runtime, f"-Wl,-rpath,{torch}:{libraries.resolve()}")
     subprocess.run(
         ("g++", "-O1", "-std=c++20", HERE / "repeat.cpp", *headers, *links, "-o", program), check=True
     )
     return program
+
+
+def returning_zero(names: list[str], file: Path) -> Path:
+    """Write C functions that do nothing and succeed."""
+    file.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in names))
+    return file
 
 
 def unused_functions(folder: Path) -> list[str]:
@@ -108,10 +117,10 @@ def unused_functions(folder: Path) -> list[str]:
     return [name for name in re.findall(r"\bcuda\w+(?=@libcudart)", listing) if f" {name}(" not in defined]
 
 
-def random_requests(seed: int) -> tuple[list[Request], int | None]:
-    """Return a random sequence, and a limit of 1 to 6 GiB for every second seed."""
+def random_requests(seed: int, *, is_limited: bool) -> tuple[list[Request], int | None]:
+    """Return a random sequence, and a limit of 1 to 6 GiB or None."""
     draw = random.Random(seed)
-    limit_bytes = draw.randrange(2**30, 6 * 2**30) if seed % 2 else None
+    limit_bytes = draw.randrange(2**30, 6 * 2**30) if is_limited else None
     requests: list[Request] = []
     in_use: list[int] = []
     for number in range(draw.randrange(50, 2000)):
@@ -133,9 +142,12 @@ def traced_requests(model: str, strategy: str, num_gpus: int) -> list[Request]:
     return [(line[0], *map(int, line[1:])) for line in lines]
 
 
-def ours(requests: Iterable[Request], limit_bytes: int | None) -> list[tuple[int, ...]]:
+def ours(
+    requests: Iterable[Request], limit_bytes: int | None, *, is_expandable: bool = False
+) -> list[tuple[int, ...]]:
     """Return our allocator's statistics after each request, as `repeat.cpp` prints torch's."""
-    allocator, blocks, statistics = CachingAllocator(limit_bytes), dict[int, Block](), []
+    allocator = CachingAllocator(limit_bytes, expandable_segments=is_expandable)
+    blocks, statistics = dict[int, Block](), []
     for action, number, *size_and_stream in requests:
         try:
             if action == "a":
@@ -154,10 +166,14 @@ def _statistics(allocator: CachingAllocator) -> tuple[int, ...]:
     return allocator.allocated_bytes, peaks[0], allocator.reserved_bytes, peaks[1], allocator.num_retries
 
 
-def torchs(program: Path, requests: Iterable[Request], limit_bytes: int | None) -> list[tuple[int, ...]]:
+def torchs(
+    program: Path, requests: Iterable[Request], limit_bytes: int | None, *, is_expandable: bool = False
+) -> list[tuple[int, ...]]:
     """Return the statistics of torch's allocator after each request; the last is empty if memory ran out."""
     text = "".join(" ".join(map(str, request)) + "\n" for request in requests)
-    environment = {} if limit_bytes is None else {"FAKE_GPU_BYTES": str(limit_bytes)}
+    environment = {"FAKE_GPU_BYTES": str(limit_bytes or 2**40)}
+    if is_expandable:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     printed = subprocess.run(
         (program, "all"), input=text, capture_output=True, text=True, check=True, env=environment
     ).stdout.splitlines()

@@ -2,6 +2,7 @@
 //   a NUMBER BYTES STREAM   allocate        f NUMBER   free
 // With an argument, statistics are printed after each line: allocated, its peak, reserved, its peak, retries.
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/PeerToPeerAccess.h>
 #include <c10/util/Exception.h>
 
 #include <cstdio>
@@ -17,6 +18,7 @@ static void print_statistics() {
 
 int main(int argc, char**) {
   const bool prints_all = argc > 1;
+  c10::cuda::detail::init_p2p_access_cache(1);
   allocator::init(1);
   std::unordered_map<long, void*> in_use;
   char action;

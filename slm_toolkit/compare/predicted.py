@@ -65,5 +65,5 @@ def skipped_record(run: PlannedRun) -> RunRecord | None:
         f"more than {usable_bytes / 2**30:.2f} GiB (--skip_oom)",
         seconds_total=0.0,
         gpu=run.gpu,
-        predicted_peak_bytes=estimated.peak_allocated_bytes,
+        predicted_peak_bytes=estimated.needed_bytes,
     )

@@ -118,6 +118,13 @@ LINK_SHARE = 0.7
 "share of the one-way link rate that collectives inside a node reach on the bus; fixed"
 NODE_NETWORK_SHARE = 0.8
 "reachable share of a node's network rate; ml-engineering advises to plan with 0.80 to 0.85"
+_NVLINK_BYTES_PER_SECOND = 100e9
+"a link of this rate is NVLink: PCIe 5 has 63e9, the slowest NVLink of our GPUs 300e9"
+_BETWEEN_SOCKETS_BYTES_PER_SECOND = 10e9
+"""rate of PCIe between GPUs on two CPU sockets in NCCL's topology (NVIDIA/nccl-tests#307). Lanes that several
+GPUs share, and GeForce without access to its peers, are as slow"""
+_EFA_HOP_SECONDS = 20e-6
+"latency between two AWS nodes: NET_LATENCY in aws-ofi-nccl's include/nccl_ofi_tuner.h, 2024"
 USUAL_GPUS_PER_NODE = 8
 "GPUs per node of a GPU's usual network; we assume that smaller nodes have the same rate per GPU"
 
@@ -133,6 +140,23 @@ class Cluster:
     usual_node_bytes_per_second: float | None = None
     "network rate of an AWS node with USUAL_GPUS_PER_NODE; None: unknown"
     measured: MeasuredNetwork | None = None
+
+    @property
+    def least_hop_seconds(self) -> float:
+        """Latency between two nodes: AWS's if the network is the usual one; 0: NCCL's own, of InfiniBand."""
+        return _EFA_HOP_SECONDS if self.given_node_bytes_per_second is None else 0.0
+
+    @property
+    def has_nvlink(self) -> bool:
+        return self.link_bytes_per_second >= _NVLINK_BYTES_PER_SECOND
+
+    @property
+    def with_slow_pcie(self) -> "Cluster | None":
+        """The same cluster with the slow end of PCIe's range; None if the link is NVLink or was measured."""
+        if self.has_nvlink or self.is_measured(num_nodes=1):
+            return None
+        slow = min(self.link_bytes_per_second, _BETWEEN_SOCKETS_BYTES_PER_SECOND)
+        return dataclasses.replace(self, link_bytes_per_second=slow)
 
     def node_bytes_per_second(self, gpus_per_node: int) -> float | None:
         """Return a node's network rate: measured (all_gather across nodes), given or usual; None: unknown."""

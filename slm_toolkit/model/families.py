@@ -110,8 +110,6 @@ TRAINABLE = tuple(
     name for name, family in FAMILIES.items() if not family.expert_keys and not family.has_latent_attention
 )
 
-_BUILT_BIASES = {"attention_bias": "has_qkv_bias"}
-"a bias key, and the field of a family that builds the bias without it"
 _NOT_TRAINED = {
     "use_bidirectional_attention": "the model would attend to later tokens",
     "resid_pdrop": "dropout of the residual stream has no closed form",
@@ -125,7 +123,7 @@ def ignored_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
     family = FAMILIES[model_type]
     ignored = []
     for key in _BIASES:
-        built = family.has_qkv_bias and _BUILT_BIASES.get(key) is not None
+        built = family.has_qkv_bias and key == "attention_bias"
         if key not in family.bias_keys and config.get(key, built) not in (None, built):
             ignored.append(key)
     others = {"num_experts", "num_local_experts"} - set(family.expert_keys)
@@ -208,9 +206,10 @@ def sliding_window(config: Mapping[str, Any], model_type: str) -> tuple[int | No
 
 def after_head(config: Mapping[str, Any], model_type: str) -> str:
     """Return what the model does with the head's logits, as in ModelSpec; absent keys have defaults."""
-    if config.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None) is not None:
-        return "softcap" if model_type in ("gemma2", "gemma3_text") else "nothing"
-    return "scaling" if model_type.startswith("granite") else "nothing"
+    if model_type.startswith("granite"):
+        return "scaling"
+    cap = config.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None)
+    return "softcap" if model_type.startswith("gemma") and cap is not None else "nothing"
 
 
 _SILU = ("silu", "swish")

@@ -17,27 +17,27 @@ _MOST_MICRO_STEPS = 1024
 "times as many micro-steps as before"
 _OFFLOADING = ("ds_zero2_offload", "ds_zero3_offload")
 _Option = Callable[[Setup], Setup]
+_Kind = Callable[[Setup], Iterator[_Option]]
 
 
 def changes_that_fit(setup: Setup, before: Estimate) -> list[Change]:
     """Return the smallest changes with which a setup that does not fit would fit, the fastest first.
 
     `before` is the setup's estimate. Model, numerics and, if the numbers allow, the sequences per step stay.
-    First come changes on the same GPUs, then one that takes more GPUs. Of each kind of change only the
-    mildest value that fits is returned. Two changes are combined only if no single one is enough, three only
-    if no two are. Empty if three are not enough.
+    First come up to four changes on the same GPUs, then one that keeps the strategy, then one that takes
+    more GPUs. Of each kind of change only the mildest value that fits is returned. Two are combined only if
+    no single one is enough, three only if no two are. Empty if three are not enough.
     """
-    on_same_gpus = [_kernels(setup), _checkpointing(setup), _smaller_batches(setup), _strategies(setup)]
-    found = _fewest(setup, before, [], on_same_gpus)
-    with_flags_only = [_kernels(setup), _checkpointing(setup), _smaller_batches(setup)]
-    return [*found, *_fewest(setup, before, [_more_gpus(setup)], with_flags_only)[:1]]
+    flags_only = [_kernels, _checkpointing, _smaller_batches]
+    found = _fewest(setup, before, [], [*flags_only, _strategies])[:4]
+    found += _fewest(setup, before, [], flags_only)[:1]
+    found += _fewest(setup, before, [_more_gpus], flags_only)[:1]
+    return list(dict.fromkeys(found))
 
 
-def _fewest(
-    setup: Setup, before: Estimate, always: list[Iterator[_Option]], kinds: list[Iterator[_Option]]
-) -> list[Change]:
+def _fewest(setup: Setup, before: Estimate, always: list[_Kind], kinds: list[_Kind]) -> list[Change]:
     """Return the changes that combine the fewest of `kinds` with all of `always`, the fastest first."""
-    fixed, free = [list(kind) for kind in always], [list(kind) for kind in kinds]
+    fixed, free = [list(kind(setup)) for kind in always], [list(kind(setup)) for kind in kinds]
     for size in range(1 - len(fixed), MOST_CHANGES + 1 - len(fixed)):
         tried = [
             _mildest(setup, before, [*fixed, *combined]) for combined in itertools.combinations(free, size)

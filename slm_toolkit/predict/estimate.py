@@ -129,6 +129,7 @@ class Estimate:
     "None without a GPU, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
+    "includes the slow end of PCIe's range if PCIe links the GPUs of a node and nobody measured it"
     parts_seconds: dict[str, float] | None
     "seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
@@ -145,6 +146,8 @@ class Estimate:
     "gigabits per second at which communication between nodes would hide behind compute; None on one node"
     network_evidence: str | None
     "source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent"
+    depends_on_pcie: bool
+    "True if PCIe links the GPUs of a node and nobody measured it"
     usd_per_gpu_hour: float | None
     price_source: str | None
     usd_per_million_tokens: float | None
@@ -279,8 +282,18 @@ def _speed_and_cost(setup: Setup) -> dict[str, Any]:
 
         software = calibrated(SOFTWARE[setup.software], setup.calibration)
         compiled_loss = setup.own_loss is not None and setup.own_loss == setup.like.compiled_loss
-        time = step_time(setup, sent, software, loss_kernel="compiled" if compiled_loss else None)
-    return {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
+        loss_kernel = "compiled" if compiled_loss else None
+        time = step_time(setup, sent, software, loss_kernel=loss_kernel)
+    fields = {**_traffic(setup, sent, time), **_speed(setup, time, software), **_cost(setup, time)}
+    slow = setup.cluster.with_slow_pcie if time is not None and setup.ranks_per_node > 1 else None
+    fields["depends_on_pcie"] = slow is not None
+    if slow is not None:
+        deployment = dataclasses.replace(setup.deployment, cluster=slow)
+        slow_setup = dataclasses.replace(setup, deployment=deployment)
+        slow_time = step_time(slow_setup, sent, software, loss_kernel=loss_kernel)
+        slow_fields = _speed(slow_setup, slow_time, software)
+        fields["step_high_seconds"] = slow_fields["step_high_seconds"]
+    return fields
 
 
 def _traffic(setup: Setup, sent: tuple[Transfer, ...], time: "StepTime | None") -> dict[str, Any]:

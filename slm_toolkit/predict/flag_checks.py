@@ -39,7 +39,7 @@ def add_like_flag(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
         help="estimate another trainer with its defaults: trainer (Hugging Face's), torchtune, nanotron, "
         "torchtitan or litgpt. Your own flags win. Notes name what it sets",
-    ).basic = True
+    )
 
 
 def check_grid(given: dict[str, Any], *, num_gpus: list[int], gpus_per_node: int) -> None:

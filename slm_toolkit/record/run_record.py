@@ -296,6 +296,7 @@ class RunRecord:
     """each rank's peak, after the probed steps if there are others; None on CPU; in a rehearsal, only rank
     0's peak, which is traced if there is no GPU"""
     peak_reserved_bytes: list[Count] | None = None
+    "as above; without a GPU, what `predict/memory/allocator.py` reserves for the traced allocations"
     peak_rss_bytes: list[Count] | None = None
     "peak resident memory of each rank's process"
     memory_at_peak: MemoryAtPeak | None = None
@@ -307,7 +308,7 @@ class RunRecord:
     reported_to: str | None = None
     "the tracker that received the run's metrics"
     predicted_peak_bytes: Count | None = None
-    "peak per GPU in the estimate for which the run was skipped; None if the run was launched"
+    "bytes per GPU that the run needs by the estimate for which it was skipped; None if it was launched"
     schema_version: Annotated[int, Meta(ge=0, le=SCHEMA_VERSION)] = SCHEMA_VERSION
 
     @cached_property

@@ -68,7 +68,7 @@ def best_configurations(
     """Return the best configuration for each model and number of nodes, sorted by model.
 
     The search covers the studied strategies, batches in powers of two, and checkpointing. Accumulation fills
-    each step to MOST_TOKENS_PER_STEP, and tight fits are excluded. Raise ValueError for an unknown GPU.
+    each step to MOST_TOKENS_PER_STEP, and only verdicts of "fits" count. Raise ValueError for an unknown GPU.
     """
     gpu = gpu_of_name(gpu_name)
     given = Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour") if usd_per_gpu_hour else None

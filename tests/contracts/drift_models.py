@@ -42,14 +42,19 @@ def _model_parts() -> None:
 def _layer_classes() -> None:
     import importlib
 
-    from slm_toolkit.run.kernels.layer_kernels import _MLPS, _NORMS, FusedMLP, FusedRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    for names, ours in ((_NORMS, FusedRMSNorm), (_MLPS, FusedMLP)):
-        for name in names:
-            family = name.removesuffix("RMSNorm").removesuffix("MLP").lower()
-            theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    from slm_toolkit.run.kernels.layer_kernels import FusedMLP, FusedRMSNorm, computes_like
+
+    copies = {"Qwen2": "qwen2", "Mistral": "mistral", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
+    copies |= {"Granite": "granite"}
+    for model_class, ours in ((LlamaRMSNorm, FusedRMSNorm), (LlamaMLP, FusedMLP)):
+        for prefix, family in copies.items():
+            module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            theirs = getattr(module, model_class.__name__.replace("Llama", prefix))
+            assert computes_like(theirs.__new__(theirs), model_class), f"{theirs.__name__} computes otherwise"
             wanted, found = (list(inspect.signature(kind.forward).parameters) for kind in (ours, theirs))
-            assert len(found) == len(wanted) == 2, f"{name}.forward takes {found}"
+            assert len(found) == len(wanted) == 2, f"{theirs.__name__}.forward takes {found}"
     layer = small_llama().model.layers[0]
     assert isinstance(layer.input_layernorm.variance_epsilon, float)
     assert tuple(layer.input_layernorm.weight.shape) == (16,)
@@ -191,10 +196,9 @@ MODELS = (
     ),
     Leaning(
         "transformers: classes of norms and MLPs",
-        ("_NORMS", "_MLPS", "variance_epsilon"),
-        "put fused kernels in their place by their class's name",
-        "run/kernels/layer_kernels.py: _NORMS and _MLPS; run/kernels/layer_kernels.py: their "
-        "attributes and forward",
+        ("LlamaRMSNorm", "LlamaMLP", "variance_epsilon"),
+        "put fused kernels in place of modules whose forward is Llama's",
+        "run/kernels/layer_kernels.py: computes_like, and the modules' attributes",
         _layer_classes,
     ),
     Leaning(

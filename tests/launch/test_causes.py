@@ -154,7 +154,7 @@ def test_runs_that_do_not_fit_are_rows_and_not_launched(
         assert row["peak_allocated_bytes"] is row["tokens_per_second"] is record.world_size is None
         assert row["estimated_peak_bytes"] == record.predicted_peak_bytes > 80e9
         assert f"{record.predicted_peak_bytes / GIB:.2f} GiB is more than 7" in row["reason"]
-        assert "not launched: predicted peak memory" in row["reason"]
+        assert "not launched: the predicted need of" in row["reason"]
     assert rows[0]["estimated_peak_bytes"] < rows[1]["estimated_peak_bytes"]
     table = slm("report", str(tmp_path)).out
     assert table.count("skipped") >= 2

@@ -194,7 +194,7 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
     [
         ({"model": "slm1m"}, ("--model", "slm1m")),
         ({"gpu": "nope"}, ("--gpu", "nope")),
-        ({"num_gpus": 12}, ("--num_gpus", "12")),
+        ({"num_gpus": 13}, ("--num_gpus", "13")),
         ({"strategy": "ddpp"}, ("--strategy", "ddpp")),
         ({"seq_len": [0, 7]}, ("--seq_len", "0", "7")),
         ({"find_largest_batch": True}, ("--largest_batch",)),

@@ -16,8 +16,6 @@ _RING_RATE = {"LL": 0.25, "LL128": 0.92, "Simple": 1.0}
 _LL_BETWEEN_NODES = 1.8
 "factor on LL's hops inside a node if the ring leaves the node; the same file"
 _TREE_RATE = {"LL": 0.9 / 3.8, "LL128": 0.9 * 0.915, "Simple": 0.9}
-_NVLINK_BYTES_PER_SECOND = 100e9
-"a link of this rate is NVLink: PCIe 5 has 63e9, the slowest NVLink of our GPUs 300e9"
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
@@ -40,14 +38,13 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float | None:
         if network is None:
             return None
         rate = min(rate, NODE_NETWORK_SHARE * network / sharing)
-    has_nvlink = cluster.link_bytes_per_second >= _NVLINK_BYTES_PER_SECOND
     return min(
         transfer.num_calls * latency + sent_bytes / (share * rate)
-        for latency, sent_bytes, share in _ways(transfer, has_nvlink=has_nvlink)
+        for latency, sent_bytes, share in _ways(transfer, cluster)
     )
 
 
-def _ways(transfer: Transfer, *, has_nvlink: bool) -> Iterator[tuple[float, float, float]]:
+def _ways(transfer: Transfer, cluster: Cluster) -> Iterator[tuple[float, float, float]]:
     """Yield a call's latency, the bytes that each rank sends, and the share of the rate, for each choice.
 
     A ring all-gather takes n - 1 steps for n ranks, a ring all-reduce 2 (n - 1). Among them one per node
@@ -55,13 +52,15 @@ def _ways(transfer: Transfer, *, has_nvlink: bool) -> Iterator[tuple[float, floa
     """
     ranks, nodes = transfer.ranks, transfer.num_nodes
     rounds = 2 if transfer.collective == "all_reduce" else 1
-    link = 1 if has_nvlink else 2
-    for protocol in ("LL", "LL128", "Simple") if has_nvlink else ("LL", "Simple"):
+    link = 1 if cluster.has_nvlink else 2
+    least = cluster.least_hop_seconds * 1e6
+    for protocol in ("LL", "LL128", "Simple") if cluster.has_nvlink else ("LL", "Simple"):
         slower = _LL_BETWEEN_NODES if protocol == "LL" and nodes > 1 else 1.0
         start, per_hop, per_network_hop = (_RING[protocol][column] for column in (0, link, 3))
-        hops = (ranks - nodes) * slower * per_hop + (nodes - 1) * per_network_hop
+        hops = (ranks - nodes) * slower * per_hop + (nodes - 1) * max(per_network_hop, least)
         yield (start + rounds * hops) * 1e-6, transfer.sent_bytes, _RING_RATE[protocol]
         if transfer.collective == "all_reduce":
             start, per_hop, per_network_hop = (_TREE[protocol][column] for column in (0, link, 3))
-            hops = (transfer.ranks_per_node - 1) * slower * per_hop + math.log2(nodes) * per_network_hop
+            in_node = (transfer.ranks_per_node - 1) * slower * per_hop
+            hops = in_node + math.log2(nodes) * max(per_network_hop, least)
             yield (start + 2 * hops) * 1e-6, 2 * transfer.num_bytes, _TREE_RATE[protocol]

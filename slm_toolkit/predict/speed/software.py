@@ -42,7 +42,7 @@ class Software:
     contention: float
     """passes through the GPU's memory by which a sent byte slows down the compute beside it. NCCL's kernels
     occupy multiprocessors and memory in proportion to their bytes; on a slow network they wait instead"""
-    matmul_share: float = 0.965
+    matmul_share: float = 0.966
     """fraction of a GPU's best measured rate (MAMF, of a search over shapes) that large matrix products with
     aligned widths reach; fitted to llm-foundry's and torchtitan's tables"""
     misaligned_share: Shares = Shares(ampere=0.324, hopper=0.147)  # fitted to the paper's figures
@@ -116,11 +116,11 @@ LLM_FOUNDRY = Software(  # fitted to llm-foundry's bf16 tables and torchtitan's 
     name="llm-foundry",
     # its benchmarks ran FlashAttention 1 in Triton (submit_benchmarks.py: attn_impl triton). An A100 runs it
     # at half of FlashAttention-2's rate (triton-lang/triton#1917: 72 TFLOP/s with 2,048 tokens, both passes)
-    attention_share=Shares(ampere=0.328, hopper=0.179),
+    attention_share=Shares(ampere=0.327, hopper=0.179),
     attention_half_length=770.0,  # triton-lang/triton#1917
-    eager_slowdown=0.934,
-    contention=6.03,
-    step_seconds=0.0673,
+    eager_slowdown=0.944,
+    contention=5.99,
+    step_seconds=0.0660,
     reduces_each_micro_step=True,
 )
 "Composer with PyTorch 2.1 and flash-attn, January 2024: only for comparison with its tables"

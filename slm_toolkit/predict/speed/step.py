@@ -418,11 +418,12 @@ def step_time(
     optimizer_launch = max(0.0, _optimizer_kernels(setup) * software.kernel_seconds - optimizer_seconds)
     launch = max(0.0, num_kernels * software.kernel_seconds - device)
 
+    forward = (device - work.recomputation + launch) / 3  # backward computes twice as much, and again
     communication = _communication(
         transfers,
         setup.cluster,
         seconds_per_byte=software.contention / rates.memory_bytes,
-        compute_seconds=micro_steps * (device + launch),
+        pass_seconds={"forward": forward, "backward": device + launch - forward},
         micro_steps=micro_steps,
     )
     if communication is None:
@@ -469,39 +470,33 @@ def _communication(
     cluster: Cluster,
     *,
     seconds_per_byte: float,
-    compute_seconds: float,
+    pass_seconds: dict[str, float],
     micro_steps: int,
 ) -> tuple[float, float] | None:
     """Return exposed and hidden seconds of a step's communication.
 
-    Overlapped communication slows the compute down by `seconds_per_byte`, and the time that exceeds the
-    compute is exposed whole. Transfers sent once hide behind the last micro-step; the other transfers hide
-    behind the remaining compute.
+    `pass_seconds` is the compute of forward and backward in one micro-step: gather_forward hides behind
+    forward, everything else behind backward. Overlapped communication slows the compute down by
+    `seconds_per_byte`. The time that exceeds the compute is exposed whole, and so are the first gather and
+    the last reduction. Transfers sent once hide behind the last micro-step.
     """
     exposed = total = 0.0
-    left = compute_seconds
-    for is_late in (True, False):
-        seconds = slowed = 0.0
-        for transfer in transfers:
-            if not transfer.overlaps or transfer.in_last_micro_step is not is_late:
-                continue
-            taken = transfer_seconds(transfer, cluster)
-            if taken is None:
-                return None
-            seconds += taken
-            slowed += min(taken, transfer.sent_bytes * seconds_per_byte)
-        room = compute_seconds / micro_steps if is_late else left
-        hidden = min(seconds, room)
-        exposed += seconds - hidden + (slowed * hidden / seconds if seconds else 0.0)
+    room = {name: micro_steps * seconds for name, seconds in pass_seconds.items()}
+    for transfer in sorted(transfers, key=lambda transfer: not transfer.in_last_micro_step):
+        seconds = transfer_seconds(transfer, cluster)
+        if seconds is None:
+            return None
         total += seconds
-        left -= hidden
-    for transfer in transfers:
         if not transfer.overlaps:
-            taken = transfer_seconds(transfer, cluster)
-            if taken is None:
-                return None
-            exposed += taken
-            total += taken
+            exposed += seconds
+            continue
+        name = "forward" if transfer.name == "gather_forward" else "backward"
+        rounds = 1 if transfer.in_last_micro_step else micro_steps
+        alone = 0.0 if transfer.name == "gather_backward" else seconds * min(1.0, rounds / transfer.num_calls)
+        hidden = min(seconds - alone, room[name], rounds * pass_seconds[name])
+        room[name] -= hidden
+        slowed = min(seconds, transfer.sent_bytes * seconds_per_byte)
+        exposed += seconds - hidden + slowed * hidden / seconds
     return exposed, total - exposed
 
 

@@ -70,16 +70,13 @@ def estimate_table(rows: list[Estimate], *, width: int, largest_batch: bool = Fa
     )
 
 
-_MOST_CHANGES_SHOWN = 4
-
-
 def _changes(rows: list[Estimate]) -> list[Text]:
     """Return a line for the rows that don't fit and share their smallest changes: those, with their cost."""
     differing = [name for name in _TITLES if _differs(rows, name)]
     names_by_ways: dict[str, list[str]] = {}
     for row in rows:
         if row.changes_that_fit is not None:
-            ways = "; or ".join(map(_change, row.changes_that_fit[:_MOST_CHANGES_SHOWN]))
+            ways = "; or ".join(map(_change, row.changes_that_fit))
             settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
             names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
     lines = []
@@ -220,8 +217,7 @@ def _notes(rows: list[Estimate], dropped: list[str], largest_batch: bool) -> lis
             "CUDA and NCCL; headroom is what remains"
         )
         notes.append(
-            f"reserved: the range that holds {COVERAGE:.0%} of other people's runs; the probability uses the "
-            "same errors"
+            f"reserved: a range that holds {COVERAGE:.0%} of other people's runs; fits uses the same errors"
         )
     if any(row.is_nearly_full for row in rows):
         notes.append(
@@ -275,9 +271,9 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
     notes = []
     with_time = [row for row in rows if row.step_seconds]
     offloading = [row for row in with_time if row.parts_seconds["offload"]]
-    if timed := next((row for row in with_time if row not in offloading), None):
-        slower = 1 - timed.step_seconds / timed.step_high_seconds
-        faster = timed.step_seconds / timed.step_low_seconds - 1
+    if timed := [row for row in with_time if row not in offloading]:
+        slower = 1 - min(row.step_seconds / row.step_high_seconds for row in timed)
+        faster = max(row.step_seconds / row.step_low_seconds for row in timed) - 1
         notes.append(
             f"real tokens/s are likely {slower:.0%} lower to {faster:.0%} higher: fitted to published runs, "
             "no kernel was timed" + " except on calibrated GPUs" * any(row.calibration for row in rows)
@@ -290,6 +286,11 @@ def _speed_notes(rows: list[Estimate]) -> list[str]:
         notes.append(
             f"offload, likely: {ranges}; its time is bytes over PCIe, host memory and disks, whose rates "
             "differ between hosts: none was measured"
+        )
+    for name in dict.fromkeys(row.gpu for row in with_time if row.depends_on_pcie):
+        notes.append(
+            f"{name}: PCIe links the GPUs of a node; the range includes that it is several times slower than "
+            "its data sheet, as between CPU sockets. slm compare --probe_network measures yours"
         )
     for gpu, calibration in dict.fromkeys((row.gpu, row.calibration) for row in rows if row.calibration):
         notes.append(f"{gpu}: calibrated, {calibration}")
@@ -320,12 +321,14 @@ def _differs(rows: list[Estimate], name: str) -> bool:
 
 
 def _fits(row: Estimate) -> str:
-    """Return the verdict with its probability, such as `may fit 71%`."""
+    """Return the verdict in few letters with its probability, such as `may fit 71%`."""
     if row.verdict is None:
         return DASH
-    percentage = f"{min(max(row.fit_probability, 0.01), 0.99):.0%}"
-    shown = {"1%": "<1%", "99%": ">99%"}.get(percentage, percentage)
-    return f"{row.verdict} {shown}" + "\nnearly full" * bool(row.is_nearly_full)
+    if row.fit_probability < 0.01:
+        return "does not fit"
+    words = row.verdict if row.fits else "unlikely"
+    percentage = f"{row.fit_probability:.0%}" if row.fit_probability <= 0.99 else ">99%"
+    return f"{words} {percentage}" + "\nnearly full" * row.is_nearly_full
 
 
 def _reserved(row: Estimate) -> str:

@@ -130,7 +130,7 @@ def _entries(path: Path, record: RunRecord, estimate: Estimate) -> list[LedgerEn
     if observed := _peak_allocated(record):
         low, high = estimate.peak_allocated_low_bytes, estimate.peak_allocated_high_bytes
         entries.append(peak(PEAK_ALLOCATED, observed, low, estimate.peak_allocated_bytes, high))
-    if record.gpu and record.peak_reserved_bytes:
+    if record.peak_reserved_bytes and (record.gpu or record.is_rehearsal):  # replayed without a GPU
         low, high = estimate.peak_reserved_low_bytes, estimate.peak_reserved_high_bytes
         observed = max(record.peak_reserved_bytes)
         entries.append(peak(PEAK_RESERVED, observed, low, estimate.peak_reserved_bytes, high))

@@ -6,6 +6,7 @@ Byte counts below use e for the bytes of an element in the compute dtype: 2 in b
 import dataclasses
 import functools
 from importlib.util import find_spec
+from types import CodeType
 from typing import Any
 
 import torch
@@ -123,9 +124,13 @@ def computes_like(module: torch.nn.Module, model_class: type) -> bool:
 
     transformers copies the code of norms and MLPs into the file of each architecture.
     """
-    own, other = (getattr(kind.forward, "__code__", None) for kind in (type(module), model_class))
-    same = ("co_code", "co_names", "co_consts", "co_varnames")
-    return own is not None and all(getattr(own, name) == getattr(other, name) for name in same)
+    own, other = type(module).forward.__code__, model_class.forward.__code__
+    return _parts_of(own) == _parts_of(other)
+
+
+def _parts_of(code: CodeType) -> tuple[Any, ...]:
+    """Return what a function's code does, without its name and place."""
+    return code.co_code, code.co_names, code.co_consts, code.co_varnames
 
 
 def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
@@ -136,8 +141,8 @@ def use_kernels(model: PreTrainedModel, config: RunConfig) -> None:
     """
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    shape = model.config
-    activation = getattr(shape, "hidden_act", None) or getattr(shape, "hidden_activation", None)
+    shape = model.config.to_dict()
+    activation = shape.get("hidden_act") or shape.get("hidden_activation")
     if config.mlp_kernel == "fused" and activation not in ("silu", "swish"):
         raise ValueError(
             f"--mlp_kernel fused: the activation of {type(model).__name__} is {activation}, "

@@ -11,6 +11,7 @@ from rich.console import Console
 from test_estimate import estimated
 
 from slm_toolkit.cli.deployment_flags import _KINDS
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import gpu_of_name
 from slm_toolkit.hardware.network import (
     COLLECTIVES,
@@ -24,10 +25,12 @@ from slm_toolkit.hardware.network import (
     write_network,
 )
 from slm_toolkit.hardware.prices import KINDS
-from slm_toolkit.predict.estimate import Estimate
+from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.predict.estimate import Estimate, estimate
 from slm_toolkit.predict.grid import estimates
-from slm_toolkit.predict.setup.setup import Deployment
+from slm_toolkit.predict.setup.setup import Deployment, Setup
 from slm_toolkit.predict.speed.collectives import transfer_seconds
+from slm_toolkit.predict.speed.software import TODAY
 from slm_toolkit.predict.speed.traffic import Transfer
 from slm_toolkit.report.tables.estimate import estimate_table
 from slm_toolkit.strategy.strategy import find_strategy
@@ -106,6 +109,28 @@ def test_a_rings_latency_grows_with_its_ranks_and_decides_on_thousands_of_gpus()
     # 315 GB/s
     assert seconds(4096) == pytest.approx(4.42e-3 + 436e6 * 4095 / 4096 / (0.25 * 315e9), rel=1e-3)
     assert seconds(4096) > 4 * seconds(256)
+    # over AWS's usual network, 511 hops take 20 us each: LL128 waits 10 us + 6.81 ms + 10.22 ms
+    usual = cluster_of(gpu_of_name("h100-80gb"))
+    gather = Transfer("gather_forward", "all_gather", 436e6, 4096, 8, 1, 1, True)
+    expected = 17.04e-3 + 436e6 * 4095 / 4096 / (0.92 * 315e9)
+    assert transfer_seconds(gather, usual) == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_8b_model_on_4096_gpus_is_bound_by_its_rings() -> None:
+    """Llama 3 8B under FSDP, one sequence of 8,192 tokens each: 8 GPUs reach over 1.4 times its MFU."""
+    spec = ModelSpec("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128_256)
+    config = RunConfig(seq_len=8192, per_device_train_batch_size=1, gradient_checkpointing="full")
+    config = config.with_defaults(has_gpu=True)
+
+    def estimate_on(num_gpus: int, strategy: str = "fsdp_full_shard") -> Estimate:
+        setup = Setup(spec, find_strategy(strategy), config, num_gpus=num_gpus, gpu=gpu_of_name("h100-80gb"))
+        return estimate(setup.launched)
+
+    one_node, many = estimate_on(8), estimate_on(4096)
+    assert many.mfu < 0.25 < 0.35 < one_node.mfu
+    assert many.bottleneck == "communication"
+    # a copy in each node gathers over NVLink
+    assert estimate_on(4096, "fsdp_hybrid_shard").mfu > 0.9 * one_node.mfu
 
 
 def test_an_unknown_network_is_unknown_only_between_nodes() -> None:
@@ -140,6 +165,23 @@ def test_without_the_network_between_nodes_there_are_no_tokens_per_second_but_a_
     console = Console(width=400, file=io.StringIO())
     console.print(estimate_table(rows, width=400, largest_batch=False))
     assert "unknown network: set --inter_node_gbps" in console.file.getvalue()
+
+
+def test_pcie_is_a_range_until_it_is_measured(tmp_path: Path) -> None:
+    given = ("--model", "slm-1b", "--strategy", "fsdp_full_shard", "--num_gpus", "8", "--gpu")
+    (pcie,), (nvlink,) = estimated(*given, "l40s"), estimated(*given, "a100-80gb")
+    assert (pcie["depends_on_pcie"], nvlink["depends_on_pcie"]) == (True, False)
+    assert nvlink["step_high_seconds"] == pytest.approx(nvlink["step_seconds"] / TODAY.low)
+    assert pcie["step_high_seconds"] > 1.2 * pcie["step_seconds"] / TODAY.low
+    (alone,) = estimated(*given[:4], "--num_gpus", "1", "--gpu", "l40s")
+    assert not alone["depends_on_pcie"]
+    network = dataclasses.replace(measured(num_nodes=1), gpu="NVIDIA L40S")
+    write_network(network, tmp_path / "network.json")
+    (probed,) = estimated(*given, "l40s", "--network", str(tmp_path / "network.json"))
+    assert not probed["depends_on_pcie"]
+    assert probed["step_high_seconds"] == pytest.approx(probed["step_seconds"] / TODAY.low)
+    done = slm_here("estimate", *given, "l40s")
+    assert "slm compare --probe_network measures yours" in done.out
 
 
 def test_inter_node_gbps_gives_the_network() -> None:

@@ -102,3 +102,22 @@ def test_requests_are_repeated() -> None:
     allocator.repeat([("a", 1, 30 * MIB, 0), ("f", 1), ("a", 2, 28 * MIB, 0), ("a", 3, 5 * MIB, 2)])
     # the second has the first one's segment, the third a segment of 20 MiB in another stream
     assert (allocator.allocated_bytes, allocator.peak_reserved_bytes) == (33 * MIB, 50 * MIB)
+
+
+def test_an_expandable_segment_grows_by_pages_of_20_mib() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    first = allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.allocate(25 * MIB)  # 10 MiB are left at the end, 15 are missing
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.free(first)
+    allocator.allocate(20 * MIB)
+    allocator.allocate(10 * MIB)  # the rest of the first
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_used_last() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    first, _ = allocator.allocate(30 * MIB), allocator.allocate(2 * MIB)
+    allocator.free(first)  # 30 MiB, and 8 at the end
+    assert allocator.allocate(5 * MIB).address == first.address

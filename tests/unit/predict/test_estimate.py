@@ -48,7 +48,7 @@ KEYS = {
     *("traffic_bytes", "step_seconds", "step_low_seconds", "step_high_seconds", "parts_seconds"),
     *("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "bottleneck", "inter_node_gbps"),
     *("inter_node_gbps_needed", "usd_per_gpu_hour", "price_source", "usd_per_million_tokens"),
-    *("tokens_per_usd", "misaligned_seconds", "network_evidence"),
+    *("tokens_per_usd", "misaligned_seconds", "network_evidence", "depends_on_pcie"),
 }
 
 

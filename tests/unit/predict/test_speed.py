@@ -336,25 +336,34 @@ def step_of(*transfers: Transfer, contention: float, micro_steps: int = 1) -> St
 
 
 def test_communication_shows_where_it_is_longer_than_compute_or_gets_in_its_way() -> None:
-    short = Transfer("reduce_gradients", "all_reduce", 1e6, 8, 8, 1, 1, overlaps=True)
+    # in a hundred calls, of which the last has no compute to hide behind
+    short = Transfer("reduce_gradients", "all_reduce", 1e6, 8, 8, 1, 100, overlaps=True)
     seconds = transfer_seconds(short, Cluster(1e9, None))
-    assert step_of(short, contention=0.0).parts_seconds["communication"] == 0
+    assert step_of(short, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds / 100)
     # a rank sends 1e6 x 2 x 7/8 = 1.75e6 bytes; two passes of them at 0.85 x 3.35 TB/s
-    slowed = 2 * 1.75e6 / (MEMORY_SHARE * 3.35e12)
-    assert step_of(short, contention=2.0).parts_seconds["communication"] == pytest.approx(slowed)
-    last = dataclasses.replace(short, overlaps=False)
-    assert step_of(last, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds)
-    long = dataclasses.replace(short, num_bytes=1e12)
+    slowed = 0.99 * 2 * 1.75e6 / (MEMORY_SHARE * 3.35e12)
+    exposed = step_of(short, contention=2.0).parts_seconds["communication"]
+    assert exposed == pytest.approx(seconds / 100 + slowed)
+    after = dataclasses.replace(short, overlaps=False)
+    assert step_of(after, contention=0.0).parts_seconds["communication"] == pytest.approx(seconds)
+
+
+def test_communication_hides_behind_its_own_pass_only() -> None:
+    long = Transfer("reduce_gradients", "all_reduce", 1e12, 8, 8, 1, 100, overlaps=True)
     time = step_of(long, contention=0.0)
     compute = sum(time.parts_seconds[name] for name in (*ON_DEVICE, "launch_overhead"))
     seconds = transfer_seconds(long, Cluster(1e9, None))
-    assert time.parts_seconds["communication"] == pytest.approx(seconds - compute)
-    assert time.hidden_communication_seconds == pytest.approx(compute)
+    backward = 2 / 3 * compute
+    assert time.parts_seconds["communication"] == pytest.approx(seconds - backward)
+    assert time.hidden_communication_seconds == pytest.approx(backward)
     once = dataclasses.replace(long, in_last_micro_step=True)
     four = step_of(once, contention=0.0, micro_steps=4)
-    assert four.hidden_communication_seconds == pytest.approx(compute)
+    assert four.hidden_communication_seconds == pytest.approx(backward)
     both = step_of(long, once, contention=0.0)  # the same compute does not hide two
-    assert both.hidden_communication_seconds == pytest.approx(compute)
+    assert both.hidden_communication_seconds == pytest.approx(backward)
+    gathered = dataclasses.replace(long, name="gather_forward")
+    time = step_of(long, gathered, contention=0.0)  # forward is the other third
+    assert time.hidden_communication_seconds == pytest.approx(compute)
 
 
 @pytest.mark.parametrize("num_draws", [200, pytest.param(1500, marks=pytest.mark.full)])

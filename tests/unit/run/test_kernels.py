@@ -208,7 +208,9 @@ def test_a_saved_result_that_changes_in_place_is_saved_as_it_was() -> None:
     inputs, gradients = torch.randn(4, 8, generator=torch.manual_seed(1)), []
     for mode in ("none", "selective_op"):
         layer = InPlace()
-        enable_checkpointing(SimpleNamespace(model=SimpleNamespace(layers=[layer])), mode, compiled=False)
+        model = SimpleNamespace(base_model=torch.nn.ModuleList([layer]))
+        model.config = SimpleNamespace(num_hidden_layers=1)
+        enable_checkpointing(model, mode, compiled=False)
         gradients.append(torch.autograd.grad(layer(inputs).square().sum(), list(layer.parameters())))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
