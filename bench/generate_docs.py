@@ -54,6 +54,7 @@ _HALVES = {  # file of results/memory: what it holds
     "adapters_held_out": "LoRA and IA3, only counted; 1.05 % without slm-10m under ZeRO-3 on 64 ranks",
     "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
     "today_held_out": "the same families, only counted",
+    "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

@@ -76,6 +76,7 @@ def _has_estimate(setup: Setup) -> bool:
     problems = [
         *sharding.problems(num_gpus=setup.num_gpus, gpus_per_node=setup.ranks_per_node),
         *contradictions(strategy, setup.config),
+        *(setup.like.problems([strategy]) if setup.like else []),
         *setup.config.problems(),
         *unknown_to_estimates(setup.config),
     ]

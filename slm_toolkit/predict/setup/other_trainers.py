@@ -82,6 +82,10 @@ def _loss_text(loss: LossBytes) -> str:
     return f"{forward} bytes per logit in forward, {backward} in backward{alive}"
 
 
+_HF_KERNELS = (("norm_kernel", "hf"), ("mlp_kernel", "hf"), ("loss_kernel", "hf"))
+"eager norms in fp32 and SwiGLU, and a loss that no other kernel of ours replaces"
+_FUSED_NORM = (("norm_kernel", "fused"), ("mlp_kernel", "hf"), ("loss_kernel", "hf"))
+
 TRAINERS = (
     OtherTrainer(
         name="trainer",
@@ -89,7 +93,7 @@ TRAINERS = (
         sources=("transformers 5.23.0: trainer.py (compute_loss), training_args.py, loss/loss_utils.py",),
         # bf16=True is accelerate's mixed precision: autocast over fp32 weights, FSDP that gathers in bf16;
         # optim is adamw_torch_fused; gradients are freed after a step (zero_grad)
-        flags=(("numerics", "stock"), ("optim", "adamw_torch_fused"), ("loss_kernel", "hf")),
+        flags=(("numerics", "stock"), ("optim", "adamw_torch_fused"), *_HF_KERNELS),
         strategies=STUDIED_STRATEGIES,
         runs_under=("is_single", "is_replicated", "is_fsdp", "is_deepspeed"),
         # torch_compile compiles the model with its loss: bf16 logits; in backward their gradient besides
@@ -115,7 +119,12 @@ TRAINERS = (
             "recipes/configs/llama3_2/1B_full.yaml @0331777757",
         ),
         # dtype: bf16 makes weights, gradients and AdamW's states bf16; fused: True; clip_grad_norm: null
-        flags=(("numerics", "pure_bf16"), ("optim", "adamw_torch_fused"), ("max_grad_norm", 0.0)),
+        flags=(
+            ("numerics", "pure_bf16"),
+            ("optim", "adamw_torch_fused"),
+            ("max_grad_norm", 0.0),
+            *_HF_KERNELS,
+        ),
         strategies=("fsdp_full_shard", "fsdp_shard_grad_op"),
         runs_under=("is_single", "is_fsdp2"),
         # LinearCrossEntropyLoss has 8 chunks. All of them save their fp32 log-softmax, 4; the chunk at work
@@ -142,7 +151,7 @@ TRAINERS = (
             ("grad_dtype", "fp32"),
             ("keep_grads", True),
             ("optim", "adamw_torch_fused"),
-            ("norm_kernel", "fused"),
+            *_FUSED_NORM,
         ),
         strategies=("ddp", "ds_zero1"),
         runs_under=("is_single", "is_replicated", "is_zero_1"),
@@ -168,7 +177,7 @@ TRAINERS = (
             ("numerics", "stock"),
             ("reduce_dtype", "fp32"),
             ("optim", "adamw_torch_fused"),
-            ("norm_kernel", "fused"),
+            *_FUSED_NORM,
             ("gradient_checkpointing", "selective_op"),
         ),
         strategies=("fsdp_full_shard", "fsdp_shard_grad_op", "ddp"),
@@ -189,7 +198,7 @@ TRAINERS = (
             "fabric/plugins/precision/fsdp.py @03f57f9c19",
         ),
         # precision bf16-mixed: fp32 weights, autocast; AdamW is fused in pretrain.py
-        flags=(("numerics", "stock"), ("optim", "adamw_torch_fused")),
+        flags=(("numerics", "stock"), ("optim", "adamw_torch_fused"), *_HF_KERNELS),
         strategies=("fsdp_full_shard", "fsdp_hybrid_shard"),
         runs_under=("is_single", "is_fsdp"),
         # `logits` are fp32 (Fabric casts the output) and live until the next assignment: 4. Before it, the
@@ -255,7 +264,11 @@ def notes_like(trainer: OtherTrainer | None, given: Mapping[str, Any]) -> list[s
     if trainer is None:
         return []
     flags, trainer = as_liked(trainer, given)
-    set_here = [name for name, _ in trainer.flags if name in flags and name not in given]
+    set_here = [
+        name
+        for name, value in trainer.flags
+        if name in flags and name not in given and value != "hf"  # transformers' own kernels are not news
+    ]
     words = " ".join(_as_typed(name, _values(flags[name])[0]) for name in set_here)
     won = [_as_typed(name, _values(given[name])[0]) for name, _ in trainer.flags if name in given]
     return [

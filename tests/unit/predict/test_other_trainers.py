@@ -151,6 +151,7 @@ def test_recommend_ranks_what_the_trainer_would_do() -> None:
     found = api.recommend(gpu="h100-80gb:8", model="slm-1b", tokens=1e9, like="torchtitan")
     assert {plan.estimate.like for plan in found} == {"torchtitan"}
     assert {plan.config.reduce_dtype for plan in found} == {"fp32"}
+    assert {plan.config.loss_kernel for plan in found} == {"hf"}  # no other kernel of ours is tried
     assert "estimated as torchtitan trains; the command starts slm_toolkit's own trainer" in str(found)
     with pytest.raises(ValueError, match="--like torchtitan with --records"):
         api.recommend(gpu="h100-80gb:8", like="torchtitan", records="runs")
