@@ -77,6 +77,10 @@ def _is_unit(item: pytest.Item) -> bool:
     return ROOT / "tests" / "unit" in item.path.parents
 
 
+_LONGEST = {"test_slurm", "test_planted_faults", "test_kills", "test_recipes", "test_fuzz", "test_throughput"}
+"files that take the most minutes (`pytest -m full --durations=0`, 2026-11-25)"
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Outside tests/unit what is marked neither quick nor slow is left to `pytest -m full`. A file's tests
@@ -91,6 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(_NEEDS_LIBAIO)
             group = "nvme"  # one after another: two runs that swap to one folder spoil each other's tensors
         item.add_marker(pytest.mark.xdist_group(group))
+    # pytest-xdist would start groups of few tests last, and these take minutes each: one worker would wait
+    items.sort(key=lambda item: item.path.stem not in _LONGEST)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
