@@ -77,7 +77,10 @@ def _changes(rows: list[Estimate]) -> list[Text]:
     for row in rows:
         if row.changes_that_fit is not None:
             ways = "; or ".join(map(_change, row.changes_that_fit))
-            settings = [f"{_TITLES[name]} {setting(getattr(row, name))}" for name in differing]
+            values = {name: getattr(row, name) for name in differing}
+            if values.get("per_device_train_batch_size") == 0:  # with --largest_batch: not even 1 fits
+                values["per_device_train_batch_size"] = 1
+            settings = [f"{_TITLES[name]} {setting(value)}" for name, value in values.items()]
             names_by_ways.setdefault(ways, []).append(" ".join([row.strategy, *settings]))
     lines = []
     for ways, names in names_by_ways.items():
