@@ -55,6 +55,7 @@ _HALVES = {  # file of results/memory: what it holds
     "today": "small Qwen3, Gemma 2 and 3, SmolLM3, OLMo 2, Granite, Phi-3 and Falcon3; read",
     "today_held_out": "the same families, only counted",
     "gradients": "gradients in fp32 or kept between steps, moments in bf16; read, and two terms corrected",
+    "gradients_held_out": "the same, only counted",
 }
 _ARMS = {  # of bench/throughput.py, in results/throughput/cpu.txt
     "trainer": "Hugging Face Trainer, sdpa, fused AdamW",

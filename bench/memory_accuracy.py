@@ -29,7 +29,7 @@ MODELS = Path(__file__).parent / "data" / "models"
 "small models that are no presets: a folder with config.json each"
 HALVES = (
     *("development", "held_out", "fresh", "fused_mlp", "adapters", "adapters_held_out"),
-    *("today", "today_held_out", "gradients"),
+    *("today", "today_held_out", "gradients", "gradients_held_out"),
 )
 "those that docs/accuracy.md shows"
 _NUMBERS = ("per_device_train_batch_size", "seq_len", "gradient_accumulation_steps", "lora_r")
