@@ -307,7 +307,7 @@ def scaling_panel(rows: dict[str, Row]) -> Panel:
 
 
 def loss_panel(rows: dict[str, Row]) -> Panel:
-    """Show how far losses are from a reference's, because equal curves hide each other; then all curves."""
+    """Show all loss curves; before them, if all runs should be equal, how far they are from a reference's."""
     name, title = "losses", "Loss"
     shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if not shown_rows:
@@ -316,11 +316,17 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
     curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
     thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
     notes = (f"at most {MOST_POINTS} steps of a curve are drawn",) if thinned else ()
-    return Panel(name, title, (*_loss_differences(shown_rows), Figure(name, title, curves, layout)), notes)
+    figures = [*_loss_differences(shown_rows), Figure(name, title, curves, layout)]
+    if len(figures[0].data) < len(shown_rows) - 1:
+        figures.reverse()
+    return Panel(name, title, tuple(figures), notes)
 
 
 def _loss_differences(rows: dict[str, Row]) -> list[Figure]:
-    """Return a figure of losses minus a reference's (DDP's, else the first row's), if rows compare."""
+    """Return a figure of losses minus a reference's (DDP's, else the first row's), if rows compare.
+
+    Equal curves hide each other; their differences don't.
+    """
     reference = next((label for label, row in rows.items() if row.engine == "ddp"), next(iter(rows)))
     losses = rows[reference].losses
     alike = {
