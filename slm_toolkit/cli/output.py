@@ -156,9 +156,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sort",
         choices=("rank", "strategy", "memory", "cost"),
-        default="rank",
-        help="order of the rows of each model: fastest first (rank, the default), in the order of the study "
-        "(strategy), smallest first, or cheapest first",
+        help="order of the rows of each model: fastest first (rank), in the order of the study (strategy), "
+        "smallest first, or cheapest first (default: rank; strategy with --json, --csv and --parquet, whose "
+        "order should not depend on noise)",
     )
     parser.add_argument(
         "--strict", action="store_true", help="don't rank rows that were computed with other numerics"
@@ -299,4 +299,9 @@ def asked_rows(
         strict=args.strict,
         problems=problems,
     )
-    return sorted_rows(rows, args.sort)
+    return sorted_rows(rows, sort_of(args))
+
+
+def sort_of(args: argparse.Namespace) -> str:
+    """Return --sort, or its default: what programs read has an order that does not depend on noise."""
+    return args.sort or ("strategy" if args.json or args.csv or args.parquet else "rank")

@@ -19,6 +19,7 @@ from slm_toolkit.cli.output import (
     print_errors,
     print_records,
     read_baseline,
+    sort_of,
 )
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given
 from slm_toolkit.config.parser import positive_number
@@ -127,7 +128,7 @@ def _report(args: argparse.Namespace) -> int:
             usd_per_gpu_hour=args.usd_per_gpu_hour,
             parity_tolerance=args.parity_tolerance,
             strict=args.strict,
-            sort=args.sort,
+            sort=sort_of(args),
         )
     for problem in report.problems:
         print(f"left out: {problem}", file=sys.stderr)

@@ -113,9 +113,9 @@ def test_a_report_has_the_rows_of_the_verb() -> None:
     assert records[0].status == "ok"
     assert isinstance(report[0], Row)
     assert (records.problems, report.problems) == ([], [])
-    here = slm_here("report", str(CPU), "--json")
+    here = slm_here("report", str(CPU), "--json", "--sort", "rank")
     assert json.loads(report.to_json()) == json.loads(here.out)
-    assert report.to_csv() == slm_here("report", str(CPU), "--csv", "-").out
+    assert report.to_csv() == slm_here("report", str(CPU), "--csv", "-", "--sort", "rank").out
     assert report.to_markdown() == slm_here("report", str(CPU), "--markdown", "-").out
     assert report.to_latex() == slm_here("report", str(CPU), "--latex", "-").out
 

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from conftest import made_record
 
-from slm_toolkit.cli.output import add_output_flags
+from slm_toolkit.cli.output import add_output_flags, sort_of
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import SORTS, Row, ranked, row_of, sorted_rows, with_values
 from slm_toolkit.report.verdict import verdict
@@ -131,6 +131,8 @@ def test_the_flag_offers_every_order() -> None:
     parser = argparse.ArgumentParser()
     add_output_flags(parser)
     (sort,) = [action for action in parser._actions if action.dest == "sort"]
-    assert (sort.choices, sort.default) == (SORTS, "rank")
+    assert sort.choices == SORTS
+    for words, by in (([], "rank"), (["--json"], "strategy"), (["--json", "--sort", "cost"], "cost")):
+        assert sort_of(parser.parse_args(words)) == by
     with pytest.raises(KeyError):
         sorted_rows(rows(record("ddp")), "name")
