@@ -168,7 +168,7 @@ def test_phases_are_timed_where_the_engine_lets_them_be(aligned: Comparison) -> 
 
 
 def test_repeats_are_launches_of_their_own_and_one_row(tmp_path: Path) -> None:
-    words = ("--strategy", "single", "--max_steps", "4", "--seq_len", "32", "--repeats", "3")
+    words = ("--strategy", "single", "--max_steps", "8", "--seq_len", "32", "--repeats", "3")
     done = compare(*words, folder=tmp_path)
     assert done.finished.code == 0, done.finished.err
     records = [record for _, record in find_records([tmp_path])[0]]
