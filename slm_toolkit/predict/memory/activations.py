@@ -93,119 +93,199 @@ def layer_memory(
     and that selective_op does not save its last product, fits published runs
     (`bench/published_memory.py`).
     """
-    fused_norm = fused_norm or compiled
-    h, i, a = spec.hidden_size, spec.active_ffn_size, spec.num_heads
+    kernels = _LayerKernels(seq_len, compute, eager, fused_norm or compiled, fused_mlp, compiled)
+    saved = _saved_by_layer(spec, kernels)
+    moments, arrivals = _moments(spec, kernels, saved), _named_as_in(spec, _arrivals(spec, kernels, saved))
+    h, residual = spec.hidden_size, 2 if compute == BF16 else 4
+    everything = saved.everything + (EXTRA_OF_2024 * h if software == "2024" else 0)
+    if spec.norms != "before":  # backward begins with the norm behind the FFN
+        in_norm = everything - saved.norm_behind + _norm_backward(spec, kernels)
+        moments.insert(0, Moment("post_feedforward_layernorm", in_norm, 0, 0, 0))
+    if checkpointing == "none":
+        return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
+    # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
+    extra = 2 * h if compute == BF16 and not kernels.fused_norm else 0
+    if spec.norms == "after":  # the matrix products save the input itself, or copies under autocast
+        extra = 4 * h if compute == AUTOCAST else 0
+    kept = residual * h
+    if checkpointing == "selective_op":
+        kept += _outputs_kept(spec, kernels)
+        if not spec.fused_projections:  # backward does not need down's output, but it stays allocated
+            extra += kernels.element_bytes * h
+    recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
+    arrivals = [
+        Arrival(arrival.place, arrival.when_made + extra, arrival.in_hook + extra) for arrival in arrivals
+    ]
+    return LayerMemory(kept, tuple(recomputed), residual, tuple(arrivals))
+
+
+@dataclass(frozen=True)
+class _LayerKernels:
+    """The kernels and dtypes of one layer."""
+
+    seq_len: int
+    compute: str
+    eager: bool
+    fused_norm: bool
+    "also if compiled"
+    fused_mlp: bool
+    compiled: bool
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.compute == FP32 else 2
+
+
+@dataclass(frozen=True)
+class _SavedByLayer:
+    """Bytes per token that the parts of a layer save, from forward to backward."""
+
+    norm: float
+    "the norm in front of attention, and also the one in front of the FFN"
+    norm_behind: float
+    "the norm behind attention, and also the one behind the FFN; 0 if there are none"
+    norms_of_queries: float
+    "part of `attention`"
+    attention_inputs: float
+    attention: float
+    ffn_inputs: float
+    ffn: float
+
+    @property
+    def below_ffn(self) -> float:
+        return 2 * self.norm + self.norm_behind + self.attention + self.attention_inputs
+
+    @property
+    def everything(self) -> float:
+        return self.below_ffn + self.ffn_inputs + self.ffn + self.norm_behind
+
+
+def _sizes(spec: ModelSpec, kernels: _LayerKernels) -> tuple[int, int, int, int, int, int]:
+    """Return h, i, a, q, v and e, as in this file's docstring."""
+    a = spec.num_heads
     q, v = a * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    e = 4 if compute == FP32 else 2
-    residual = 2 if compute == BF16 else 4
+    return spec.hidden_size, spec.active_ffn_size, a, q, v, kernels.element_bytes
+
+
+def _saved_by_layer(spec: ModelSpec, kernels: _LayerKernels) -> _SavedByLayer:
+    h, i, _, _, _, e = _sizes(spec, kernels)
+    norms = saved_by_norms(spec, kernels.compute, fused=kernels.fused_norm)
     # Under autocast, each matrix product saves a bf16 copy of its input: three products in attention and two
     # in the FFN, or one each.
-    copies = (3, 2) if compute == AUTOCAST else (0, 0)
-    if spec.fused_projections:
-        copies = (bool(copies[0]), bool(copies[1]))
-    attention_inputs, ffn_inputs = 2 * h * copies[0], 2 * h * copies[1]
-    norms = saved_by_norms(spec, compute, fused=fused_norm)
-    norm = norms.before
-    if compute == AUTOCAST and compiled:
+    copies = (0, 0) if kernels.compute != AUTOCAST else (1, 1) if spec.fused_projections else (3, 2)
+    norm, attention_inputs, ffn_inputs = norms.before, 2 * h * copies[0], 2 * h * copies[1]
+    if kernels.compute == AUTOCAST and kernels.compiled:
         # in fp32 only the layer's input; the FFN's is the sum of that and of attention's output in bf16. One
         # bf16 copy of each norm's output: (4 + 2) h for two norms, and 2 h twice
         norm, attention_inputs, ffn_inputs = 3 * h + 4, 2 * h, 2 * h
-    # Attention saves the rotated query and key, the value, the output and the softmax's normaliser. Instead
-    # of the normaliser, eager attention saves the probabilities, (heads x S) per token, in fp32 and in the
-    # compute dtype, and it saves the repeated keys and values.
-    scores = (4 if compute == FP32 else 6) * a * seq_len
+    # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
+    # saves up and its GELU (an assumption, never traced).
+    if spec.gated_ffn:
+        ffn = (3 if kernels.fused_mlp or kernels.compiled else 4) * e * i
+    else:
+        ffn = (1 if kernels.compiled else 2) * e * i
+    if spec.experts is not None:  # each expert has its own copy of the token and its own output; never traced
+        ffn += 2 * e * h * spec.experts.num_per_token
+    attention = _saved_by_attention(spec, kernels) + norms.of_queries
+    return _SavedByLayer(norm, norms.after, norms.of_queries, attention_inputs, attention, ffn_inputs, ffn)
+
+
+def _saved_by_attention(spec: ModelSpec, kernels: _LayerKernels) -> float:
+    """Return what attention saves, without the norms of queries and keys.
+
+    It saves the rotated query and key, the value, the output and the softmax's normaliser. Instead of the
+    normaliser, eager attention saves the probabilities, (heads x S) per token, in fp32 and in the compute
+    dtype, and it saves the repeated keys and values.
+    """
+    _, _, a, q, v, e = _sizes(spec, kernels)
+    seq_len = kernels.seq_len
+    scores = (4 if kernels.compute == FP32 else 6) * a * seq_len
     if spec.attention_softcap:  # tanh saves its output
         scores += e * a * seq_len
-    attention = 4 * e * q + scores if eager else 2 * e * (q + v) + 4 * a
-    if not eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
+    attention = 4 * e * q + scores if kernels.eager else 2 * e * (q + v) + 4 * a
+    if not kernels.eager and spec.sliding_window is not None and spec.sliding_window < seq_len:
         # SDPA saves the mask in the compute dtype; here every layer has an equal part of those masks
         attention += e * seq_len * spec.num_window_layers / spec.num_layers
     if latent := spec.latent_attention:  # from transformers' code, never traced
         values, ranks = a * latent.value_dim, (latent.query_rank or 0) + latent.key_value_rank
-        if not eager:
+        if not kernels.eager:
             attention = e * (2 * q + a * latent.plain_dim + 2 * values) + 4 * a
         attention += (4 + e + e) * ranks + 8  # the norms of the narrow projections, and their outputs
-    if spec.fused_projections and not eager:
+    if spec.fused_projections and not kernels.eager:
         # the value is a view of the whole product, and attention's output, as contiguous as the concatenated
         # query, is copied for the output projection
         attention += e * (q + v) + e * q
-    attention += norms.of_queries
-    # The FFN saves gate, silu(gate) (a fused MLP recomputes it), up, and their product. Without a gate it
-    # saves up and its GELU (an assumption, never traced).
-    ffn = ((3 if fused_mlp or compiled else 4) if spec.gated_ffn else (1 if compiled else 2)) * e * i
-    if spec.experts is not None:  # each expert has its own copy of the token and its own output; never traced
-        ffn += 2 * e * h * spec.experts.num_per_token
-    # tensors of width i in use at up's gradient; a fused MLP has freed gate
-    in_ffn = 2 if fused_mlp and spec.gated_ffn and not compiled else 3
-    below_ffn = 2 * norm + norms.after + attention + attention_inputs
-    extra_of_software = EXTRA_OF_2024 * h if software == "2024" else 0
-    everything = below_ffn + ffn_inputs + ffn + norms.after + extra_of_software
+    return attention
 
-    ln = 16 * h + 8 if fused_norm else 24 * h  # transformers' RMSNorm backward: six fp32 tensors at once
-    if compute != BF16:
-        ln = 20 * h + (8 if fused_norm else 4)
-    if eager:
+
+def _norm_backward(spec: ModelSpec, kernels: _LayerKernels) -> int:
+    """Return what a norm's backward uses: transformers' RMSNorm has six fp32 tensors at once."""
+    h = spec.hidden_size
+    if kernels.compute != BF16:
+        return 20 * h + (8 if kernels.fused_norm else 4)
+    return 16 * h + 8 if kernels.fused_norm else 24 * h
+
+
+def _in_ffn(spec: ModelSpec, kernels: _LayerKernels) -> int:
+    """Return the tensors of width i in use at up's gradient; a fused MLP has freed gate."""
+    return 2 if kernels.fused_mlp and spec.gated_ffn and not kernels.compiled else 3
+
+
+def _moments(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> list[Moment]:
+    """Return the instants of a layer's backward, without recomputation and without a norm behind the FFN."""
+    h, i, a, q, v, e = _sizes(spec, kernels)
+    below_ffn, ffn_inputs, seq_len = saved.below_ffn, saved.ffn_inputs, kernels.seq_len
+    norm_backward, norm = _norm_backward(spec, kernels), 0 if spec.norms == "after" else saved.norm
+    if kernels.eager:
         of_tanh = e * a * seq_len * spec.attention_softcap
-        waiting = of_tanh + norms.of_queries
+        waiting = of_tanh + saved.norms_of_queries
         softmax = (12 * a * seq_len + 3 * e * q + waiting, 8 * a * seq_len + 5 * e * q + waiting)
     else:
-        softmax = (4 * e * (q + v) + 4 * a + norms.of_queries,)
-        if compute == AUTOCAST:  # RoPE's backward is in fp32
+        softmax = (4 * e * (q + v) + 4 * a + saved.norms_of_queries,)
+        if kernels.compute == AUTOCAST:  # RoPE's backward is in fp32
             softmax += (12 * q + 4 * v,)
-    projections = e * (3 * h + q) if compute != AUTOCAST else 8 * h + 2 * q
-    above = norm + attention_inputs  # saved by the first norm
-    moments = [
-        Moment("mlp", below_ffn + ffn_inputs + ffn + 2 * e * i, 1, 0, 0),
-        Moment("mlp", below_ffn + ffn_inputs + e * (h + in_ffn * i), 2, 0, 0),
+    projections = e * (3 * h + q) if kernels.compute != AUTOCAST else 8 * h + 2 * q
+    above = saved.norm + saved.attention_inputs  # saved by the first norm
+    at_second_norm = norm + saved.norm_behind + saved.attention_inputs + saved.attention + norm_backward
+    return [
+        Moment("mlp", below_ffn + ffn_inputs + saved.ffn + 2 * e * i, 1, 0, 0),
+        Moment("mlp", below_ffn + ffn_inputs + e * (h + _in_ffn(spec, kernels) * i), 2, 0, 0),
         Moment("mlp", below_ffn + ffn_inputs * 2 + e * (2 * h + i), 3, 0, 0),
-        Moment(
-            "post_attention_layernorm",
-            (0 if spec.norms == "after" else norm) + norms.after + attention_inputs + attention + ln,
-            3,
-            0,
-            0,
-        ),
+        Moment("post_attention_layernorm", at_second_norm, 3, 0, 0),
         *(Moment("self_attn", above + form, 3, 0, 1) for form in softmax),
         Moment("self_attn", above + projections, 3, 2, 1),
-        Moment("input_layernorm", ln, 3, 2, 2),
+        Moment("input_layernorm", norm_backward, 3, 2, 2),
     ]
-    of_norm = (
-        2 if fused_norm else 6
-    ) * h + 4  # the weight's gradient is computed before the six fp32 tensors
-    arrivals = [
-        Arrival("down_proj", below_ffn + ffn_inputs + ffn + e * i, below_ffn + ffn_inputs + ffn),
-        Arrival("up_proj", moments[1].num_bytes, moments[1].num_bytes - e * i),
-        Arrival("gate_proj", moments[2].num_bytes, below_ffn + ffn_inputs),
-        Arrival("post_attention_layernorm", norm + attention + of_norm, norm + attention + of_norm),
-        Arrival("o_proj", norm + attention + e * q, norm + attention + e * q),
+
+
+def _arrivals(spec: ModelSpec, kernels: _LayerKernels, saved: _SavedByLayer) -> list[Arrival]:
+    """Return the instants at which a layer's gradients are made, without recomputation."""
+    h, i, _, q, v, e = _sizes(spec, kernels)
+    below_ffn, ffn_inputs, norm = saved.below_ffn, saved.ffn_inputs, saved.norm
+    at_up = below_ffn + ffn_inputs + e * (h + _in_ffn(spec, kernels) * i)
+    at_gate = below_ffn + ffn_inputs * 2 + e * (2 * h + i)
+    of_norm = (2 if kernels.fused_norm else 6) * h + 4  # the weight's gradient comes before the fp32 tensors
+    at_second_norm, at_output = norm + saved.attention + of_norm, norm + saved.attention + e * q
+    return [
+        Arrival("down_proj", below_ffn + ffn_inputs + saved.ffn + e * i, below_ffn + ffn_inputs + saved.ffn),
+        Arrival("up_proj", at_up, at_up - e * i),
+        Arrival("gate_proj", at_gate, below_ffn + ffn_inputs),
+        Arrival("post_attention_layernorm", at_second_norm, at_second_norm),
+        Arrival("o_proj", at_output, at_output),
         Arrival("v_proj", norm + e * (q + 2 * v + h), norm + e * (q + v + h)),
         Arrival("k_proj", norm + e * (q + 3 * h), norm + e * (q + h)),
         Arrival("q_proj", norm + e * (q + 2 * h), norm),
         Arrival("input_layernorm", of_norm, of_norm),
     ]
-    if spec.norms != "before":  # backward begins with the norm behind the FFN
-        behind = Moment("post_feedforward_layernorm", everything - norms.after + ln, 0, 0, 0)
-        moments.insert(0, behind)
-    arrivals = _named_as_in(spec, arrivals)
-    if checkpointing == "none":
-        return LayerMemory(everything, tuple(moments), residual, tuple(arrivals))
-    # transformers' bf16 norm copies its input, so the layer's input comes on top of the recomputed tensors
-    layer_input = 2 * h if compute == BF16 and not fused_norm else 0
-    if spec.norms == "after":  # the matrix products save the input itself, or copies under autocast
-        layer_input = 4 * h if compute == AUTOCAST else 0
-    saved, extra = residual * h, layer_input
-    if checkpointing == "selective_op":  # saves the outputs of query, value, gate, down and attention
-        kept_by_attention = 0 if eager else e * q + 4 * a
-        products = (q + v, i) if not spec.fused_projections else (q + 2 * v, 2 * i)
-        saved += e * (sum(products) + (0 if compiled or spec.fused_projections else h)) + kept_by_attention
-        extra += (
-            e * h * (not spec.fused_projections)
-        )  # backward does not need down's output, but it stays allocated
-    recomputed = (Moment(moment.where, moment.num_bytes + extra, *_progress(moment)) for moment in moments)
-    arrivals = [
-        Arrival(arrival.place, arrival.when_made + extra, arrival.in_hook + extra) for arrival in arrivals
-    ]
-    return LayerMemory(saved, tuple(recomputed), residual, tuple(arrivals))
+
+
+def _outputs_kept(spec: ModelSpec, kernels: _LayerKernels) -> int:
+    """Return the outputs that selective_op saves: of query, value, gate, down and attention."""
+    h, i, a, q, v, e = _sizes(spec, kernels)
+    kept_by_attention = 0 if kernels.eager else e * q + 4 * a
+    if spec.fused_projections:
+        return e * (q + 2 * v + 2 * i) + kept_by_attention
+    return e * (q + v + i + (0 if kernels.compiled else h)) + kept_by_attention
 
 
 @dataclass(frozen=True)
