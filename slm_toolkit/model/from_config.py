@@ -166,7 +166,7 @@ def spec_from_config(config: object, name: str, path: str) -> ModelSpec:
     model_type = config.get("model_type", "llama")
     if model_type in GPT_TYPES:
         return gpt_spec(config, name=name, path=path)
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported\n"
             f"hint: {', '.join(TRAINABLE)} can be trained; {', '.join(ESTIMATED_ONLY)} can only be estimated"
