@@ -119,7 +119,7 @@ def _use_model(name: str) -> None:
     from slm_toolkit.strategy.strategy import find_strategy
 
     rows = estimates({"model": name}, [find_strategy("ds_zero3")], gpus=["h100-80gb"], num_gpus=[8])
-    json.dumps([vars(row) for row in rows], allow_nan=False)
+    json.dumps([dataclasses.asdict(row) for row in rows], allow_nan=False)
     from slm_toolkit.model.names import find_model
 
     spec = find_model(name)
