@@ -21,7 +21,7 @@ else # without GPUs, or with TRY=1: two steps of a tiny model on two CPU process
   data=(--dataset synthetic)
   compile=() measured=(ddp)
 fi
-: "${STRATEGY:=ddp}" # or fsdp_shard_grad_op, if step 2 finds it faster on your machine
+: "${STRATEGY:=fsdp_shard_grad_op}" # or ddp, if step 2 finds it faster on your machine
 flags=(--model "$MODEL" --seq_len "$SEQ_LEN" --per_device_train_batch_size "$BATCH"
   --gradient_accumulation_steps "$ACCUMULATE" --loss_kernel fused_linear --norm_kernel fused "${compile[@]}")
 

@@ -12,7 +12,7 @@ slm recommend --model smollm2-360m --tokens 1B --seq_len 2048 --global_batch_tok
   --gpu rtx-4090:1 --strategy single --loss_kernel fused_linear
 
 if [[ -z ${TRY:-} ]] && nvidia-smi -L &>/dev/null; then # with a GPU: the real thing
-  : "${MODEL:=HuggingFaceTB/SmolLM2-360M}" "${SEQ_LEN:=2048}" "${BATCH:=8}" "${ACCUMULATE:=8}"
+  : "${MODEL:=HuggingFaceTB/SmolLM2-360M}" "${SEQ_LEN:=2048}" "${BATCH:=4}" "${ACCUMULATE:=16}"
   : "${STEPS:=7630}" "${EVERY:=500}"
   data=(--dataset "roneneldan/TinyStories=0.7,open-web-math/open-web-math=0.3" --streaming true)
   compile=(--torch_compile)

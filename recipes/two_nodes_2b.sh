@@ -33,6 +33,6 @@ export NCCL_IB_DISABLE=1 # if the nodes use another interface than the first: NC
 slm train --strategy "$STRATEGY" --num_machines "$NODES" --machine_rank "$NODE_RANK" \
   --main_process_ip "$HEAD_NODE" --main_process_port "$PORT" --num_processes $((NODES * GPUS_PER_NODE)) \
   --model "$MODEL" --seq_len "$SEQ_LEN" \
-  --per_device_train_batch_size "$BATCH" --gradient_checkpointing selective_op --loss_kernel fused_linear \
+  --per_device_train_batch_size "$BATCH" --gradient_checkpointing full --loss_kernel fused_linear \
   --norm_kernel fused "${compile[@]}" "${data[@]}" --max_steps "$STEPS" --warmup_steps $((STEPS / 50)) \
   --eval_steps 1000 --save_steps 1000 --output_dir "$RUNS" --run_name two-nodes-2b
