@@ -28,7 +28,7 @@ RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
 RUNS = {  # strategies and ranks of the runs that a recipe does with TRY=1
     "chat_fine_tune": [("single", 1)],
     "cheapest_100m": [("single", 1), ("single", 1)],
-    "eight_gpus_1b": [("ddp", 2), ("ddp", 2)],
+    "eight_gpus_1b": [("ddp", 2), ("fsdp_shard_grad_op", 2)],
     "little_ram": [("in_pieces", 2)],
     "lora": [("single", 1), ("single", 1)],
     "memory_dry_run": [("fsdp_shard_grad_op", 64)],
