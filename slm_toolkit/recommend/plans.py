@@ -150,7 +150,7 @@ def search(
     """
     configs = list(dict.fromkeys(with_kernels_of(workload.spec, config) for config in configs))
     result = PlanSearch([], [])
-    candidates_by_count: dict[int, list[_Candidate]] = {}
+    candidates_by_count: dict[int, list[Candidate]] = {}
     without_network: list[str] = []
     memory_by_place: dict[tuple[int, int], dict[int, MemoryEstimate]] = {}
     for offer in offers:
@@ -192,7 +192,7 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """A config with its micro-steps, and what the search compares to skip hopeless candidates."""
 
     config: RunConfig
@@ -209,7 +209,7 @@ class _Candidate:
         return any(one in ("none", checkpointing) and two in ("hf", mlp) for one, two in others)
 
 
-def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[_Candidate]:
+def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> list[Candidate]:
     """Return the configs that reach the tokens per step: larger batches first, then fewer savings first."""
     numbers: dict[tuple[RunConfig, bool], int] = {}
     found = []
@@ -220,7 +220,7 @@ def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> 
         without_batch = dataclasses.replace(config, per_device_train_batch_size=1)
         without_savings = dataclasses.replace(config, gradient_checkpointing="none", mlp_kernel="hf")
         found.append(
-            _Candidate(
+            Candidate(
                 dataclasses.replace(config, gradient_accumulation_steps=steps),
                 numbers.setdefault((without_batch, steps > 1), len(numbers)),
                 numbers.setdefault((without_savings, steps > 1), len(numbers)),
@@ -228,7 +228,7 @@ def _candidates(workload: Workload, configs: list[RunConfig], num_gpus: int) -> 
             )
         )
 
-    def order(candidate: _Candidate) -> tuple[int, int]:
+    def order(candidate: Candidate) -> tuple[int, int]:
         checkpointing, mlp = candidate.savings
         return -candidate.config.per_device_train_batch_size, (checkpointing != "none") + (mlp != "hf")
 
@@ -239,7 +239,7 @@ def _search_strategy(
     workload: Workload,
     offer: GpuOffer,
     setup: Setup,
-    candidates: list[_Candidate],
+    candidates: list[Candidate],
     memories: dict[int, MemoryEstimate],
     observations: Observations,
     result: PlanSearch,

@@ -63,6 +63,27 @@ def _stepped(stage: int) -> tuple[Any, dict[str, Any]]:
     return engine, seen
 
 
+def _sums_in_fp32() -> None:
+    """ZeRO-1 with fp32 gradients is another optimizer, which keeps the sums of all ranks."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = small_model().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    sums = engine.optimizer.fp32_groups_gradients_flat
+    assert {flat.dtype for flat in sums} == {torch.float32}
+    assert sum(flat.numel() for flat in sums) >= 48, "the sums are no longer whole on each rank"
+
+
 def _zero_engine() -> None:
     for stage in (1, 2, 3):
         engine, seen = _stepped(stage)
@@ -207,6 +228,13 @@ ZERO = (
         "prove which stage runs, read the gradient norm, and count state",
         "run/engine/engine.py: probe_engine and optimizer_step; run/observe/probe.py; run/observe/measure.py",
         _zero_engine,
+    ),
+    Leaning(
+        "deepspeed: the sums of fp32 gradients under ZeRO-1",
+        ("fp32_groups_gradients_flat",),
+        "count the bytes of gradients",
+        "run/observe/measure.py: live_gradients",
+        _sums_in_fp32,
     ),
     Leaning(
         "deepspeed: the flat partitions of ZeRO-1 and 2",

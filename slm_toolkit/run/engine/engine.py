@@ -259,9 +259,9 @@ def _is_matrix(param: torch.Tensor) -> bool:
 
 def finish_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Wait until the gradients of the last micro-step are reduced, if the engine does not wait by itself."""
-    sums = getattr(optimizer.optimizer, "fp32_gradients", None)
-    if sums is not None:
-        sums.finish()
+    own = optimizer.optimizer  # under DeepSpeed it is DeepSpeed's
+    if isinstance(own, AdamWWithMasterWeights) and own.fp32_gradients is not None:
+        own.fp32_gradients.finish()
 
 
 def optimizer_step(

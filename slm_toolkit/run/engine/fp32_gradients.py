@@ -3,6 +3,9 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+_SUM = "fp32_grad"
+"our own attribute of a parameter"
+
 
 class Fp32Gradients:
     """The fp32 sum of each trained parameter's gradients, whole on every rank.
@@ -38,19 +41,19 @@ class Fp32Gradients:
     def zero(self, *, keep: bool) -> None:
         """Set the sums to zero, or free them unless `keep`."""
         for param in self._params:
-            if keep and hasattr(param, "fp32_grad"):
+            if keep and hasattr(param, _SUM):
                 param.fp32_grad.zero_()
-            elif hasattr(param, "fp32_grad"):
+            elif hasattr(param, _SUM):
                 del param.fp32_grad
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that the optimizer reads: the fp32 sum, or else `param.grad`."""
-    return getattr(param, "fp32_grad", param.grad)
+    return getattr(param, _SUM, param.grad)
 
 
 def _add_and_free(param: torch.Tensor) -> None:
-    if hasattr(param, "fp32_grad"):
+    if hasattr(param, _SUM):
         param.fp32_grad.add_(param.grad)
     else:
         param.fp32_grad = param.grad.float()

@@ -330,7 +330,7 @@ def test_what_the_search_skips_would_not_be_better(
 ) -> None:
     found = recommended(*asked, "--tokens", "1B")
     monkeypatch.setattr(plans, "_ENOUGH_BATCHES", 1000)
-    monkeypatch.setattr(plans._Candidate, "saves_no_less_than", lambda *_: False)
+    monkeypatch.setattr(plans.Candidate, "saves_no_less_than", lambda *_: False)
     assert recommended(*asked, "--tokens", "1B") == found
 
 
