@@ -14,15 +14,15 @@ def test_each_figure_becomes_a_png_and_an_svg(tmp_path: Path) -> None:
     done = slm("report", "results/cpu", "--figures", str(tmp_path / "figures"))
     assert done.code == 0, done.err
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert names == {
-        f"{name}.{kind}" for name in ("speed", "memory", "losses", "errors") for kind in ("png", "svg")
-    }
+    charts = ("speed", "memory", "loss_differences", "losses", "errors")
+    assert names == {f"{chart}.{kind}" for chart in charts for kind in ("png", "svg")}
     png = (tmp_path / "figures" / "speed.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">I", png[16:20])[0] == 2160  # three times 720 pixels
     svg = (tmp_path / "figures" / "speed.svg").read_text()
     assert svg.startswith("<svg")
     assert svg.count('class="point"') == 6  # strategies
+    assert "AMD EPYC (2 cores); 2026-11-20" in svg  # a picture in a slide says what it is
 
 
 def test_without_a_browser_figures_end_with_a_hint(tmp_path: Path) -> None:
