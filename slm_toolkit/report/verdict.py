@@ -167,57 +167,6 @@ def _rate_of_one(row: Row) -> float:
     return row.tokens_per_second_per_gpu
 
 
-def _memory(group: list[Row], names: dict[int, str]) -> str:
-    """Name the rows that need the least memory: of a GPU, or of training state on a CPU."""
-    good = [row for row in group if _is_good(row)]
-    on_cpu = not any(row.gpu or row.is_rehearsed for row in good)
-    known = {id(row): row.compared_bytes for row in good if row.compared_bytes}
-    if len(known) < 2:
-        return ""
-    least, most = min(known.values()), max(known.values())
-    what = "of training state per rank" if on_cpu else "at the peak"
-    if most <= least * (1 + SAME_MEMORY):
-        return f"All need the same memory ({_gib(least)} {what})."
-    smallest = [row for row in good if known.get(id(row), most) <= least * (1 + SAME_MEMORY)]
-    verb = "needs" if len(smallest) == 1 else "need"
-    named = _joined([names[id(row)] for row in smallest])
-    return f"{named} {verb} the least memory ({_gib(least)} {what}; the most is {_gib(most)})."
-
-
-def _problems(group: list[Row], names: dict[int, str]) -> list[str]:
-    """Return a sentence for each way in which rows dropped out of the comparison."""
-    by_problem: dict[str, list[str]] = defaultdict(list)
-    for row in group:
-        state = "unequal" if row.parity_holds is False else row.status
-        if state in _PROBLEMS:
-            by_problem[state].append(names[id(row)])
-    return [f"Not ranked, {_PROBLEMS[state]}: {_joined(labels)}." for state, labels in by_problem.items()]
-
-
-def _sameness(group: list[Row]) -> str:
-    """State that all rows computed the same, if each was checked, or others were checked against it."""
-    measured = [row for row in group if _is_good(row) and not row.is_rehearsed]
-    checked = [row for row in measured if row.parity_holds]
-    references = {row.parity_reference for row in checked}
-    if len(measured) < 2 or any(row not in checked and row.strategy not in references for row in measured):
-        return ""
-    largest = max(row.parity_max_loss_difference or 0.0 for row in checked)
-    return f"{_capital(_all(len(measured)))} computed the same (largest loss difference {largest:.1g})."
-
-
-def _is_good(row: Row) -> bool:
-    return row.status == "ok" and row.parity_holds is not False
-
-
-def _rate_of_one(row: Row) -> float:
-    """Return tokens per second of one GPU or process, by which rows are ranked."""
-    return row.tokens_per_second_per_gpu
-
-
-def _state_bytes(row: Row) -> int:
-    return sum((row.state_bytes_per_rank or {}).values())
-
-
 def _joined(names: Sequence[str]) -> str:
     """Join names; count those after the third."""
     shown, rest = list(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
