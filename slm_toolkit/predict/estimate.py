@@ -129,7 +129,7 @@ class Estimate:
     "None without a GPU, or if the network between the nodes is unknown"
     step_low_seconds: float | None
     step_high_seconds: float | None
-    "includes the slow end of PCIe's range if PCIe links the GPUs of a node and nobody measured it"
+    "includes the slow end of PCIe's range if PCIe links the GPUs of a node and was not measured"
     parts_seconds: dict[str, float] | None
     "seconds by part, for each of `predict.speed.step.PARTS`; they add up to step_seconds"
     misaligned_seconds: float | None
@@ -147,7 +147,7 @@ class Estimate:
     network_evidence: str | None
     "source of the network's speed: measured, measured in part, given or data sheet; None if nothing is sent"
     depends_on_pcie: bool
-    "True if PCIe links the GPUs of a node and nobody measured it"
+    "True if PCIe links the GPUs of a node and was not measured"
     usd_per_gpu_hour: float | None
     price_source: str | None
     usd_per_million_tokens: float | None

@@ -294,7 +294,7 @@ def advice_on(
     most = largest_batch(setup_of(first).launched).batch_with_margin
     lines.append(
         f"batch of row 1: {first.estimate.per_device_train_batch_size}, a power of two if you give none; "
-        f"at most {most} fits with its flags, as `slm estimate --largest_batch` says"
+        f"at most {most} fits with its flags (`slm estimate --largest_batch`)"
     )
     if first.starts_from is not None and (hub_id := first.spec.hub_id) is not None:
         lines.append(

@@ -100,7 +100,7 @@ class CachingAllocator:
         self._keep(block)
 
     def repeat(self, requests: Iterable[Request]) -> None:
-        """Allocate and free as the requests say."""
+        """Carry out the requests in order."""
         blocks: dict[int, Block] = {}
         for action, number, *size_and_stream in requests:
             if action == "a":

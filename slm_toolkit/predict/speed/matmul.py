@@ -70,7 +70,7 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def rates_of(gpu: Gpu, software: Software) -> Rates:
-    """Return the GPU's rates. A GPU whose matrix products nobody measured has the share of a related one."""
+    """Return the GPU's rates. A GPU without measured matrix products has the share of a related one."""
     measured = software.calibration
     peak = gpu.dense_bf16_flops_per_second
     best = gpu.measured_matmul_flops_per_second or peak * _BEST_SHARE.of(gpu.architecture)

@@ -118,7 +118,7 @@ class TrainingProgress:
             self.has_warned = True
 
     def _show_retries(self, num_retries: int) -> None:
-        """Say that the GPU is nearly full when the allocator retried for the first time."""
+        """Print that the GPU is nearly full when the allocator retries for the first time."""
         if num_retries and not self.num_retries:
             self.say(
                 "warning: the GPU is nearly full: PyTorch waited for it, freed unused blocks and retried, "
