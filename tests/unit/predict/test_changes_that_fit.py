@@ -120,9 +120,7 @@ def test_largest_batch_of_recommend_and_estimate_agree_and_name_their_flags() ->
         flags=flags,
     )
     said = " ".join(str(found).split())
-    assert (
-        f"at most {largest.batch_with_margin} fits with its flags (`slm estimate --largest_batch`)" in said
-    )
+    assert f"at most {largest.batch_with_margin} fits with its flags (`slm estimate --largest_batch`)" in said
     assert first.per_device_train_batch_size <= largest.batch_with_margin
     assert f"batch of row 1: {first.per_device_train_batch_size}, " in said
     said = " ".join(slm_here("estimate", *asked, "--gpu", "a100-40gb:8", "--largest_batch").out.split())
