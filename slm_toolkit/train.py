@@ -54,6 +54,7 @@ from typing import Any, NoReturn
 import torch
 
 from slm_toolkit.base.errors import EXIT_CODE_VARIABLE, RunEnded, user_errors
+from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.config.schedule import learning_rate
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.files import write_record
@@ -177,14 +178,20 @@ def run(
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()  # destroys the process group
-    if config.lm_eval_tasks is not None and accelerator.is_main_process:
+    if accelerator.is_main_process:
+        use_saved_model(config, record, run_dir)
+
+
+def use_saved_model(config: RunConfig, record: RunRecord, run_dir: Path) -> None:
+    """Run lm-eval on the saved model and upload it, if the flags ask for it. The record says so."""
+    if config.lm_eval_tasks is not None:
         torch.cuda.empty_cache()
         with user_errors():
             results = lm_eval(config.lm_eval_tasks, Path(record.model_dir), run_dir / "lm_eval")
         record = dataclasses.replace(record, lm_eval=results)
         write_record(record, run_dir)
         print(lm_eval_described(results), file=sys.stderr)
-    if config.push_to_hub and accelerator.is_main_process:
+    if config.push_to_hub:
         with user_errors():
             url = upload_model(Path(record.model_dir), config, run_name=run_dir.name)
         write_record(dataclasses.replace(record, hub_url=url), run_dir)
@@ -200,6 +207,63 @@ def train(
     end_after: int | None = None,
 ) -> dict[str, Any]:
     """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
+    config, num_steps, num_ranks = job.config, prepared.num_steps, job.accelerator.num_processes
+    around = around_steps(job, prepared, record)
+    watch, progress, evaluations = around.watch, around.progress, around.evaluations
+    batches = training_batches(job, prepared, first_step=record.first_step)
+
+    last_step = num_steps if end_after is None else min(num_steps, end_after)
+    for step in range(record.first_step, last_step):
+        watchdog.beat(f"at step {step + 1} of {num_steps}")
+        with watch.step():
+            lr = learning_rate(config, step, num_steps)
+            for group in prepared.optimizer.param_groups:
+                group["lr"] = lr
+            step_loss, norm = train_step(job, prepared, batches, watch)
+        done = step + 1
+        if progress.due(done):
+            progress.show(done, step_loss.item(), watch.num_tokens() * num_ranks)
+        around.tracker.log_step(done, step_loss, lr, watch)
+        if evaluations.due(done):
+            watchdog.beat(f"in the evaluation after step {done}")
+            evaluations.run(done)
+            watch.clock.pause()
+        watchdog.beat(f"after step {done} of {num_steps}")
+        if around.after_step.run(step, step_loss, norm):
+            watch.clock.pause()
+
+    around.after_step.end(last_step)
+    watchdog.beat("after the last step")
+    has_trained = record.first_step < num_steps
+    # a run that was killed between its last checkpoint and its record has only the evaluation left to do
+    if not has_trained and evaluations.due(num_steps):
+        watchdog.beat(f"in the evaluation after step {num_steps}")
+        evaluations.run(num_steps)
+    job.search.end()
+    if has_trained:
+        # a rehearsal has only this rank's loss
+        losses = around.after_step.losses
+        progress.show(num_steps, losses[-1] if losses else step_loss.item(), watch.num_tokens() * num_ranks)
+    else:
+        progress.say(f"all {num_steps} steps were already done")
+    progress.close()
+    more_steps = functools.partial(train_step, job, prepared, batches)
+    return finish(job, prepared, record, around, watchdog, more_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class AroundSteps:
+    """What a run does around its steps."""
+
+    progress: TrainingProgress | NoProgress
+    tracker: Tracker
+    watch: RunWatch
+    evaluations: Evaluations
+    after_step: AfterStep
+
+
+def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps:
+    """Make it, and say how the run starts. Every rank must call it: they wait for each other."""
     config, accelerator, num_steps = job.config, job.accelerator, prepared.num_steps
     model, optimizer, loss_recorder = prepared.model, prepared.optimizer, prepared.loss_recorder
     progress = NoProgress()
@@ -227,8 +291,6 @@ def train(
     max_loss = largest_loss(config, job.spec.vocab_size)
     if config.on_bad_step == "skip":
         loss_recorder.limit = max_loss
-    tokenizer, num_micro_steps = job.data.tokenizer, prepared.num_micro_steps
-    bad_steps = BadStepFiles(accelerator, job.run_dir, prepared.loader, num_micro_steps, tokenizer)
     after_step = AfterStep(
         config,
         accelerator,
@@ -238,95 +300,52 @@ def train(
         num_steps=num_steps,
         max_loss=max_loss,
         exchange=StepExchange(accelerator, job.control_group),
-        bad_steps=bad_steps,
+        bad_steps=BadStepFiles(
+            accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer
+        ),
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
     )
-    batches = training_batches(job, prepared, first_step=record.first_step)
-
-    last_step = num_steps if end_after is None else min(num_steps, end_after)
-    for step in range(record.first_step, last_step):
-        watchdog.beat(f"at step {step + 1} of {num_steps}")
-        with watch.step():
-            lr = learning_rate(config, step, num_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            step_loss, norm = train_step(job, prepared, batches, watch)
-        done = step + 1
-        if progress.due(done):
-            progress.show(done, step_loss.item(), watch.num_tokens() * accelerator.num_processes)
-        tracker.log_step(done, step_loss, lr, watch)
-        if evaluations.due(done):
-            watchdog.beat(f"in the evaluation after step {done}")
-            evaluations.run(done)
-            watch.clock.pause()
-        watchdog.beat(f"after step {done} of {num_steps}")
-        if after_step.run(step, step_loss, norm):
-            watch.clock.pause()
-
-    after_step.end(last_step)
-    watchdog.beat("after the last step")
-    has_trained = record.first_step < num_steps
-    # a run that was killed between its last checkpoint and its record has only the evaluation left to do
-    if not has_trained and evaluations.due(num_steps):
-        watchdog.beat(f"in the evaluation after step {num_steps}")
-        evaluations.run(num_steps)
-    job.search.end()
-    if has_trained:
-        # a rehearsal has only this rank's loss
-        last_loss = after_step.losses[-1] if after_step.losses else step_loss.item()
-        progress.show(num_steps, last_loss, watch.num_tokens() * accelerator.num_processes)
-    else:
-        progress.say(f"all {num_steps} steps were already done")
-    progress.close()
-
-    observed = {
-        **watch.observed(),
-        **after_step.observed(),
-        **evaluations.observed(),
-        "datasets": job.data.facts,
-    }
-    card = model_card(dataclasses.replace(record, **observed), config)
-    more_steps = functools.partial(train_step, job, prepared, batches)
-    return observed | finish(
-        job, prepared, more_steps, watch, watchdog, progress, card=card, has_trained=has_trained
-    )
+    return AroundSteps(progress, tracker, watch, evaluations, after_step)
 
 
 def finish(
     job: Job,
     prepared: Prepared,
-    more_steps: Callable[[RunWatch | TraceWatch], object],
-    watch: RunWatch,
+    record: RunRecord,
+    around: AroundSteps,
     watchdog: Watchdog,
-    progress: TrainingProgress | NoProgress,
-    *,
-    card: str,
-    has_trained: bool,
+    more_steps: Callable[[RunWatch | TraceWatch], object],
 ) -> dict[str, Any]:
-    """Save the model, then profile or trace a few `more_steps`. Return the record's fields.
+    """Save the model, then profile or trace a few `more_steps`. Return all that was observed.
 
     Those steps change the weights, so the model is saved first.
     """
-    config, accelerator, run_dir = job.config, job.accelerator, job.run_dir
+    config, run_dir, progress = job.config, job.run_dir, around.progress
+    observed = {
+        **around.watch.observed(),
+        **around.after_step.observed(),
+        **around.evaluations.observed(),
+        "datasets": job.data.facts,
+    }
     model_dir = None
     if config.save_final_model:
         watchdog.beat("while saving the model")
-        tokenizer, folder = job.data.tokenizer, run_dir / MODEL_DIR
-        merge = config.merge_adapter
-        model_dir = save_model(accelerator, prepared.model, tokenizer, folder, card=card, merge=merge)
+        card = model_card(dataclasses.replace(record, **observed), config)
+        tokenizer, folder, merge = job.data.tokenizer, run_dir / MODEL_DIR, config.merge_adapter
+        model_dir = save_model(job.accelerator, prepared.model, tokenizer, folder, card=card, merge=merge)
     breakdown = None
-    if config.profile and has_trained:
+    if config.profile and record.first_step < prepared.num_steps:
         watchdog.beat("while profiling")
         progress.say(f"profiling; traces: {run_dir}/trace-rank*.json.gz, table: slm report {run_dir}")
-        breakdown = profile_steps(functools.partial(more_steps, watch), run_dir, accelerator)
+        breakdown = profile_steps(functools.partial(more_steps, around.watch), run_dir, job.accelerator)
         if breakdown is None:
             progress.say(
                 "no step anatomy: the GPU driver reported no kernels; it may allow profiling to "
                 "administrators only"
             )
     timeline = follow_memory(job, prepared, more_steps) if prepared.trace is not None else None
-    return {
+    return observed | {
         "anatomy": dataclasses.asdict(breakdown) if breakdown else None,
         "memory_at_peak": timeline.summary if timeline else None,
         "model_dir": str(model_dir) if model_dir else None,
