@@ -102,6 +102,7 @@ def estimate(
         num_gpus=counts or [8],
         gpus_per_node=_number("gpus_per_node", gpus_per_node, int),
         find_largest_batch=find_largest_batch,
+        search_changes=True,
         live_deepspeed=live_deepspeed,
         software=software,
         like=trainer,

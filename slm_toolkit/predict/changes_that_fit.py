@@ -1,6 +1,7 @@
 """Find the smallest changes with which a configuration fits its GPUs."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -155,8 +156,12 @@ def _with_flags(**flags: object) -> _Option:
 
 def _less_simple(setup: Setup, names: tuple[str, ...]) -> list[Strategy]:
     """Return the shipped strategies that are less simple than the setup's own, the simplest first."""
-    strategies = sorted(map(find_strategy, names), key=lambda strategy: strategy.simplicity)
+    strategies = sorted(map(_shipped, names), key=lambda strategy: strategy.simplicity)
     return [strategy for strategy in strategies if strategy.simplicity > setup.strategy.simplicity]
+
+
+_shipped = functools.cache(find_strategy)
+"a search asks for the same files hundreds of times"
 
 
 def _on_gpus(strategy: Strategy, num_gpus: int) -> _Option:

@@ -41,6 +41,7 @@ def estimates(
     num_gpus: list[int],
     gpus_per_node: int = 8,
     find_largest_batch: bool = False,
+    search_changes: bool = False,
     live_deepspeed: bool = False,
     software: str = "2026",
     like: "OtherTrainer | None" = None,
@@ -49,7 +50,8 @@ def estimates(
     """Return an Estimate for each different combination.
 
     `given` maps a field of RunConfig to a value or a list of values. A strategy of one process uses one GPU,
-    whatever `num_gpus` is. Raises one ValueError with all problems of the flags.
+    whatever `num_gpus` is. `search_changes`: the first rows that do not fit get the smallest changes with
+    which they would. Raises one ValueError with all problems of the flags.
     """
     from slm_toolkit.hardware.gpus import gpu_of_name
     from slm_toolkit.predict.changes_that_fit import changes_that_fit
@@ -111,7 +113,7 @@ def estimates(
                 deployment=deployments(gpu) if deployments else Deployment(),
             )
             row = estimate_of(setup.launched, deepspeed=deepspeed)
-            if row.fits is False and num_searched < MOST_SEARCHED_ROWS:
+            if search_changes and row.fits is False and num_searched < MOST_SEARCHED_ROWS:
                 num_searched += 1
                 row = dataclasses.replace(row, changes_that_fit=changes_that_fit(setup, row))
             rows[key] = row

@@ -366,7 +366,7 @@ def test_communication_hides_behind_its_own_pass_only() -> None:
     assert time.hidden_communication_seconds == pytest.approx(compute)
 
 
-@pytest.mark.parametrize("num_draws", [100, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_draws", [40, pytest.param(500, marks=pytest.mark.full)])
 def test_mfu_is_between_0_and_1_wherever_one_looks(num_draws: int) -> None:
     draw = random.Random(num_draws)
     grid = {

@@ -264,7 +264,7 @@ def test_places_name_each_model_once() -> None:
     assert places([("a", 1), ("a", 2), ("b", 1)], "nodes") == "a at 1, 2, b at 1 nodes"
 
 
-def test_the_command_prints_figures_answers_and_configurations(tmp_path: Path) -> None:
+def test_the_command_gives_points_answers_and_configurations_as_json(tmp_path: Path) -> None:
     write_record(record_of(), tmp_path / "run")
     finished = slm_here("report", "--paper", "--json", "--gpu", "a100-80gb", str(tmp_path))
     assert finished.code == 0, finished.err
@@ -273,6 +273,10 @@ def test_the_command_prints_figures_answers_and_configurations(tmp_path: Path) -
     assert len(content["points"]) == 284
     assert {"q1", "q2", "q3", "q4", "disagreements", "aligned"} == set(content["answers"])
     assert {row["gpu"] for row in content["best"]} == {"a100-80gb"}
+
+
+@pytest.mark.full
+def test_the_command_prints_figures_and_answers_with_a_price() -> None:
     shown = slm_here("report", "--paper", "--usd_per_gpu_hour", "2")
     assert shown.code == 0, shown.err
     assert "price: given by --usd_per_gpu_hour" in shown.out
