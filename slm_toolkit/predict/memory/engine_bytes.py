@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from slm_toolkit.model.model_spec import ModelSpec, layer_tensors
+from slm_toolkit.predict.memory.zero3_gathers import gathered_of
 from slm_toolkit.predict.memory.zero_gradients import Allocated, Backward, Instant, Reduction, backward_of
-from slm_toolkit.predict.setup.adapters import Weights, sharded_adapters
+from slm_toolkit.predict.setup.adapters import Adapters, Weights, sharded_adapters
 from slm_toolkit.predict.setup.setup import Dtypes, Setup
 from slm_toolkit.strategy.settings import ZeroSettings
 
@@ -58,6 +59,8 @@ class Step:
     "when the gradient of a layer's matrix is computed; None: `at_layer` includes it"
     at_reductions: tuple[tuple[Instant, At], ...] = ()
     "when gradients are copied together to be sent"
+    at_last_layer: At | None = None
+    "in the last layer's forward, if more is gathered then than later"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
@@ -443,21 +446,19 @@ def _at(held: Allocated, temporary: float = 0.0) -> At:
 def zero_3(
     spec: ModelSpec,
     weights: Weights,
+    adapters: Adapters | None,
     dtypes: Dtypes,
     zero: ZeroSettings,
     *,
     num_ranks: int,
-    accumulates: bool,
+    recomputed: tuple[bool, ...],
     optimizer_temporary: float,
-    has_embedding_gradient: bool = True,
 ) -> Step:
     """Return the step of ZeRO-3: everything is sharded, and parameters are gathered ahead of use.
 
-    `has_embedding_gradient` is True if backward reaches the embedding: with adapters, only if layers are
-    checkpointed.
+    `recomputed`: for each layer, whether backward computes it again, which gathers it again, too.
     """
-    P, p, E, L = weights.total, weights.layer, weights.vocabulary, spec.num_layers
-    G, D = weights.trained, weights.trained_vocabulary
+    P, E, G, D = weights.total, weights.vocabulary, weights.trained, weights.trained_vocabulary
     w = dtypes.parameter
     share = G / num_ranks
     state = State(
@@ -469,39 +470,35 @@ def zero_3(
     )
     widest = weights.widest_trained * w
     held = D * w if spec.tied else 0  # the head's part of the gradient waits for the embedding's
-    # A parameter is gathered ahead while fewer than max_live elements are gathered, so the embedding may
-    # exceed max_live by its size. In backward its turn comes max_live / p layers before the first layer.
-    # Without prefetching, an FFN's matrices and one attention matrix are gathered at the same time.
-    h, q, v = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sizes = [tensor.num_elements for tensor in layer_tensors(spec)]
     sizes += [rows * columns for rows, columns in weights.adapter_shapes]
-    persistent = sum(size for size in sizes if size < zero.stage3_param_persistence_threshold) * L
-    in_use = spec.ffn_matmul_params + h * q
-    prefetches = zero.stage3_prefetch_bucket_size != 0
-    wanted = zero.stage3_max_live_parameters if prefetches else in_use
-    used = P if has_embedding_gradient else P - E - h * (q + 2 * v)  # the first layer's matrices on its input
-    live = max(E, min(used, wanted), persistent) * w if num_ranks > 1 else 0
-    most_live = max(min(P, wanted + E * prefetches), persistent) * w if num_ranks > 1 else 0
-    turn_of_embedding = min(L - 1, int(zero.stage3_max_live_parameters / p))
+    small = [size for size in sizes if size <= zero.stage3_param_persistence_threshold]
+    persistent = sum(small) * spec.num_layers + spec.norm_params
+    gathered = gathered_of(spec, adapters, zero, recomputed=recomputed)
 
     # as under ZeRO-1 and 2, but only for one sub-group of the share at a time
     stepped = min(share, zero.sub_group_size)
     flat = stepped * dtypes.kept_gradient
     cast = stepped * dtypes.master if dtypes.master != dtypes.kept_gradient else 0
 
+    def gathered_bytes(elements: int) -> float:
+        return (elements + persistent) * w if num_ranks > 1 else 0
+
     def at_layer(layer: int, made: float) -> At:
-        return At(most_live if layer == turn_of_embedding else live, held, 0, widest)
+        return At(gathered_bytes(gathered.in_layer(layer, made)), held, 0, widest)
 
     return Step(
         state,
-        at_forward_loss=At(live),
-        at_loss=At(live),
-        at_head=At(live, D * w),
-        at_norm=At(live, D * w),
+        at_last_layer=At(gathered_bytes(gathered.in_last_layer)),
+        at_gather=At(gathered_bytes(gathered.before_head)),
+        at_forward_loss=At(gathered_bytes(gathered.in_loss)),
+        at_loss=At(gathered_bytes(gathered.in_loss)),
+        at_head=At(gathered_bytes(gathered.at_head), D * w),
+        at_norm=At(gathered_bytes(gathered.at_norm), D * w),
         at_layer=at_layer,
         at_embedding=At(E * w * (num_ranks > 1), (3 if spec.tied else 1) * D * w),
         at_optimizer=At(temporary=max(flat + cast, (cast or flat) + min(optimizer_temporary, cast or flat))),
-        crowded_layer=turn_of_embedding,
+        crowded_layer=gathered.crowded_layer,
     )
 
 

@@ -3,8 +3,8 @@
 The peak is the largest of a few instants: the loss, the backward of the head and the final norm, some moments
 in the backward of the first and the last layers, the embedding's backward, and the optimizer's step.
 
-An estimate takes a few hundred microseconds. The first one of a model under ZeRO-1 or 2 takes 1-2 ms, because
-it follows every gradient.
+An estimate takes a few hundred microseconds. The first one of a model takes 1-2 ms under ZeRO-1 or 2, because
+it follows every gradient, and 2-10 ms under ZeRO-3, because it follows every all-gather.
 """
 
 from collections.abc import Callable
@@ -103,6 +103,8 @@ def peak(setup: Setup) -> MemoryEstimate:
         fixed += residual
     left_over = 2 * residual * (needs_input_gradient and config.gradient_accumulation_steps > 1)
     consider("forward: the loss", step.at_forward_loss, saved + fixed + left_over, loss.forward)
+    if step.at_last_layer is not None:
+        consider("forward: the last layer", step.at_last_layer, saved + _not_saved(setup) + fixed, 0)
     if step.at_gather is not None:
         consider("forward: gathering the head", step.at_gather, saved + fixed + loss.final_norm, 0)
     consider("backward: the loss", step.at_loss, saved + fixed, loss.backward)
@@ -180,6 +182,20 @@ def _parameters_here(setup: Setup, num_bytes: int) -> int:
     if placement.secondary_ranks > 1:
         num_bytes += 2 * stored // placement.secondary_ranks
     return num_bytes
+
+
+def _not_saved(setup: Setup) -> float:
+    """Return the bytes that forward needs in the FFN of a last layer that is checkpointed, so saves nothing.
+
+    These are the residual stream, the FFN's input, and three tensors of the FFN's width: the activation of
+    the gate, up, and their product. LoRA needs four: the activation, up, and the adapter's output twice.
+    """
+    if not setup.recomputed[-1]:
+        return 0
+    adapters, spec = setup.adapters, setup.spec
+    is_adapted = adapters is not None and adapters.rank > 0 and "up_proj" in adapters
+    widths = 2 * spec.hidden_size + (4 if is_adapted else 3) * spec.ffn_size
+    return widths * setup.num_tokens * (2 if setup.compute == BF16 else 4)
 
 
 def _saved_below(layers: list[LayerMemory]) -> list[float]:
@@ -265,26 +281,18 @@ def _engine_step(setup: Setup) -> Step:
         num_micro_steps = config.gradient_accumulation_steps
         shares |= {"num_gpus": setup.shard_ranks, "num_micro_steps": num_micro_steps}
         return zero_1_or_2(spec, weights, dtypes, zero, **shares)
-    goes_back = not weights.is_frozen or config.gradient_checkpointing != "none"
-    return zero_3(
-        spec, weights, dtypes, zero, **shares, accumulates=accumulates, has_embedding_gradient=goes_back
-    )
+    return zero_3(spec, weights, setup.adapters, dtypes, zero, **shares, recomputed=setup.recomputed)
 
 
 def _autocast_copies(setup: Setup) -> Copies:
     spec, config, weights = setup.spec, setup.config, setup.weights
-    checkpointing = config.gradient_checkpointing
-    recomputed = tuple(
-        number % 2 == 1 if checkpointing == "selective_layer" else checkpointing != "none"
-        for number in range(spec.num_layers)
-    )
     of_layer = spec.matmul_params_per_layer
     trained = weights.trained_layer if weights.is_frozen else of_layer
     return Copies(
         2 * (of_layer + trained * weights.is_frozen),
         2 * trained,
         2 * spec.embedding_params,
-        recomputed,
+        setup.recomputed,
         loss_is_outside=weights.is_frozen and config.loss_kernel == "fused_logits",
         head_waits=not (weights.is_frozen and config.loss_kernel == "fused_linear"),
     )

@@ -149,7 +149,7 @@ def tensors_of(spec: ModelSpec, weights: Weights) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-_IN_BACKWARD = (
+IN_BACKWARD = (
     "lm_head",
     "norm",
     "post_feedforward_layernorm",
@@ -183,7 +183,7 @@ _IN_BACKWARD = (
 
 def in_backward(tensors: tuple[Tensor, ...]) -> list[int]:
     """Return the tensors' indices in the order in which backward computes their gradients."""
-    rank = {place: index for index, place in enumerate(_IN_BACKWARD)}
+    rank = {place: index for index, place in enumerate(IN_BACKWARD)}
     last = max(tensor.layer or 0 for tensor in tensors)
 
     def order(index: int) -> tuple[int, int]:

@@ -151,6 +151,13 @@ class Setup:
         return weights_of(self.spec, self.adapters)
 
     @cached_property
+    def recomputed(self) -> tuple[bool, ...]:
+        """For each layer, whether backward computes it again. selective_layer: the second, the fourth, ..."""
+        mode = self.config.gradient_checkpointing
+        is_recomputed = {"none": (False, False), "selective_layer": (False, True)}.get(mode, (True, True))
+        return tuple(is_recomputed[number % 2] for number in range(self.spec.num_layers))
+
+    @cached_property
     def dtypes(self) -> Dtypes:
         dtypes = dtypes_of(self.strategy, self.config)
         if not self.gathers_in_fp32:
