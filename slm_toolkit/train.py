@@ -84,7 +84,7 @@ from slm_toolkit.run.rehearse import (
     tensors_of,
     trace_memory,
 )
-from slm_toolkit.run.setup import Job, Prepared, prepare, set_up
+from slm_toolkit.run.setup import Job, Prepared, launch_notes, prepare, set_up
 
 gc.freeze()
 if _COLLECTS:
@@ -229,6 +229,7 @@ def train(
         loss_recorder.limit = max_loss
     tokenizer, num_micro_steps = job.data.tokenizer, prepared.num_micro_steps
     bad_steps = BadStepFiles(accelerator, job.run_dir, prepared.loader, num_micro_steps, tokenizer)
+    notes = launch_notes(job)
     after_step = AfterStep(
         config,
         accelerator,
@@ -238,6 +239,7 @@ def train(
         num_steps=num_steps,
         max_loss=max_loss,
         exchange=StepExchange(accelerator, job.control_group),
+        notes=notes,
         bad_steps=bad_steps,
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
@@ -245,6 +247,7 @@ def train(
     batches = training_batches(job, prepared, first_step=record.first_step)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
+    notes.begin("steps" if record.first_step < last_step else "other")
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
@@ -258,11 +261,14 @@ def train(
         tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
+            notes.begin("other")
             evaluations.run(done)
+            notes.begin("steps")
             watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
         if after_step.run(step, step_loss, norm):
             watch.clock.pause()
+        notes.end_step(done)
 
     after_step.end(last_step)
     watchdog.beat("after the last step")
@@ -288,9 +294,11 @@ def train(
     }
     card = model_card(dataclasses.replace(record, **observed), config)
     more_steps = functools.partial(train_step, job, prepared, batches)
-    return observed | finish(
+    observed |= finish(
         job, prepared, more_steps, watch, watchdog, progress, card=card, has_trained=has_trained
     )
+    notes.write()
+    return {**observed, "launches": list(notes.launches)}
 
 
 def finish(
