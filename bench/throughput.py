@@ -11,6 +11,7 @@ packages than we do: give it an environment of its own, --python litgpt_compile=
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -23,7 +24,11 @@ from typing import Any
 from rich.console import Console
 from throughput_rows import Result, rows_of, table_of, tells_apart
 
-HERE = Path(__file__).parent
+from slm_toolkit.config.flags import flags_of
+from slm_toolkit.config.run_config import RunConfig
+from slm_toolkit.rivals.launch import SCRIPT
+from slm_toolkit.rivals.rivals import config_of_others
+
 FOR_CPU = {  # the shape of a slm-10m with the vocabulary of Llama, whose head is then half of the work
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -53,6 +58,15 @@ FEATURES = {  # ours, one thing at a time
     "pure_bf16": ("--numerics", "pure_bf16"),
 }
 OURS = {**BEST, **FEATURES}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the trainer of rivals/training.py, and its options
+    "trainer": ("trainer", {}),
+    "trainer_compile": ("trainer", {"torch_compile": True}),
+    "trainer_liger": ("trainer", {"liger": True}),
+    "trainer_compile_liger": ("trainer", {"torch_compile": True, "liger": True}),
+    "bare": ("bare", {}),
+    "bare_compile": ("bare", {"torch_compile": True}),
+    "litgpt_compile": ("litgpt", {"torch_compile": True}),
+}
 ALLOCATORS = {  # for every arm alike
     "glibc": {},
     "huge_pages": {"THP_MEM_ALLOC_ENABLE": "1"},
@@ -60,91 +74,77 @@ ALLOCATORS = {  # for every arm alike
 }
 
 
-def prepare(folder: Path, model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Write the work that all arms share: first weights, tokens, options."""
-    import numpy as np
+def prepare(folder: Path, model: str, args: argparse.Namespace) -> RunConfig:
+    """Write the work that all arms share, for each of the other trainers' arms; return our flags."""
+    from slm_toolkit.rivals.work import write_work
 
-    from slm_toolkit.config.run_config import RunConfig
-    from slm_toolkit.model.names import find_model
-    from slm_toolkit.run.data.data import MarkovTokens
-    from slm_toolkit.run.model.model import build_model
-
-    config = RunConfig(model=model, seq_len=args.seq_len, numerics="fp32")
-    spec = find_model(model)
-    build_model(spec, config).save_pretrained(folder / "model")
-    sequences = MarkovTokens(
-        vocab_size=spec.vocab_size,
+    config = RunConfig(
+        model=model,
         seq_len=args.seq_len,
-        num_sequences=args.steps * args.batch_size,
-        seed=config.seed,
+        per_device_train_batch_size=args.batch_size,
+        max_steps=args.steps,
+        attn_implementation=args.attn_implementation,
+        max_grad_norm=1.0,
+        numerics="fp32",
     )
-    np.save(
-        folder / "tokens.npy", np.stack([sequences[i]["input_ids"].numpy() for i in range(len(sequences))])
-    )
-    work = {
-        "folder": str(folder),
-        "model": str(folder / "model"),
-        "tokens": str(folder / "tokens.npy"),
-        "seq_len": args.seq_len,
-        "batch_size": args.batch_size,
-        "num_steps": args.steps,
-        "num_warmup": args.warmup,
-        "attn_implementation": args.attn_implementation,
-        "learning_rate": config.learning_rate,
-        "betas": [config.adam_beta1, config.adam_beta2],
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": 1.0,
-    }
-    for numerics in args.numerics:
-        (folder / f"{numerics}.json").write_text(json.dumps({**work, "numerics": numerics}))
-    return work
+    work = write_work(folder, config_of_others(config), num_processes=1)
+    for arm in set(args.arms) - set(OURS):
+        for numerics in args.numerics:
+            place = folder / arm / numerics
+            place.mkdir(parents=True)
+            own = {**work, **OTHERS[arm][1], "folder": str(place), "numerics": numerics}
+            (place / "work.json").write_text(json.dumps(own))
+    return config
 
 
-def run_arm(arm: str, numerics: str, work: dict[str, Any], args: argparse.Namespace) -> Result:
+def run_arm(arm: str, numerics: str, config: RunConfig, folder: Path, args: argparse.Namespace) -> Result:
     """One process of an arm. Raises RuntimeError with the end of what it wrote where it fails."""
-    folder = Path(work["folder"])
-    runs = folder / "runs"
+    runs, place = folder / "runs", folder / arm / numerics
     shutil.rmtree(runs, ignore_errors=True)
     if arm in OURS:
-        command = [
-            *(sys.executable, "-m", "slm_toolkit.train"),  # one process, as the others are
+        own = dataclasses.replace(
+            config,
             # from the configuration: the seed gives the weights that the others load
-            *("--model", work["model"] + "/config.json", "--seq_len", str(work["seq_len"])),
-            *("--per_device_train_batch_size", str(work["batch_size"])),
-            *("--max_steps", str(work["num_steps"])),
-            *("--attn_implementation", work["attn_implementation"], "--save_final_model", "false"),
-            *("--numerics", "fp32" if numerics == "fp32" else args.ours_numerics),
-            *("--output_dir", str(runs), *OURS[arm]),
-        ]
+            model=str(folder / "model" / "config.json"),
+            numerics="fp32" if numerics == "fp32" else args.ours_numerics,
+            save_final_model=False,
+            output_dir=str(runs),
+        )
+        command = [sys.executable, "-m", "slm_toolkit.train", *flags_of(own), *OURS[arm]]
     else:
         python = args.python.get(arm, sys.executable)
-        command = [python, str(HERE / "throughput_arms.py"), arm, str(folder / f"{numerics}.json")]
+        command = [python, str(SCRIPT), OTHERS[arm][0], str(place / "work.json")]
     if args.core is not None:
         command = ["taskset", "-c", str(args.core), *command]
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), **ALLOCATORS[args.allocator]}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode != 0:
         raise RuntimeError(f"{arm}: {done.stderr.strip()[-600:]}")
-    if arm not in OURS:
-        return Result(**json.loads(done.stdout.splitlines()[-1]))
-    (path,) = runs.glob("*/record.json")
-    record = json.loads(path.read_text())
-    peaks = record["peak_allocated_bytes"]
+    if arm in OURS:
+        (path,) = runs.glob("*/record.json")
+        record = json.loads(path.read_text())
+        names = ("step_seconds", "peak_rss_bytes", "peak_allocated_bytes")
+        observed = {name: record[name][0] if record[name] else None for name in names}
+        observed["losses"] = record["losses"]
+    else:
+        observed = json.loads((place / "rank0.json").read_text())
     return Result(
-        step_seconds=record["step_seconds"][0][work["num_warmup"] :],
-        losses=record["losses"],
-        peak_rss_bytes=record["peak_rss_bytes"][0],
-        peak_allocated_bytes=peaks[0] if peaks else None,
+        step_seconds=observed["step_seconds"][args.warmup :],
+        losses=observed["losses"],
+        peak_rss_bytes=observed["peak_rss_bytes"],
+        peak_allocated_bytes=observed["peak_allocated_bytes"],
     )
 
 
-def of_rounds(numerics: str, work: dict[str, Any], args: argparse.Namespace) -> dict[str, list[Result]]:
+def of_rounds(
+    numerics: str, config: RunConfig, folder: Path, args: argparse.Namespace
+) -> dict[str, list[Result]]:
     """The results of every arm, one per round; an arm that can't run is told of and left out."""
     results: dict[str, list[Result]] = {arm: [] for arm in args.arms}
     for number in range(args.rounds):
         for arm in list(results):
             try:
-                result = run_arm(arm, numerics, work, args)
+                result = run_arm(arm, numerics, config, folder, args)
             except RuntimeError as error:
                 print(f"left out: {error}", file=sys.stderr)
                 del results[arm]
@@ -191,6 +191,8 @@ def main() -> None:
     if unpaired := [pair for pair in args.python if "=" not in pair]:
         parser.error(f"--python {unpaired[0]}: ARM=PATH")
     args.python = dict(pair.split("=", 1) for pair in args.python)
+    if unknown := set(args.arms) - {*OURS, *OTHERS}:
+        parser.error(f"--arms {unknown.pop()}: choose from {', '.join([*OTHERS, *OURS])}")
     if args.steps <= args.warmup:
         parser.error(f"--steps {args.steps} leaves none to time after --warmup {args.warmup}")
     against = args.against or [arm for arm in args.arms if arm.startswith("trainer")]
@@ -213,9 +215,9 @@ def main() -> None:
         for number, model in enumerate(args.models or [str(own)]):
             folder = Path(scratch) / str(number)
             folder.mkdir()
-            work = prepare(folder, model, args)
+            config = prepare(folder, model, args)
             for numerics in args.numerics:
-                results = of_rounds(numerics, work, args)
+                results = of_rounds(numerics, config, folder, args)
                 baselines = tuple(arm for arm in results if arm in against)
                 rows = rows_of(results, baselines, args.batch_size * args.seq_len)
                 title = f"{Path(model).stem}, {numerics}, sequence {args.seq_len}, batch {args.batch_size}, "

@@ -11,6 +11,7 @@ with the message that the command line prints.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -258,6 +259,7 @@ def compare(
     output_dir: str | Path | None = None,
     repeats: int = 1,
     parity: int | None = None,
+    ours_against: Names | None = None,
     find_largest_batch: bool = False,
     max_batch: int | None = None,
     gpus_per_run: int | None = None,
@@ -275,7 +277,8 @@ def compare(
 
     Each run is a separate process tree and writes its record under `output_dir` (default: runs). Finished
     runs are kept, unless `force`. Progress goes to stderr. `num_processes`: ranks (default: all GPUs, else
-    two processes). `parity`: steps to check against one process. `timeout_seconds`: for each run. `flags`:
+    two processes). `parity`: steps to check against one process. `ours_against`: other trainers for
+    rows of their own, "trainer" or "litgpt". `timeout_seconds`: for each run. `flags`:
     any other field of RunConfig. A run that fails or runs out of memory is a row with its reason. Raises
     ValueError for a user's mistake before anything starts, KeyboardInterrupt after Ctrl-C has ended the runs.
     """
@@ -286,6 +289,7 @@ def compare(
     from slm_toolkit.config.flags import ONE_RUN_ONLY
     from slm_toolkit.config.parser import count, positive_number, whole_number
     from slm_toolkit.doctor.before_launch import check_launches
+    from slm_toolkit.rivals.rivals import matching_runs
 
     given = _flags(
         flags,
@@ -318,6 +322,7 @@ def compare(
         "num_processes": num_processes,
         "repeats": repeats > 1,
         "parity": parity,
+        "ours_against": ours_against,
         "largest_batch": find_largest_batch,
         "max_batch": max_batch,
         "skip_oom": skip_oom,
@@ -326,7 +331,13 @@ def compare(
     is_live = False if Console().is_jupyter else None  # a notebook would keep each state of a live bar
     console = Console(stderr=True, force_jupyter=False, force_terminal=is_live)
     names = names_given({**given, **options})
-    prepared = prepare(request, names=names, check_launches=check_launches, console=console)
+    prepared = prepare(
+        request,
+        names=names,
+        check_launches=check_launches,
+        console=console,
+        runs_beside=partial(matching_runs, keys=_list(ours_against) or ()),
+    )
     done = launch_all(prepared, request, jobs=None, console=console)
     if done.interrupted:
         raise KeyboardInterrupt

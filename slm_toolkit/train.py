@@ -72,6 +72,7 @@ from slm_toolkit.run.evaluate import Evaluations, lm_eval, lm_eval_described
 from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.hub_upload import upload_model
+from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.measure import profile_steps
 from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
 from slm_toolkit.run.observe.watch import RunWatch
@@ -85,7 +86,7 @@ from slm_toolkit.run.rehearse import (
     tensors_of,
     trace_memory,
 )
-from slm_toolkit.run.setup import Job, Prepared, prepare, set_up
+from slm_toolkit.run.setup import Job, Prepared, launch_notes, prepare, set_up
 
 gc.freeze()
 if _COLLECTS:
@@ -209,10 +210,11 @@ def train(
     """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
     config, num_steps, num_ranks = job.config, prepared.num_steps, job.accelerator.num_processes
     around = around_steps(job, prepared, record)
-    watch, progress, evaluations = around.watch, around.progress, around.evaluations
+    watch, progress, evaluations, notes = around.watch, around.progress, around.evaluations, around.notes
     batches = training_batches(job, prepared, first_step=record.first_step)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
+    notes.begin("steps" if record.first_step < last_step else "other")
     for step in range(record.first_step, last_step):
         watchdog.beat(f"at step {step + 1} of {num_steps}")
         with watch.step():
@@ -226,11 +228,14 @@ def train(
         around.tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
+            notes.begin("other")
             evaluations.run(done)
+            notes.begin("steps")
             watch.clock.pause()
         watchdog.beat(f"after step {done} of {num_steps}")
         if around.after_step.run(step, step_loss, norm):
             watch.clock.pause()
+        notes.end_step(done)
 
     around.after_step.end(last_step)
     watchdog.beat("after the last step")
@@ -248,7 +253,9 @@ def train(
         progress.say(f"all {num_steps} steps were already done")
     progress.close()
     more_steps = functools.partial(train_step, job, prepared, batches)
-    return finish(job, prepared, record, around, watchdog, more_steps)
+    observed = finish(job, prepared, record, around, watchdog, more_steps)
+    notes.write()
+    return {**observed, "launches": list(notes.launches)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +267,7 @@ class AroundSteps:
     watch: RunWatch
     evaluations: Evaluations
     after_step: AfterStep
+    notes: LaunchNotes | NoLaunchNotes
 
 
 def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps:
@@ -291,6 +299,7 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
     max_loss = largest_loss(config, job.spec.vocab_size)
     if config.on_bad_step == "skip":
         loss_recorder.limit = max_loss
+    notes = launch_notes(job)
     after_step = AfterStep(
         config,
         accelerator,
@@ -300,13 +309,14 @@ def around_steps(job: Job, prepared: Prepared, record: RunRecord) -> AroundSteps
         num_steps=num_steps,
         max_loss=max_loss,
         exchange=StepExchange(accelerator, job.control_group),
+        notes=notes,
         bad_steps=BadStepFiles(
             accelerator, job.run_dir, prepared.loader, prepared.num_micro_steps, job.data.tokenizer
         ),
         writer=prepared.checkpoint_writer,
         resumed_from=job.checkpoint.path if job.checkpoint else None,
     )
-    return AroundSteps(progress, tracker, watch, evaluations, after_step)
+    return AroundSteps(progress, tracker, watch, evaluations, after_step, notes)
 
 
 def finish(

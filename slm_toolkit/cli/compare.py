@@ -5,6 +5,7 @@ import json
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,14 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="don't launch runs that will not fit this GPU by the estimate. Their rows show by how much",
     )
     parser.add_argument(
+        "--ours_against",
+        nargs="+",
+        choices=("trainer", "litgpt"),
+        metavar="TRAINER",
+        help="add rows of other trainers that do the same work: trainer (Hugging Face Trainer), litgpt. "
+        "Under DDP, on this machine; a row tells how to install a package that is missing",
+    )
+    parser.add_argument(
         "--dry_run",
         action="store_true",
         help="launch nothing: print the commands of the runs to do, one per line (a list with --json)",
@@ -155,6 +164,7 @@ _OF_SLURM = ("num_nodes", "gpus_per_node", "slurm_options", "slurm_template", "s
 _SLURM_PAIRS = (
     *(Pair(name, _SLURM, is_needed=True) for name in _OF_SLURM),
     Pair("probe_network", _SLURM, ": submit slm_toolkit.run.network_probe with sbatch instead"),
+    Pair("ours_against", _SLURM, ": other trainers run on this machine"),
     Pair("largest_batch", "slurm_only_write", ": each trial depends on the one before"),
     Pair("gpus_per_run", _SLURM, ": --gpus_per_node sets the GPUs of a run"),
     Pair("runs_at_once", _SLURM, ": the cluster decides how many jobs run at the same time"),
@@ -219,6 +229,7 @@ def _compare(args: argparse.Namespace) -> int:
     from slm_toolkit.compare.comparison import launch_all, prepare, with_searches
     from slm_toolkit.compare.slurm import SlurmJobs
     from slm_toolkit.doctor.before_launch import check_launches
+    from slm_toolkit.rivals.rivals import matching_runs
 
     for name in ("SIGTERM", "SIGHUP"):  # handled like Ctrl-C: the ranks must end with this process
         number = getattr(signal, name, None)
@@ -238,7 +249,13 @@ def _compare(args: argparse.Namespace) -> int:
         check_pairs(flags_given(args), _MEASURES_NOTHING)
         baseline = read_baseline(args.baseline)
         request = _request(args, nodes)
-        prepared = prepare(request, names=flags_given(args), check_launches=check_launches, console=console)
+        prepared = prepare(
+            request,
+            names=flags_given(args),
+            check_launches=check_launches,
+            console=console,
+            runs_beside=partial(matching_runs, keys=args.ours_against or ()),
+        )
         runs = prepared.runs
         jobs = nodes and SlurmJobs(nodes, console, timeout_seconds=args.timeout)
         if args.slurm_only_write:

@@ -67,7 +67,7 @@ def as_words(seconds: float) -> str:
 
 def _kinds(run: PlannedRun) -> list[tuple]:
     """Return the groups of runs that `run` belongs to, from the narrowest to all runs."""
-    model, strategy, batch = run.spec.name, run.strategy.name, run.config.per_device_train_batch_size
+    model, strategy, batch = run.spec.name, run.name, run.config.per_device_train_batch_size
     return [(model, strategy, batch), (model, strategy), (strategy,), ()]
 
 
@@ -257,7 +257,7 @@ class Display:
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""
         repeat = re.search(r"-r(\d+)$", run.run_name)
-        words = [run.strategy.name, *(f"{name}={getattr(run.config, name)}" for name in self.varying)]
+        words = [run.name, *(f"{name}={getattr(run.config, name)}" for name in self.varying)]
         if run.run_name.startswith(PARITY_REFERENCE):
             words[0] = f"reference: one process in {run.config.numerics}"
         return escape(" ".join([*words, f"launch {repeat[1]}"] if repeat else words))

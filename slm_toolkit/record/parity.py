@@ -334,10 +334,10 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
 
     Runs that agree form a group. If one group has the most strategies, its DDP run, or else its first run,
     becomes the reference of all. If two groups have equally many, it is unknown which group is right, and no
-    run's parity holds.
+    run's parity holds. Runs of other trainers count only if there are none of ours.
     """
     groups: list[list[int]] = []
-    first_ddp = sorted(range(len(records)), key=lambda index: records[index].engine != "ddp")
+    first_ddp = sorted(range(len(records)), key=lambda index: _order(records[index]))
     for index in first_ddp:
         for group in groups:
             if _compare_same_numerics(records[group[0]], records[index], loss_tolerance).agrees:
@@ -345,7 +345,9 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
                 break
         else:
             groups.append([index])
-    sizes = [len({records[index].strategy for index in group}) for group in groups]
+    of_ours = {index for index, record in enumerate(records) if not record.is_of_other_trainer}
+    counted = of_ours or set(range(len(records)))
+    sizes = [len({records[index].strategy for index in counted.intersection(group)}) for group in groups]
     if sizes.count(max(sizes)) == 1:
         largest = groups[sizes.index(max(sizes))]
         reference = records[largest[0]]
@@ -361,6 +363,11 @@ def _among_each_other(records: list[RunRecord], loss_tolerance: float | None) ->
         first, second = records[min(index, other)], records[max(index, other)]
         judged.append(replace(parity, conflict=_conflict(first, second, parity)))
     return judged
+
+
+def _order(record: RunRecord) -> tuple[bool, bool]:
+    """Sort key of references: ours before another trainer's, DDP before other engines."""
+    return record.is_of_other_trainer, record.engine != "ddp"
 
 
 def _compare_same_numerics(reference: RunRecord, record: RunRecord, loss_tolerance: float | None) -> Parity:

@@ -22,6 +22,7 @@ from slm_toolkit.config.run_config import CHECKPOINTING_SYNONYMS, FLAGS, RunConf
 from slm_toolkit.hardware.machine import allocator
 from slm_toolkit.model.from_config import MOST_LAYERS
 from slm_toolkit.model.model_spec import ModelSpec
+from slm_toolkit.record.goodput import LaunchTimes
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.record.numerics import Numerics
 from slm_toolkit.record.step_breakdown import Anatomy
@@ -60,6 +61,8 @@ class Asked(TypedDict):
     num_processes: NotRequired[PositiveInt]
     files: NotRequired[dict[str, str | None]]
     "for each data path, a hash of its files' sizes and times; null for a hub id"
+    trainer: NotRequired[str]
+    "another trainer that did the run, by its name for --ours_against; missing: this toolkit's own"
 
 
 ModelFacts = typed_dict_of(
@@ -245,6 +248,9 @@ class RunRecord:
     """the checkpoint before first_step: path, step, strategy, num_processes, per_device_train_batch_size,
     gradient_accumulation_steps, base_batch_size; conversion is a sentence about the values that this run
     changed"""
+    launches: list[LaunchTimes] = field(default_factory=list)
+    """wall time of this launch, and of the earlier ones whose work it continued; empty if unknown, with
+    --find_batch_size, in a rehearsal and in older records"""
     skipped_steps: list[Count] = field(default_factory=list)
     "steps without an update, because the loss or gradient was not finite or too large; counted from 1"
     batch_size_search: BatchSizeSearch | None = None
@@ -359,6 +365,11 @@ class RunRecord:
     def spec(self) -> ModelSpec:
         """Return the model. Older records lack newer fields, and their models had the defaults."""
         return _spec(tuple(item for item in self.model.items() if item[0] in _OF_MODEL))
+
+    @property
+    def is_of_other_trainer(self) -> bool:
+        """Return whether another trainer did the run, to be compared with ours."""
+        return "trainer" in self.asked
 
     @property
     def is_rehearsal(self) -> bool:

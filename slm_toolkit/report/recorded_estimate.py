@@ -24,9 +24,10 @@ def estimate_of(record: RunRecord) -> Estimate | None:
     """Return the estimate for a run.
 
     None if the run ended before its engine was probed, or if no closed form covers its strategy. None for
-    offload without a GPU, too: there the host's bytes can't be separated from the others.
+    offload without a GPU, too: there the host's bytes can't be separated from the others. None for another
+    trainer's run, because the closed forms are of ours.
     """
-    if record.engine is None or record.world_size is None:
+    if record.engine is None or record.world_size is None or record.is_of_other_trainer:
         return None
     configuration = _configuration_of(msgspec.json.encode(_facts(record)))
     return None if configuration is None else _estimate_on(configuration, record.gpu)

@@ -16,6 +16,7 @@ from slm_toolkit.hardware.gpus import find_gpu
 from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.model.model_spec import flops_per_token, flops_per_token_without_attention
 from slm_toolkit.predict.cost import usd_per_million_tokens
+from slm_toolkit.record.goodput import time_shares
 from slm_toolkit.record.measurement_warnings import padding_share, warnings_of
 from slm_toolkit.record.numerics import differences, numerics_from
 from slm_toolkit.record.parity import Parity, judge
@@ -124,6 +125,12 @@ class Row:
     joules_per_token: float | None
     "energy of the GPU boards in the timed steps, from NVML's energy counter"
     price: str | None
+    goodput: float | None
+    "0..1: the share of all launches' wall time in steps that were kept; None: older records"
+    checkpoint_overhead: float | None
+    "seconds in which training stood still for checkpoints, per second in steps"
+    time_shares: dict[str, float] | None
+    "num_launches, and how they spent their seconds: the fields of goodput.TimeShares"
     numerics_probed: dict[str, Any] | None
     "the fields of numerics.Numerics in the last probed step: the first that compiled nothing, of up to five"
     numerics_differences: list[str]
@@ -201,6 +208,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         status, reason = "failed", contradiction
     measured = ok or records
     rehearsed = main_record.is_rehearsal
+    times = time_shares(measured[0].launches)
     estimate = estimate_of(main_record) if main_record.gpu or rehearsed else None
     losses = [] if rehearsed else measured[0].losses
     return Row(
@@ -276,6 +284,9 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
         else None,
         joules_per_token=None if rehearsed else joules_per_token(ok),
         price=str(price) if price and not rehearsed else None,
+        goodput=times.goodput if times else None,
+        checkpoint_overhead=times.checkpoint_overhead if times else None,
+        time_shares=vars(times) if times else None,
         numerics_probed=measured[0].numerics,
         numerics_differences=[],
         numerics_reference=None,

@@ -168,11 +168,12 @@ def _rate_of_one(row: Row) -> float:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Join names; count those after the third."""
+    """Join names; count those after the third. Semicolons separate names that contain a comma."""
     shown, rest = list(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
     if rest > 0:
         shown.append(f"{rest} more")
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    separator = "; " if any("," in name for name in names) else ", "
+    return " and ".join(filter(None, (separator.join(shown[:-1]), shown[-1])))
 
 
 def _all(count: int) -> str:

@@ -23,6 +23,7 @@ from slm_toolkit.record.run_record import finite
 from slm_toolkit.run.checkpoint.checkpoint import CheckpointWriter
 from slm_toolkit.run.data.batches import place_in_data
 from slm_toolkit.run.faults.find_batch_size import note_checkpoint
+from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.progress import NoProgress, TrainingProgress
 from slm_toolkit.run.peers.failure import seconds_since_start
 from slm_toolkit.run.peers.step_exchange import Seen, StepExchange, StopSignal, gather_to_all
@@ -59,6 +60,7 @@ class AfterStep:
         num_steps: int,
         max_loss: float,
         exchange: StepExchange,
+        notes: LaunchNotes | NoLaunchNotes,
         bad_steps: "BadStepFiles",
         writer: CheckpointWriter | None,
         resumed_from: Path | None,
@@ -70,6 +72,7 @@ class AfterStep:
         self._config, self._accelerator, self._model, self._progress = config, accelerator, model, progress
         self._run_dir, self._num_steps, self._max_loss = run_dir, num_steps, max_loss
         self._exchange, self._bad_steps, self._writer = exchange, bad_steps, writer
+        self._notes = notes
         self.losses: list[float] = []
         "each step's loss, the mean over the ranks; complete after `end`, empty in a rehearsal"
         self._grad_norms: list[float | None] = []
@@ -102,13 +105,17 @@ class AfterStep:
             return False
         finishes = writer.is_unfinished and any(s.step > self._begun_after and not s.is_writing for s in seen)
         saves = (step + 1) % config.save_steps == 0
+        if not finishes and not saves:
+            return False
+        self._notes.begin("saving")
         if finishes:
             self._finish_checkpoint()
         if saves:
             self._begin_checkpoint(step)
             if not config.async_save:
                 self._finish_checkpoint()
-        return finishes or saves
+        self._notes.begin("steps")
+        return True
 
     def end(self, num_steps: int) -> None:
         """Check the last steps and finish the last checkpoint, after `num_steps` steps."""
@@ -117,7 +124,9 @@ class AfterStep:
             return
         self._judge(self._exchange.rest(), None)
         if self._writer is not None:
+            self._notes.begin("saving")
             self._finish_checkpoint()
+        self._notes.begin("other")
         self._compare_weights(num_steps)
 
     def observed(self) -> dict[str, Any]:
@@ -143,6 +152,7 @@ class AfterStep:
         self._judge(self._exchange.rest(), step)
         self._finish_checkpoint()
         self._compare_weights(step + 1)
+        self._notes.save(step + 1)
         self._writer.begin(step + 1)
         self._begun_after = step
 
@@ -201,8 +211,10 @@ class AfterStep:
         """End the run after `step`, because a rank got signal `number`; with --save_steps, save first."""
         hints = []
         if self._writer is not None:
+            self._notes.begin("saving")
             self._begin_checkpoint(step)
             self._finish_checkpoint()
+            self._notes.write()
         else:
             hints = ["nothing was saved; with --save_steps N, a stopped run saves a checkpoint"]
         if number == _TIME_IS_OVER:

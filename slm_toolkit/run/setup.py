@@ -78,6 +78,7 @@ from slm_toolkit.run.engine.engine import (
 from slm_toolkit.run.evaluate import check_lm_eval
 from slm_toolkit.run.faults.find_batch_size import (
     BatchSizeFinder,
+    is_restarted,
     name_groups_anew,
     noted_checkpoint,
     search_described,
@@ -88,6 +89,7 @@ from slm_toolkit.run.model.adapters import check_adapters
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe.allocations import AllocationTrace
+from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
 from slm_toolkit.run.peers.launch_info import (
@@ -553,6 +555,22 @@ def prepare(job: Job, record: RunRecord) -> tuple[Prepared, RunRecord]:
         trace=trace,
     )
     return prepared, record
+
+
+def launch_notes(job: Job) -> LaunchNotes | NoLaunchNotes:
+    """Return the notes of this launch's wall time; on rank 0 only, since its record is the run's."""
+    config, checkpoint = job.config, job.checkpoint
+    # with --find_batch_size a process replaces itself and keeps its age
+    is_known = config.rehearse is None and not config.find_batch_size
+    if not job.accelerator.is_main_process or not is_known:
+        return NoLaunchNotes()
+    return LaunchNotes(
+        job.run_dir,
+        first_step=checkpoint.manifest.step if checkpoint else 0,
+        resumed=checkpoint is not None and checkpoint.path.is_relative_to(job.run_dir),
+        goes_on=checkpoint is None and (config.resume_from_checkpoint == "auto" or is_restarted()),
+        keep=config.save_total_limit,
+    )
 
 
 def local_world_size() -> int:

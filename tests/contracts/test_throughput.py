@@ -44,15 +44,16 @@ def test_losses_of_later_steps_may_differ_more(losses: list[float], numerics: st
 
 def test_losses_that_differ_end_it_with_exit_code_1_and_missing_arms_are_told(tmp_path: Path) -> None:
     # LitGPT is not installed beside us; a learning rate of its own makes another run of `bare`
-    bench = tmp_path / "bench"
-    bench.mkdir()
-    for name in ("throughput.py", "throughput_rows.py"):
-        (bench / name).write_text((ROOT / "bench" / name).read_text())
-    arms_file = (ROOT / "bench/throughput_arms.py").read_text()
-    assert arms_file.count("lr=work") == 1
-    (bench / "throughput_arms.py").write_text(arms_file.replace("lr=work", "lr=10 * work"))
+    python = tmp_path / "python"
+    faster = "import json, sys; from pathlib import Path; path = Path(sys.argv[1]); "
+    faster += "work = json.loads(path.read_text()); "
+    faster += "work['learning_rates'] = [10 * rate for rate in work['learning_rates']]; "
+    faster += "path.write_text(json.dumps(work))"
+    python.write_text(f'#!/bin/sh\n{sys.executable} -c "{faster}" "$3"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     arms = ("--arms", "trainer", "bare", "litgpt_compile", "--rounds", "1", "--numerics", "fp32")
-    done = run(sys.executable, str(bench / "throughput.py"), *SMALL, *arms)
+    arms += ("--python", f"bare={python}")
+    done = run(sys.executable, str(ROOT / "bench/throughput.py"), *SMALL, *arms)
     assert done.code == 1
     assert "losses differ by more than rounding: bare" in done.out
     assert "left out: litgpt_compile" in done.err

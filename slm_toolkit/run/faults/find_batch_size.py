@@ -83,13 +83,18 @@ def note_checkpoint(path: Path) -> None:
         peer_store.write(_CHECKPOINT_VARIABLE, str(path))
 
 
+def is_restarted() -> bool:
+    """Return True if this process does its launch's work again after a restart of all ranks."""
+    return _attempt() > 0
+
+
 def noted_checkpoint() -> str | None:
     """Return the newest checkpoint that this launch has written; None on the first attempt or without one.
 
     --find_batch_size passes it on in the environment. Ranks that torch's launcher restarts (--max_restarts)
     read it from the launcher's store.
     """
-    if _attempt() == 0:
+    if not is_restarted():
         return None
     if _tried_sizes():
         return os.environ.get(_CHECKPOINT_VARIABLE)

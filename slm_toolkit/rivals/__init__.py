@@ -1,0 +1,1 @@
+"""Other trainers on the same work, as rows of a comparison: `slm compare --ours_against trainer litgpt`."""

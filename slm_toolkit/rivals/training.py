@@ -1,0 +1,358 @@
+"""One rank of another trainer's run: it trains on given work, and writes what it observed.
+
+    accelerate launch --config_file ddp.yaml slm_toolkit/rivals/training.py trainer WORK.json
+    python slm_toolkit/rivals/training.py litgpt WORK.json        # one process
+
+The script imports nothing of slm_toolkit, so that it also runs in another environment. `work.py` writes
+WORK.json: the folder of a Hugging Face model with its first weights, the tokens of every batch, and options.
+Each rank writes rank<r>.json into the folder of WORK.json.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else torch.device("cpu")
+
+
+class Watch:
+    """The clock and the losses of this rank: a step lasts from the end of the step before it to its own end.
+
+    On a GPU events on its stream measure it, which nobody waits for before the last step.
+    """
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        self.work = work
+        self.times: list[Any] = []
+        "start of the first step, then the end of each: seconds on a CPU, events on a GPU"
+        self.losses: list[torch.Tensor] = []
+        "of this rank: the mean over a step's micro-steps"
+        self.grad_norms: list[torch.Tensor] = []
+        self.engine = "single"
+        self.num_tokens = 0
+        self._micro_losses: list[torch.Tensor] = []
+        self._shown_at = 0.0
+
+    def begin(self) -> None:
+        self._load_before = self._load()
+        self.times.append(self._now())
+
+    def micro_step(self, tokens: torch.Tensor, mean_loss: torch.Tensor) -> None:
+        self.num_tokens += tokens.numel()
+        self._micro_losses.append(mean_loss.detach())
+
+    def step_ended(self) -> None:
+        self.losses.append(torch.stack(self._micro_losses).mean())
+        self._micro_losses = []
+        self.times.append(self._now())
+        if RANK == 0 and self.work["progress"] and time.monotonic() - self._shown_at >= 0.5:
+            self._show()
+
+    def _now(self) -> Any:
+        if not ON_GPU:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _load(self) -> dict[str, float]:
+        """Return seconds until now: of the clock, of all busy cores of this machine, and of this process."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Linux counts a guest's time in `user`, too
+        busy = sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return {"elapsed": time.monotonic(), "machine": busy, "process": time.process_time()}
+
+    def _show(self) -> None:
+        """Write the file that `slm compare` shows."""
+        self._shown_at = time.monotonic()
+        path, step = Path(self.work["progress"]), len(self.losses)
+        seconds = self.seconds()
+        rate = self.work["tokens_per_step"] * len(seconds) / sum(seconds)
+        state = {"step": step, "num_steps": self.work["num_steps"], "loss": self.losses[-1].item()}
+        unfinished = path.with_suffix(".new")
+        unfinished.write_text(json.dumps({**state, "tokens_per_second": rate}))
+        unfinished.replace(path)
+
+    def seconds(self) -> list[float]:
+        if ON_GPU:
+            torch.cuda.synchronize()
+            return [before.elapsed_time(end) / 1e3 for before, end in pairwise(self.times)]
+        return [end - before for before, end in pairwise(self.times)]
+
+    def observed(self) -> dict[str, Any]:
+        seconds = self.seconds()
+        load = {name: now - self._load_before[name] for name, now in self._load().items()}
+        return {
+            "load": load,
+            "world_size": WORLD_SIZE,
+            "engine": self.engine,
+            "step_seconds": seconds,
+            "num_tokens": self.num_tokens,
+            "losses": torch.stack(self.losses).float().tolist(),
+            "grad_norms": [float(norm) for norm in self.grad_norms],
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if ON_GPU else None,
+        }
+
+
+def parameter_groups(model: torch.nn.Module, work: dict[str, Any]) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": work["weight_decay"]},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: torch.nn.Module, work: dict[str, Any]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameter_groups(model, work),
+        lr=work["learning_rates"][0],
+        betas=tuple(work["betas"]),
+        eps=work["eps"],
+        fused=work["fused_optimizer"],
+    )
+
+
+def batches(work: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield this rank's micro-batches, (batch, seq_len) int64 on its device, from a DataLoader.
+
+    The micro-batches of all ranks stand one after the other: first number 0 of each rank, then number 1.
+    """
+    tokens = torch.from_numpy(np.load(work["tokens"]))
+    own = tokens.view(-1, WORLD_SIZE, work["batch_size"], tokens.shape[-1])[:, RANK].flatten(0, 1)
+    loader = torch.utils.data.DataLoader(own, batch_size=work["batch_size"], pin_memory=ON_GPU)
+    for batch in loader:
+        yield batch.to(DEVICE, non_blocking=True) if ON_GPU else batch
+
+
+def is_autocast(work: dict[str, Any]) -> bool:
+    return work["numerics"] == "bf16"
+
+
+def hf_model(work: dict[str, Any]) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        work["model"], attn_implementation=work["attn_implementation"], dtype=torch.float32
+    )
+    model.config.use_cache = False
+    return model.train()
+
+
+def bare(work: dict[str, Any]) -> Watch:
+    """transformers' model in a bare PyTorch loop: autocast, AdamW, clipping; DDP for several ranks."""
+    watch = Watch(work)
+    model = hf_model(work).to(DEVICE)
+    forward = torch.compile(model) if work["torch_compile"] else model
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
+        forward = torch.nn.parallel.DistributedDataParallel(forward)
+        watch.engine = "ddp"
+    optimizer, own_batches = adamw(model, work), batches(work)
+    num_micro_steps = work["gradient_accumulation_steps"]
+    watch.begin()
+    for rate in work["learning_rates"]:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for micro_step in range(num_micro_steps):
+            tokens = next(own_batches)
+            if WORLD_SIZE > 1:
+                forward.require_backward_grad_sync = micro_step == num_micro_steps - 1
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast(work)):
+                loss = forward(input_ids=tokens, labels=tokens).loss
+            (loss / num_micro_steps).backward()
+            watch.micro_step(tokens, loss)
+        if work["max_grad_norm"]:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), work["max_grad_norm"])
+            watch.grad_norms.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step_ended()
+    return watch
+
+
+def trainer(work: dict[str, Any]) -> Watch:
+    """Hugging Face's Trainer, with the flags that make it fastest."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    watch, num_micro_steps = Watch(work), work["gradient_accumulation_steps"]
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.begin()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.step_ended()
+
+    class InOrder(Trainer):
+        """The work's order of batches, learning rates and weight decay."""
+
+        def _get_train_sampler(self, *args: Any) -> torch.utils.data.Sampler:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+            self.optimizer = adamw(self.model, work)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            rates = work["learning_rates"]
+            of_step = [rate / (rates[0] or 1.0) for rate in rates]  # a warm-up may begin at 0
+            for group in self.optimizer.param_groups:
+                group["initial_lr"] = rates[0] or 1.0
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: of_step[min(step, len(of_step) - 1)]
+            )
+            return self.lr_scheduler
+
+        def training_step(self, model: Any, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
+            loss = super().training_step(model, inputs, *args)
+            # it returns the micro-step's share of the step's loss
+            watch.micro_step(inputs["input_ids"], loss * num_micro_steps)
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(Path(work["folder"]) / "trainer"),
+        per_device_train_batch_size=work["batch_size"],
+        gradient_accumulation_steps=num_micro_steps,
+        gradient_checkpointing=work["gradient_checkpointing"],
+        max_steps=work["num_steps"],
+        bf16=is_autocast(work),
+        max_grad_norm=work["max_grad_norm"],
+        torch_compile=work["torch_compile"],
+        use_liger_kernel=work["liger"],
+        use_cpu=not ON_GPU,
+        ddp_backend=None if ON_GPU or WORLD_SIZE == 1 else "gloo",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=ON_GPU,
+    )
+    tokens = torch.from_numpy(np.load(work["tokens"]))
+    run = InOrder(
+        model=hf_model(work),
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        data_collator=default_data_collator,
+        callbacks=[Steps()],
+    )
+    # else it divides the loss by all tokens, the first of each sequence among them, which has none
+    run.model_accepts_loss_kwargs = False
+    run.train()
+    wrapped = isinstance(run.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    watch.engine = "ddp" if wrapped else "single"
+    return watch
+
+
+def litgpt(work: dict[str, Any]) -> Watch:
+    """LitGPT's model, loss and loop as its `pretrain` has them, on Lightning Fabric."""
+    from lightning.fabric import Fabric
+    from litgpt.utils import chunked_cross_entropy
+
+    if work["gradient_checkpointing"]:
+        sys.exit("error: LitGPT's pretrain has no --gradient_checkpointing under DDP")
+    if work["attn_implementation"] != "sdpa":
+        sys.exit(f"error: LitGPT has no --attn_implementation {work['attn_implementation']}, only sdpa")
+    watch = Watch(work)
+    fabric = Fabric(
+        accelerator="cuda" if ON_GPU else "cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        strategy="ddp" if WORLD_SIZE > 1 else "auto",
+        precision="bf16-mixed" if is_autocast(work) else "32-true",
+    )
+    fabric.launch()
+    model = litgpt_model(work)
+    model = fabric.setup(torch.compile(model) if work["torch_compile"] else model)
+    optimizer = fabric.setup_optimizers(adamw(model, work))
+    watch.engine = "ddp" if WORLD_SIZE > 1 else "single"
+    own_batches, num_micro_steps = batches(work), work["gradient_accumulation_steps"]
+    watch.begin()
+    for rate in work["learning_rates"]:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for micro_step in range(num_micro_steps):
+            tokens = next(own_batches)
+            with fabric.no_backward_sync(model, enabled=micro_step < num_micro_steps - 1):
+                # its `pretrain` calls it so, in chunks of 128 tokens by default
+                loss = chunked_cross_entropy(model(tokens)[:, :-1, :], tokens[:, 1:])
+                fabric.backward(loss / num_micro_steps)
+            watch.micro_step(tokens, loss)
+        if work["max_grad_norm"]:
+            norm = fabric.clip_gradients(model, optimizer, max_norm=work["max_grad_norm"])
+            watch.grad_norms.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step_ended()
+    return watch
+
+
+def litgpt_model(work: dict[str, Any]) -> torch.nn.Module:
+    """Return LitGPT's own model with the work's first weights; of Llama's architecture only."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
+    from safetensors.torch import load_file
+
+    llama = json.loads(Path(work["model"], "config.json").read_text())
+    if llama["model_type"] != "llama":
+        sys.exit(f"error: the LitGPT row trains Llama models only, not {llama['model_type']}")
+    if llama["rope_parameters"]["rope_type"] != "default":
+        sys.exit(f"error: the LitGPT row has no RoPE of type {llama['rope_parameters']['rope_type']}")
+    config = Config(
+        name="slm",
+        block_size=work["seq_len"],
+        vocab_size=llama["vocab_size"],
+        padded_vocab_size=llama["vocab_size"],
+        n_layer=llama["num_hidden_layers"],
+        n_head=llama["num_attention_heads"],
+        n_query_groups=llama["num_key_value_heads"],
+        n_embd=llama["hidden_size"],
+        head_size=llama["head_dim"],
+        intermediate_size=llama["intermediate_size"],
+        rotary_percentage=1.0,
+        rope_base=int(llama["rope_parameters"]["rope_theta"]),
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=llama["rms_norm_eps"],
+        mlp_class_name="LLaMAMLP",
+    )
+    weights: dict[str, torch.Tensor] = {}
+    copy_weights_hf_llama(config, {}, weights, load_file(Path(work["model"], "model.safetensors")))
+    if llama["tie_word_embeddings"]:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    model = GPT(config)
+    model.load_state_dict(weights)
+    if llama["tie_word_embeddings"]:
+        model.lm_head.weight = model.transformer.wte.weight
+    return model.to(DEVICE)
+
+
+TRAINERS: dict[str, Callable[[dict[str, Any]], Watch]] = {"trainer": trainer, "bare": bare, "litgpt": litgpt}
+
+if __name__ == "__main__":
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    work_file = Path(sys.argv[2])
+    observed_file = work_file.with_name(f"rank{RANK}.json")
+    try:
+        finished = TRAINERS[sys.argv[1]](json.loads(work_file.read_text()))
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on a CPU
+            observed_file.write_text(json.dumps({"out_of_memory": str(error).splitlines()[0]}))
+        raise
+    observed_file.write_text(json.dumps(finished.observed()))
