@@ -151,7 +151,8 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--usd_per_gpu_hour",
         type=price_per_hour,
         metavar="USD",
-        help="your price, instead of the one in the table",
+        help="your price of one GPU for an hour, instead of the one in the table. Without a GPU: of one "
+        "process, so divide a machine's price by its processes",
     )
     parser.add_argument(
         "--sort",
