@@ -72,7 +72,7 @@ from slm_toolkit.run.faults.watchdog import Watchdog
 from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.measure import profile_steps
-from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
+from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, show_stage
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
 from slm_toolkit.run.peers.step_exchange import StepExchange
@@ -139,6 +139,8 @@ def run(
     watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
     try:
         with tensors_of(job.config):
+            if job.accelerator.is_main_process:
+                show_stage(job.run_dir, f"setting up {job.launch.strategy.engine}")
             prepared, record = prepare(job, record)
             if job.accelerator.is_main_process:
                 with user_errors():
@@ -243,6 +245,9 @@ def train(
         resumed_from=job.checkpoint.path if job.checkpoint else None,
     )
     batches = training_batches(job, prepared, first_step=record.first_step)
+    rate = functools.partial(
+        RunWatch.steady_tokens_per_second, timing_warmup_steps=record.timing_warmup_steps
+    )
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     for step in range(record.first_step, last_step):
@@ -254,7 +259,7 @@ def train(
             step_loss, norm = train_step(job, prepared, batches, watch)
         done = step + 1
         if progress.due(done):
-            progress.show(done, step_loss.item(), watch.num_tokens() * accelerator.num_processes)
+            progress.show(done, step_loss.item(), rate(watch))
         tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
@@ -275,7 +280,7 @@ def train(
     if has_trained:
         # a rehearsal has only this rank's loss
         last_loss = after_step.losses[-1] if after_step.losses else step_loss.item()
-        progress.show(num_steps, last_loss, watch.num_tokens() * accelerator.num_processes)
+        progress.show(num_steps, last_loss, rate(watch))
     else:
         progress.say(f"all {num_steps} steps were already done")
     progress.close()

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.rows import Row, labelled
-from slm_toolkit.report.stats import STEPS_PER_BLOCK
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
@@ -137,7 +137,8 @@ def _memory(group: list[Row], names: dict[int, str]) -> str:
     smallest = [row for row in good if known.get(id(row), most) <= least * (1 + SAME_MEMORY)]
     verb = "needs" if len(smallest) == 1 else "need"
     named = _joined([names[id(row)] for row in smallest])
-    return f"{named} {verb} the least memory ({_gib(least)} {what}; the most is {_gib(most)})."
+    size = _gib if _gib(least) != _gib(most) else _mib
+    return f"{named} {verb} the least memory ({size(least)} {what}; the most is {size(most)})."
 
 
 def _problems(group: list[Row], names: dict[int, str]) -> list[str]:
@@ -191,3 +192,7 @@ def _capital(text: str) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
