@@ -178,9 +178,29 @@ def test_rows_with_one_reason_share_its_note() -> None:
     assert comparison_text(rows(*broken)).count("CUDA out of memory (3 rows)") == 1
 
 
-def comparison_text(compared: list[Row]) -> str:
+def test_notes_on_dropped_columns_are_dropped_too() -> None:
+    pair = [("0/record.json", record("ddp", **CPU)), ("1/record.json", record("ddp", **CPU, run_name="a-r2"))]
+    compared = [row_of(pair)]
+    wide, narrow = (comparison_text(compared, width=width) for width in (200, 50))
+    assert "no known price for this hardware" in wide
+    assert "intervals: from up to 2 launches" in wide
+    assert "columns that did not fit: DeepSpeed's estimate GiB, MFU, $ per 1M tokens" in " ".join(
+        narrow.split()
+    )
+    assert "no known price" not in narrow
+    assert "intervals: from" not in narrow
+
+
+def test_small_differences_of_memory_are_told_in_mib() -> None:
+    states = ([{"parameters": 2**20 * mib}] * 2 for mib in (3, 1))
+    small = rows(*(record(name, **CPU, state_bytes=state) for name, state in zip("ab", states, strict=True)))
+    sentence = "b needs the least memory (1.0 MiB of training state per rank; the most is 3.0 MiB)."
+    assert sentence in verdict(small)
+
+
+def comparison_text(compared: list[Row], *, width: int = 200) -> str:
     from rich.console import Console
 
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(comparison_table(compared, width=200), crop=False)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(comparison_table(compared, width=width), crop=False)
     return console.export_text()
