@@ -74,7 +74,7 @@ from slm_toolkit.run.fp32_pass import in_fp32_first
 from slm_toolkit.run.hub_upload import upload_model
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.measure import profile_steps
-from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress
+from slm_toolkit.run.observe.progress import NoProgress, Tracker, TrainingProgress, show_stage
 from slm_toolkit.run.observe.watch import RunWatch
 from slm_toolkit.run.peers.failure import record_mark, seconds_since_start, write_failure
 from slm_toolkit.run.peers.step_exchange import StepExchange
@@ -141,6 +141,8 @@ def run(
     watchdog.follow(record, job.run_dir, mark=mark, config=job.config)
     try:
         with tensors_of(job.config):
+            if job.accelerator.is_main_process:
+                show_stage(job.run_dir, f"setting up {job.launch.strategy.engine}")
             prepared, record = prepare(job, record)
             if job.accelerator.is_main_process:
                 with user_errors():
@@ -208,10 +210,11 @@ def train(
     end_after: int | None = None,
 ) -> dict[str, Any]:
     """Run all steps, or those up to `end_after`. Return the record's observed fields, equal on all ranks."""
-    config, num_steps, num_ranks = job.config, prepared.num_steps, job.accelerator.num_processes
+    config, num_steps = job.config, prepared.num_steps
     around = around_steps(job, prepared, record)
     watch, progress, evaluations, notes = around.watch, around.progress, around.evaluations, around.notes
     batches = training_batches(job, prepared, first_step=record.first_step)
+    rate = functools.partial(watch.steady_tokens_per_second, timing_warmup_steps=record.timing_warmup_steps)
 
     last_step = num_steps if end_after is None else min(num_steps, end_after)
     notes.begin("steps" if record.first_step < last_step else "other")
@@ -224,7 +227,7 @@ def train(
             step_loss, norm = train_step(job, prepared, batches, watch)
         done = step + 1
         if progress.due(done):
-            progress.show(done, step_loss.item(), watch.num_tokens() * num_ranks)
+            progress.show(done, step_loss.item(), rate())
         around.tracker.log_step(done, step_loss, lr, watch)
         if evaluations.due(done):
             watchdog.beat(f"in the evaluation after step {done}")
@@ -248,7 +251,7 @@ def train(
     if has_trained:
         # a rehearsal has only this rank's loss
         losses = around.after_step.losses
-        progress.show(num_steps, losses[-1] if losses else step_loss.item(), watch.num_tokens() * num_ranks)
+        progress.show(num_steps, losses[-1] if losses else step_loss.item(), rate())
     else:
         progress.say(f"all {num_steps} steps were already done")
     progress.close()

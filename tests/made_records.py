@@ -1,14 +1,16 @@
 """Records in which every panel of a report finds something, and the mark of tests that need a browser."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 from conftest import made_record
 
+from slm_toolkit.model.model_spec import PRESETS, flops_per_token
 from slm_toolkit.record.files import write_record
 from slm_toolkit.record.memory_timeline import PARTS, TIMELINE_FILE, MemoryTimeline, Segment, write_timeline
-from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.run_record import RunRecord, model_facts
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.charts.files import find_browser
 
@@ -87,3 +89,39 @@ def write_records(folder: Path, *, num_records: int) -> None:
         own.mkdir(parents=True)
         num_measured = num_records - num_records // 10
         write_record(made(index) if index < num_measured else traced(own, index - num_measured), own)
+
+
+def scaled(index: int) -> RunRecord:
+    """Four sizes of models, on 1, 8 and 16 GPUs (two nodes), with DDP and ZeRO-3: 24 runs."""
+    model = ("slm-100m", "slm-500m", "slm-1b", "slm-2b")[index // 6]
+    world_size, strategy = (1, 8, 16)[index // 2 % 3], ("ddp", "ds_zero3")[index % 2]
+    base, spec = made(0), PRESETS[model]
+    engine, stage = ("ddp", None) if strategy == "ddp" else ("deepspeed", 3)
+    # a utilisation of 30 % to 45 % of 989 TFLOP/s, which grows with the model, and falls with the GPUs
+    utilisation = (0.30 + 0.05 * (index // 6)) / (1 + 0.02 * math.log2(world_size)) * (1 - 0.08 * (index % 2))
+    tokens = 16 * 1024
+    seconds = tokens * flops_per_token(spec, seq_len=1024) / (utilisation * 989e12)
+    config = {**base.asked["config"], "model": model, "per_device_train_batch_size": 16}
+    return dataclasses.replace(
+        base,
+        identity=f"scaled{index:06x}",
+        strategy=strategy,
+        engine=engine,
+        zero_stage=stage,
+        model=model_facts(spec),
+        asked={**base.asked, "config": config, "num_processes": world_size},
+        world_size=world_size,
+        num_machines=2 if world_size == 16 else 1,
+        tokens_per_step=world_size * tokens,
+        losses=[10 / (1 + step / 50) for step in range(100)],
+        step_seconds=[[seconds] * 100] * 2,
+        peak_allocated_bytes=[int(4e9 + 16 * spec.num_params)] * world_size,
+        anatomy=None,
+    )
+
+
+def write_scaled_records(folder: Path) -> None:
+    for index in range(24):
+        own = folder / f"run-{index:03}"
+        own.mkdir(parents=True)
+        write_record(scaled(index), own)

@@ -25,6 +25,7 @@ from slm_toolkit.compare.slurm import SLURM_TEMPLATE, SlurmNodes, slurm_nodes, w
 from slm_toolkit.config.flag_pairs import Pair, check_pairs, flags_given, pair_problems
 from slm_toolkit.config.flags import ONE_RUN_ONLY, add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number, whole_number
+from slm_toolkit.hardware.machine import advise
 from slm_toolkit.strategy.groups import help_of_strategies
 
 if TYPE_CHECKING:
@@ -268,6 +269,8 @@ def _compare(args: argparse.Namespace) -> int:
         return 130
     rows = with_searches(asked_rows(done.records, args), done.searches)
     code = print_records(rows, done.records, args, baseline=baseline)
+    if prepared.machine.num_gpus == 0 and nodes is None and not args.rehearse:
+        advise(console)  # about this machine's allocator, which Slurm's jobs don't use
     return 130 if done.interrupted else code
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,8 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--usd_per_gpu_hour",
         type=price_per_hour,
         metavar="USD",
-        help="your price, instead of the one in the table",
+        help="your price of one GPU for an hour, instead of the one in the table. Without a GPU: of one "
+        "process, so divide a machine's price by its processes",
     )
     parser.add_argument(
         "--sort",
@@ -187,6 +189,16 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         help="compare with earlier records. Exit code 1 if something became slower, larger or less accurate",
     ).basic = True
     add_export_flags(parser)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print lines on stderr; a terminal wraps them between words, a file has one line each."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    for note in notes:
+        console.print(Text(note), soft_wrap=not console.is_terminal)
 
 
 def read_baseline(folder: Path | None) -> list[tuple[Path, RunRecord]]:

@@ -3,12 +3,12 @@
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from slm_toolkit import api
 from slm_toolkit.base.errors import user_errors
 from slm_toolkit.cli.deployment_flags import add_network_flags, add_price_flags, deployment_flags
+from slm_toolkit.cli.output import print_notes
 from slm_toolkit.config.flags import add_flags, given_flags
 from slm_toolkit.config.parser import count, positive_number
 from slm_toolkit.predict.flag_checks import NOT_OF_AN_ESTIMATE, add_like_flag, add_software_flag
@@ -192,7 +192,6 @@ def _recommend(args: argparse.Namespace) -> int:
         from slm_toolkit.report.tables.fitted import console_of_stdout
 
         console = console_of_stdout()
-        console.print(found.table(width=console.width, top=args.top), crop=False, soft_wrap=True)
-    for note in dict.fromkeys(notes):
-        print(note, file=sys.stderr)
+        console.print(found.table(width=console.width, top=args.top), crop=False)
+    print_notes(dict.fromkeys(notes))
     return 0 if found.plans else 1

@@ -25,7 +25,6 @@ from slm_toolkit.config.flag_pairs import check_pairs
 from slm_toolkit.config.flags import every_config
 from slm_toolkit.config.run_config import RunConfig
 from slm_toolkit.hardware.gpus import Machine, this_machine
-from slm_toolkit.hardware.machine import advise
 from slm_toolkit.hardware.prices import find_price
 from slm_toolkit.launch.command_line import check_training
 from slm_toolkit.model.model_spec import ModelSpec
@@ -183,16 +182,13 @@ def launch_all(
     `guard` is a context manager around calls that raise ValueError for a user's mistake, also in the threads
     of runs; the command line prints the error there. Raises ValueError for a folder that can't be used.
     """
-    runs, machine = prepared.runs, prepared.machine
+    runs = prepared.runs
     folder = Path(runs[0].config.output_dir)
     with ExitStack() as until_the_end:
         with guard():
             num_left_over = until_the_end.enter_context(locked(folder))
         if num_left_over:
             console.print(f"stopped {num_left_over} processes that a killed comparison left in {folder}")
-        is_rehearsal = bool(request.given.get("rehearse"))
-        if machine.num_gpus == 0 and request.nodes is None and not is_rehearsal:
-            advise(console)  # about this machine's allocator, which Slurm's jobs don't use
         return _launch_all(prepared, request, jobs=jobs, console=console, guard=guard)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +25,11 @@ from slm_toolkit.config.run_config import FLAGS
 from slm_toolkit.launch.torch_extensions import WAITING
 from slm_toolkit.record.run_record import PARITY_REFERENCE, RunRecord
 
+OVERDUE = 1.1
+"the least that a run may still take, as a share of its time so far: nobody knows how long a late run takes"
+_FEW_SECONDS = 5.0
+"less time left is not counted: a run that ends takes seconds to write its record"
+
 
 def seconds_left(
     done: list[tuple[PlannedRun, float]],
@@ -36,7 +42,7 @@ def seconds_left(
 
     `done` and `running`: runs with their seconds so far. A run is expected to take the mean of the runs that
     are done with the same model, strategy and batch; without any, the same model and strategy; then the same
-    strategy; then all.
+    strategy; then all. A run that has taken longer is expected to take OVERDUE times its seconds so far.
     """
     if not done:
         return None
@@ -48,7 +54,7 @@ def seconds_left(
     def expected(run: PlannedRun) -> float:
         return next(mean(took[kind]) for kind in _kinds(run) if kind in took)
 
-    rest = [max(0.0, expected(run) - elapsed) for run, elapsed in running]
+    rest = [max(expected(run), OVERDUE * elapsed) - elapsed for run, elapsed in running]
     total = sum(rest) + sum(expected(run) for run in waiting)
     return max([total / num_slots, *rest])
 
@@ -63,6 +69,10 @@ def as_words(seconds: float) -> str:
     if hours < 36:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{int(hours // 24)} d {round(hours % 24)} h"
+
+
+def _left_in_words(seconds: float) -> str:
+    return "a few seconds left" if seconds < _FEW_SECONDS else f"about {as_words(seconds)} left"
 
 
 def _kinds(run: PlannedRun) -> list[tuple]:
@@ -90,17 +100,18 @@ class Waits:
         self._offset = 0
         self._half_line = b""
 
-    def look(self, state: dict[str, float] | None) -> str | None:
+    def look(self, state: dict[str, Any] | None) -> str | None:
         """Return what the run waits for, from its log; None if it waits for nothing or has done a step since.
 
-        `state`: the content of the run's progress file, None before the first step.
+        `state`: the content of the run's progress file, None before there is one.
         """
+        has_step = state is not None and "step" in state
         for line in self._new_lines():
             if line.startswith(WAITING):
                 self._wait = line.removeprefix(WAITING).strip()
-                if state is None:
+                if not has_step:
                     self._before_step_1 = self._wait
-        step = None if state is None else state["step"]
+        step = state["step"] if has_step else None
         if step != self._step:
             self._step, self._wait = step, None
             self._first_step_at = self._first_step_at or time.monotonic()
@@ -185,7 +196,7 @@ class Display:
         self.bars.stop()
 
     def begin(self, run: PlannedRun) -> None:
-        status, steps = "starting", run.config.steps_asked
+        status, steps = "starting: loading Python packages", run.config.steps_asked
         if run.config.rehearse is not None and run.gpu is None:
             status, steps = "rehearsing, takes a few seconds", None  # its two steps report no progress
         with self.lock:
@@ -194,13 +205,17 @@ class Display:
             self.running[run.run_name] = run, time.monotonic(), bar
             self.waits[run.run_name] = Waits(run.folder / LOG_FILE)
 
-    def progress(self, run: PlannedRun, state: dict[str, float] | None) -> None:
+    def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
             self.bars.update(self.overall, status=self._outlook())
             _, _, bar = self.running[run.run_name]
-            if state is not None:
-                status = f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tokens/s"
+            if state is not None and "step" in state:
+                rate = state["tokens_per_second"]
+                words = "warming up" if rate is None else f"{rate:,.0f} tokens/s"
+                status = f"loss {state['loss']:.3f}  {words}"
                 self.bars.update(bar, completed=state["step"], total=state["num_steps"], status=status)
+            elif state is not None:
+                self.bars.update(bar, status=escape(f"starting: {state['stage']}"))
             waits = self.waits[run.run_name]
             if (wait := waits.look(state)) is None:
                 return
@@ -249,7 +264,7 @@ class Display:
         waiting = list(self.waiting.values())
         if self.num_slots is not None and not self.searching and (running or waiting):
             left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
-            words += [] if left is None else [f"about {as_words(left)} left"]
+            words += [] if left is None else [_left_in_words(left)]
         if self.usd_so_far is not None:
             words.append(f"${self.usd_so_far():,.2f} so far")
         return ", ".join(words)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -116,8 +116,8 @@ def run_in_slots(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-Progress = Callable[[dict[str, float] | None], None]
-"called several times a second with the content of the run's progress file, None before the first step"
+Progress = Callable[[dict[str, Any] | None], None]
+"called several times a second with the content of the run's progress file, None before there is one"
 _PORT_TRIES = 3
 _GRACE_SECONDS = 20.0
 "extra time at the time limit, in which the run names its hanging rank and ends itself"
@@ -294,7 +294,7 @@ def _launch(
         started_at=started_at,
         seconds_total=time.monotonic() - started,
         exit_code=keeper.returncode,
-        progress=progress_of(folder),
+        progress=last_step_of(folder),
         stopped_after_seconds=timeout_seconds if timed_out else None,
         killed_by=_killed_by(before, least_available_bytes),
     )
@@ -315,8 +315,15 @@ def _environment(run: PlannedRun, slot: Slot, timeout_seconds: float) -> dict[st
     return env
 
 
-def progress_of(folder: Path) -> dict[str, float] | None:
+def progress_of(folder: Path) -> dict[str, Any] | None:
+    """Return the step that a run has done with its loss and rate, or the stage before its first step."""
     try:
         return json.loads((folder / PROGRESS_FILE).read_text())
     except (OSError, json.JSONDecodeError):  # not there yet
         return None
+
+
+def last_step_of(folder: Path) -> dict[str, Any] | None:
+    """Return the last step that a run has shown; None before the first."""
+    state = progress_of(folder)
+    return state if state is not None and "step" in state else None

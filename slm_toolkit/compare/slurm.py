@@ -492,7 +492,7 @@ def _pause(stop: threading.Event, seconds: float) -> None:
 def _record_of(run: PlannedRun, job: SlurmJob) -> RunRecord:
     """Return the record that the run wrote, or a record of Slurm's reason for its end."""
     path, log = run.folder / RECORD_FILE, run.folder / LOG_FILE
-    last = local.progress_of(run.folder)
+    last = local.last_step_of(run.folder)
     with suppress(OSError):
         (run.folder / PROGRESS_FILE).unlink(missing_ok=True)
     record = read_record(path) if path.is_file() else None

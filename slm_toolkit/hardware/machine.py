@@ -15,18 +15,14 @@ if TYPE_CHECKING:
 
 DEFAULT = "malloc"
 _LIBRARIES = ("tcmalloc", "jemalloc", "mimalloc")
-ADVICE = (
-    "note: the C library's malloc maps new memory for large tensors at every step, which can take half of "
-    "the CPU time; to avoid it, put `LD_PRELOAD=libtcmalloc_minimal.so.4` (Debian: libtcmalloc-minimal4) or "
-    "THP_MEM_ALLOC_ENABLE=1 before the command"
-)
-"printed before a training on a CPU with the default allocator; docs/speed_and_cost.md has the measurement"
+ADVICE = "note: malloc can take half of the CPU time; THP_MEM_ALLOC_ENABLE=1 avoids it"
+"one line after a comparison on a CPU with the default allocator; docs/speed_and_cost.md has the measurement"
 
 
 def advise(console: "Console") -> None:
     """Print the advice if this process uses the default allocator."""
     if allocator() == DEFAULT:
-        console.print(ADVICE, soft_wrap=True)
+        console.print(ADVICE, soft_wrap=True, highlight=False)
 
 
 @cache

@@ -25,7 +25,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of one GPU for one hour, and its source."""
+    """The cost of one GPU for one hour, and its source; on a CPU, of one process."""
 
     usd_per_gpu_hour: float
     source: str
@@ -39,19 +39,24 @@ class Price:
     low_usd_per_gpu_hour: float | None = None
     "lowest price of the providers in the median; None for a user's own price"
     high_usd_per_gpu_hour: float | None = None
+    is_of_process: bool = False
+    "without a GPU: the cost of one process for one hour"
 
     def __str__(self) -> str:
-        return f"${self.usd_per_gpu_hour:.2f} per GPU-hour, {self.source}"
+        what = "process-hour (there is no GPU)" if self.is_of_process else "GPU-hour"
+        return f"${self.usd_per_gpu_hour:.2f} per {what}, {self.source}"
 
 
 @cache
 def find_price(driver_name: str | None, *, usd_per_gpu_hour: float | None) -> Price | None:
     """Return the user's own price, else the table's median on-demand price of the GPU, else None.
 
-    `driver_name` is the GPU's name as the driver reports it.
+    `driver_name` is the GPU's name as the driver reports it; None without a GPU, where the user's price is
+    that of one process.
     """
     if usd_per_gpu_hour is not None:
-        return Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour")
+        is_of_process = driver_name is None
+        return Price(usd_per_gpu_hour, "given by --usd_per_gpu_hour", is_of_process=is_of_process)
     gpu = find_gpu(driver_name)
     return price_of(gpu.name) if gpu else None
 

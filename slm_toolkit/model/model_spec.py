@@ -351,7 +351,23 @@ PRESETS: dict[str, ModelSpec] = {
     )
 }
 
+FITTED_MODELS = (  # Llama models that the paper fitted (appendix B): size in billions, hidden size, layers
+    (7, 4096, 32),
+    (13, 5120, 40),
+    (70, 8192, 80),
+    (405, 16384, 126),
+)
 SMALLEST_FIT_BILLIONS, LARGEST_FIT_BILLIONS = 0.05, 100.0
+
+
+def fitted_hidden_size(billions: float) -> float:
+    """Return the fit of figure 5 for the hidden size."""
+    return 1951.37 * billions**0.353
+
+
+def fitted_num_layers(billions: float) -> float:
+    """Return the fit of figure 5 for the number of layers."""
+    return 18.93 * billions**0.318
 
 
 def spec_from_size(billions: float, name: str) -> ModelSpec:
@@ -367,8 +383,8 @@ def spec_from_size(billions: float, name: str) -> ModelSpec:
             f"{SMALLEST_FIT_BILLIONS:g}b to {LARGEST_FIT_BILLIONS:g}b\n"
             f"hint: smaller models are {', '.join(small_models())}"
         )
-    width = 96 * round(1951.37 * billions**0.353 / 96)
-    num_layers = round(18.93 * billions**0.318)
+    width = 96 * round(fitted_hidden_size(billions) / 96)
+    num_layers = round(fitted_num_layers(billions))
     return _paper(name, num_layers, 64 * (width // 64), int(2.7 * width), "paper, appendix B, figure 5's fit")
 
 

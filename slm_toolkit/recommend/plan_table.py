@@ -27,6 +27,7 @@ from slm_toolkit.report.tables.fitted import (
     DASH,
     Column,
     columns_that_fit,
+    command_line,
     gib,
     percent,
     rate,
@@ -73,9 +74,9 @@ def _commands(winner: Plan) -> list[Text]:
         return [Text(f"\na {winner.spec.model_type} can be estimated, not trained here: nothing to launch")]
     return [
         Text("\nto launch the first plan:", style="bold"),
-        Text(launch_command(winner, yaml_name(winner))),
+        command_line(launch_command(winner, yaml_name(winner))),
         Text("to measure it first:", style="bold"),
-        Text(check_command(winner)),
+        command_line(check_command(winner)),
     ]
 
 

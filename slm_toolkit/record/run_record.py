@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from msgspec import Meta
@@ -25,6 +24,7 @@ from slm_toolkit.model.model_spec import ModelSpec
 from slm_toolkit.record.goodput import LaunchTimes
 from slm_toolkit.record.memory_timeline import PARTS
 from slm_toolkit.record.numerics import Numerics
+from slm_toolkit.record.steady_rate import num_warmup_steps
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.strategy.strategy import Strategy
 
@@ -36,8 +36,6 @@ PROGRESS_FILE = "progress.json"
 "file with the state of a run, written while it trains"
 RUN_DIR_VARIABLE = "SLM_TOOLKIT_RUN_DIR"
 "environment variable of all processes that `slm compare` starts for a run: the run's folder"
-SLOW = 1.1
-"a step that takes longer than SLOW times the steady time may still be warming up"
 FP32_REFERENCE = "single-process fp32"
 "name in reports of the fp32 run that `slm compare --parity` adds"
 PARITY_REFERENCE = "parity-reference"
@@ -324,25 +322,13 @@ class RunRecord:
 
     @cached_property
     def num_warmup_steps(self) -> int:
-        """Return the number of first steps that don't count as timed.
-
-        That is `timing_warmup_steps` if it is set, else the number of slow or compiling first steps. The
-        steady time is the median of the second half. Warm-up ends before the first two consecutive steps
-        within SLOW times the steady time. It includes all probed steps and all compilations of the first
-        half, and ends in the middle at the latest.
-        """
-        if self.timing_warmup_steps is not None:
-            return self.timing_warmup_steps
-        slowest = self.slowest_rank_seconds
-        half = len(slowest) // 2
-        if half == 0:
-            return len(slowest)
-        limit = SLOW * median(slowest[half:])
-        compiled = [step for step, graphs in enumerate(self.num_graphs_compiled[:half]) if graphs]
-        start = max(self.num_probed_steps, compiled[-1] + 1 if compiled else 1)
-        while start < half and max(slowest[start : start + 2]) > limit:
-            start += 1
-        return start
+        """Return the number of first steps that don't count as timed: see `steady_rate.num_warmup_steps`."""
+        return num_warmup_steps(
+            self.slowest_rank_seconds,
+            num_probed_steps=self.num_probed_steps,
+            num_graphs_compiled=self.num_graphs_compiled,
+            timing_warmup_steps=self.timing_warmup_steps,
+        )
 
     @property
     def flags(self) -> dict[str, Any]:

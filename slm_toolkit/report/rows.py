@@ -25,6 +25,9 @@ from slm_toolkit.report.recorded_estimate import estimate_of
 from slm_toolkit.report.stats import MIN_ROUNDS, joules_per_token, mean_phases, paired_lead, throughput
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
+TOO_DISTURBED = 2.0
+"a rate whose interval reaches this factor up or down has no rank, unless it is compared in paired rounds"
+
 
 @dataclass  # not frozen: creating it takes a third of the time, and a report creates tens of thousands
 class Row:
@@ -151,6 +154,8 @@ class Row:
     warnings: list[str]
     "events that slowed the run down or may have disturbed its measurement"
     anatomy: dict[str, Any] | None
+    command: str | None
+    "the launch command of the first launch; None if it was not launched"
     record: str
     "the record file of the first launch"
     largest_batch: int | None = None
@@ -176,9 +181,22 @@ class Row:
         return sum((self.state_bytes_per_rank or {}).values()) or None
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        """Return both ends of the interval of tokens per second; None if too few steps were timed."""
+    def is_too_disturbed(self) -> bool:
+        """Return whether another measurement could be TOO_DISTURBED times as fast or as slow."""
         if self.tokens_per_second_lowest is None:
+            return False
+        return (
+            self.tokens_per_second_highest >= TOO_DISTURBED * self.tokens_per_second
+            or self.tokens_per_second_lowest * TOO_DISTURBED <= self.tokens_per_second
+        )
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return both ends of the interval of tokens per second.
+
+        None if too few steps were timed, or if the rate was too disturbed: such an interval tells nothing.
+        """
+        if self.tokens_per_second_lowest is None or self.is_too_disturbed:
             return None
         return self.tokens_per_second_lowest, self.tokens_per_second_highest
 
@@ -304,6 +322,7 @@ def row_of(repeats: list[tuple[Path, RunRecord]], *, usd_per_gpu_hour: float | N
             *(warning for record in ok for warning in warnings_of(record)),
         ],
         anatomy=next((record.anatomy for record in ok if record.anatomy), None),
+        command=main_record.command,
         record=str(repeats[0][0]),
     )
 
@@ -466,17 +485,29 @@ def _places(group: list[Row]) -> list[tuple[Row, tuple[int, bool]]]:
 
 
 def _is_faster(row: Row, other: Row) -> bool:
-    """Return whether a row is clearly faster per GPU: in paired rounds, or by the whole interval."""
+    """Return whether a row is clearly faster per GPU."""
+    return clearly_faster(row, other, weight=other.world_size / row.world_size)
+
+
+def clearly_faster(row: Row, other: Row, *, weight: float = 1.0) -> bool:
+    """Return whether `weight` times a row's rate is clearly above another's rate.
+
+    Clearly: in the interval of paired rounds, else by the whole intervals of both.
+    """
     lead = paired_lead(row.tokens_per_second_by_round, other.tokens_per_second_by_round)
-    scale = other.world_size / row.world_size
     if lead is not None:
-        return lead[0] * scale > 1
-    return row.interval[0] * scale > other.interval[1]
+        return lead[0] * weight > 1
+    if row.interval is None or other.interval is None:
+        return False
+    return row.interval[0] * weight > other.interval[1]
 
 
 def _competes(row: Row, *, strict: bool) -> bool:
     fair = not strict or (row.numerics_probed is not None and not row.numerics_differences)
-    timed = row.interval is not None and row.world_size is not None and not row.is_rehearsed
+    is_judged = row.interval is not None or (
+        row.is_too_disturbed and len(row.tokens_per_second_by_round) >= MIN_ROUNDS
+    )
+    timed = is_judged and row.world_size is not None and not row.is_rehearsed
     return row.status == "ok" and row.parity_holds is not False and timed and fair
 
 

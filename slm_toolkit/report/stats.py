@@ -7,9 +7,8 @@ from statistics import fmean, median, stdev
 
 from slm_toolkit.record.measurement_warnings import OTHER_CORES, USED_BYTES, padding_share
 from slm_toolkit.record.run_record import RunRecord
+from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK, block_rates
 
-STEPS_PER_BLOCK = 10
-"as in the paper: at least three runs of ten steps"
 LAUNCH_NOISE = 0.05
 """Assumed relative difference of another launch, in both directions, while a run has fewer than three:
 bench/baseline_noise.py found at most 5.1 % on two otherwise idle CPU cores (2026-11-20, slm-10m)."""
@@ -63,7 +62,7 @@ def throughput(repeats: list[RunRecord]) -> Throughput | None:
     timed = [(record, seconds) for record, seconds in timed if seconds and record.tokens_per_step]
     if not timed:
         return None
-    medians = [median(_block_rates(record, seconds)) for record, seconds in timed]
+    medians = [median(block_rates(seconds, record.tokens_per_step)) for record, seconds in timed]
     by_round = {round_of(record): launch for (record, _), launch in zip(timed, medians, strict=True)}
     num_timed_steps = sum(len(seconds) for _, seconds in timed)
     lowest, highest = _interval(timed, medians) if num_timed_steps >= STEPS_PER_BLOCK else (None, None)
@@ -132,17 +131,8 @@ def timed_seconds(record: RunRecord) -> list[float]:
     return record.slowest_rank_seconds[record.num_warmup_steps :]
 
 
-def _block_rates(record: RunRecord, seconds: list[float]) -> list[float]:
-    num_blocks = max(1, len(seconds) // STEPS_PER_BLOCK)
-    bounds = [len(seconds) * index // num_blocks for index in range(num_blocks + 1)]
-    return [
-        (end - begin) * record.tokens_per_step / sum(seconds[begin:end])
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-    ]
-
-
 def _sample(record: RunRecord, seconds: list[float]) -> list[float]:
-    blocks = _block_rates(record, seconds)
+    blocks = block_rates(seconds, record.tokens_per_step)
     return blocks if len(blocks) >= 3 else [record.tokens_per_step / step_time for step_time in seconds]
 
 

@@ -3,20 +3,21 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from slm_toolkit.record.steady_rate import STEPS_PER_BLOCK
 from slm_toolkit.report.rows import Row, labelled
-from slm_toolkit.report.stats import STEPS_PER_BLOCK
 
 SAME_MEMORY = 0.01
 "share by which the memory of two rows may differ and still count as the same"
 _MOST_GROUPS = 6
 _MOST_NAMES = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_PROBLEMS = {
+PROBLEMS = {  # why a row is not ranked, by its status
     "unequal": "computes something else",
     "oom": "ran out of memory",
     "skipped": "skipped",
     "failed": "failed",
     "timeout": "took too long",
+    "disturbed": "too disturbed",
 }
 
 
@@ -43,14 +44,14 @@ def verdict(rows: list[Row]) -> list[str]:
 
 def _competition(row: Row) -> tuple[str, ...]:
     """Return what rows of a group share, as text."""
-    ranks = f"{row.world_size} ranks" if row.is_rehearsed else ""
+    ranks = f"{row.world_size} rank{'s' * (row.world_size != 1)}" if row.is_rehearsed else ""
     return row.model, f"{row.seq_len} tokens", row.gpu or row.cpu, ranks
 
 
 def _subject(key: tuple[str, ...], groups: Iterable[tuple[str, ...]]) -> str:
     """Return the parts of a group's key that other groups don't share."""
     columns = zip(*groups, strict=True)
-    return ", ".join(part for part, column in zip(key, columns, strict=True) if len(set(column)) > 1)
+    return ", ".join(part for part, column in zip(key, columns, strict=True) if part and len(set(column)) > 1)
 
 
 def _sentences(group: list[Row]) -> list[str]:
@@ -86,6 +87,8 @@ def _speed(group: list[Row], names: dict[int, str]) -> str:
 
 def _why_unranked(timed: list[Row], names: dict[int, str]) -> str:
     """State why rows with a rate have no rank."""
+    if timed and all(row.is_too_disturbed for row in timed):
+        return "Too disturbed to rank: another run of any row may be over twice as fast or slow."
     if timed and all(row.interval is None for row in timed):
         steps = max(row.num_timed_steps for row in timed)
         return f"Too few steps to rank: {steps} were timed, {STEPS_PER_BLOCK} are needed (--max_steps)."
@@ -134,17 +137,21 @@ def _memory(group: list[Row], names: dict[int, str]) -> str:
     smallest = [row for row in good if known.get(id(row), most) <= least * (1 + SAME_MEMORY)]
     verb = "needs" if len(smallest) == 1 else "need"
     named = _joined([names[id(row)] for row in smallest])
-    return f"{named} {verb} the least memory ({_gib(least)} {what}; the most is {_gib(most)})."
+    size = _gib if _gib(least) != _gib(most) else _mib
+    return f"{named} {verb} the least memory ({size(least)} {what}; the most is {size(most)})."
 
 
 def _problems(group: list[Row], names: dict[int, str]) -> list[str]:
     """Return a sentence for each way in which rows dropped out of the comparison."""
     by_problem: dict[str, list[str]] = defaultdict(list)
+    has_ranks = any(row.rank is not None for row in group)
     for row in group:
         state = "unequal" if row.parity_holds is False else row.status
-        if state in _PROBLEMS:
+        if has_ranks and row.rank is None and row.is_too_disturbed:
+            state = "disturbed"
+        if state in PROBLEMS:
             by_problem[state].append(names[id(row)])
-    return [f"Not ranked, {_PROBLEMS[state]}: {_joined(labels)}." for state, labels in by_problem.items()]
+    return [f"Not ranked, {PROBLEMS[state]}: {_joined(labels)}." for state, labels in by_problem.items()]
 
 
 def _sameness(group: list[Row]) -> str:
@@ -186,3 +193,7 @@ def _capital(text: str) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -92,6 +92,7 @@ from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
 from slm_toolkit.run.observe.machine_load import GpuBefore, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
+from slm_toolkit.run.observe.progress import show_stage
 from slm_toolkit.run.peers.launch_info import (
     Launch,
     absolute_deepspeed_config,
@@ -182,7 +183,7 @@ def set_up(
     request = _check_request(config)
     folder = _claim_folder(request, machines)
     start = _choose_start(request, folder)
-    built = _build(request, start)
+    built = _build(request, start, folder.run_dir)
     job = Job(
         config=start.config,
         spec=request.spec,
@@ -384,9 +385,10 @@ class _Built:
     "see Job.description"
 
 
-def _build(request: _Request, start: _Start) -> _Built:
+def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
     """Load the data and build the model; if the run resumes, load the checkpoint's weights."""
     config, spec, checkpoint = start.config, request.spec, start.checkpoint
+    is_main = start.accelerator.is_main_process
     weights, tokenizer = _origins(config, spec)
     _print_on_rank_0(f"weights: {weights}; tokenizer: {tokenizer}")
     if has_weights(spec) and config.seq_len > spec.max_position_embeddings:
@@ -394,6 +396,8 @@ def _build(request: _Request, start: _Start) -> _Built:
         _print_on_rank_0(f"note: --seq_len {config.seq_len} is longer than {trained_for}")
     data, description = None, start.description
     if not is_fake(config):
+        if is_main:
+            show_stage(run_dir, f"reading {config.dataset}")
         num_sequences = (config.steps_asked or 0) * start.sequences_per_step
         held_out = num_held_out(checkpoint)
         data = rank_0_first(
@@ -402,6 +406,8 @@ def _build(request: _Request, start: _Start) -> _Built:
         if checkpoint is not None:
             check_data(checkpoint, data.contents)
         description = {**description, DATA: data.contents}
+    if is_main:
+        show_stage(run_dir, f"{'loading' if has_weights(spec) else 'building'} {spec.name}")
     with tensors_of(config):
         model = build_model(spec, config, documents_apart=data is not None and data.documents_apart)
     if is_fake(config):

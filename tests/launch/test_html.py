@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, browser
 from conftest import slm
-from made_records import made, needs_browser, write_records
+from made_records import made, needs_browser, write_records, write_scaled_records
 
 from slm_toolkit.record.files import find_records, write_record
 from slm_toolkit.record.memory_timeline import PARTS
@@ -20,7 +20,12 @@ pytestmark = pytest.mark.quick
 
 NUM_RECORDS = 200
 SIZE_LIMIT_BYTES = 6e6
-PANELS = ("speed", "memory", "cost", "front", "scaling", "losses", "timeline", "anatomy", "errors")
+PANELS = (
+    *("speed", "memory", "cost", "front", "scaling", "scale", "losses"),
+    *("timeline", "anatomy", "errors"),
+)
+NUM_FIRST = 24
+"rows of a long table that are not folded up"
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +81,44 @@ def test_plotly_knows_every_key_that_figures_use(tab: Browser) -> None:
     assert problems == []
 
 
+MARKS = (
+    "Object.fromEntries([...document.querySelectorAll('.chart')].map(chart =>"
+    " [chart.id.replace('chart-', ''), {"
+    " bars: chart.querySelectorAll('.bars .point').length,"
+    " lines: chart.querySelectorAll('.js-line').length,"
+    " points: chart.querySelectorAll('.scatterlayer .point').length,"
+    " layers: chart.querySelectorAll('.scatterlayer .trace').length}]))"
+)
+
+
+def type_into_filter(tab: Browser, words: str) -> None:
+    tab.evaluate(
+        f"(box => {{ box.value = {json.dumps(words)}; box.dispatchEvent(new Event('input')) }})"
+        "(document.getElementById('filter'))"
+    )
+
+
+@needs_browser
+def test_long_lists_begin_with_their_first_rows_and_no_box_scrolls_down(tab: Browser) -> None:
+    assert tab.evaluate("document.querySelectorAll('tbody tr[data-label]').length") == NUM_FIRST
+    assert tab.evaluate("document.querySelector('tbody tr.more').textContent") == "show the other 176 rows"
+    marks = tab.evaluate(MARKS)
+    assert marks["speed"]["bars"] == NUM_FIRST
+    assert marks["losses"]["lines"] == 173  # curves lie on each other: there is room for all
+    rest = "document.querySelector('#speed .rest').textContent"
+    assert tab.evaluate(rest) == "without the 176 rows that are folded up in the table"
+    scrolls = (
+        "[...document.querySelectorAll('main *')].filter(each => each.scrollHeight > each.clientHeight + 1"
+        " && ['auto', 'scroll'].includes(getComputedStyle(each).overflowY)).length"
+    )
+    assert tab.evaluate(scrolls) == 0
+
+
 @needs_browser
 def test_every_chart_has_its_marks(tab: Browser) -> None:
-    marks = tab.evaluate(
-        "Object.fromEntries([...document.querySelectorAll('.chart')].map(chart =>"
-        " [chart.id.replace('chart-', ''), {"
-        " bars: chart.querySelectorAll('.bars .point').length,"
-        " lines: chart.querySelectorAll('.js-line').length,"
-        " points: chart.querySelectorAll('.scatterlayer .point').length,"
-        " layers: chart.querySelectorAll('.scatterlayer .trace').length}]))"
-    )
+    tab.evaluate("document.querySelector('tbody tr.more button').click()")
+    assert tab.evaluate("document.querySelectorAll('tbody tr[data-label]').length") == NUM_RECORDS
+    marks = tab.evaluate(MARKS)
     assert tuple(marks) == PANELS
     # 180 measured runs, of which 7 (24, 49, ... 174) are out of memory
     assert marks["speed"]["bars"] == 173
@@ -93,12 +126,35 @@ def test_every_chart_has_its_marks(tab: Browser) -> None:
     assert marks["front"]["points"] == 173
     # seven batches by five strategies ran on several sizes (the eighth on one GPU only), and the ideal
     assert marks["scaling"]["lines"] == 36
+    assert marks["scale"]["points"] == 10  # one model on 1, 2, 4, 8 and 16 ranks, measured and predicted
     assert marks["losses"]["lines"] == 173
     # every fourth run has a profile, but numbers 24 and 124 are out of memory: 45 - 2, of seven parts each
     assert marks["anatomy"]["bars"] == 7 * 43
     assert marks["timeline"]["layers"] == len(PARTS)
     assert marks["memory"]["bars"] > 173
     assert marks["errors"]["points"] > 173
+
+
+@needs_browser
+def test_charts_follow_the_filter_of_the_table(tab: Browser) -> None:
+    heights = "['speed', 'memory'].map(name => document.getElementById('chart-' + name).clientHeight)"
+    before = tab.evaluate(heights)
+    type_into_filter(tab, "ds_zero1 ok")
+    # 180 measured runs of five strategies: 36 of each, and none of ds_zero1's is out of memory
+    tab.wait_for("document.querySelectorAll('#chart-speed .bars .point').length === 36")
+    marks = tab.evaluate(MARKS)
+    assert (marks["cost"]["bars"], marks["front"]["points"], marks["losses"]["lines"]) == (36, 36, 36)
+    assert marks["scaling"]["lines"] == 8  # seven batches, and the ideal
+    assert all(now < then for now, then in zip(tab.evaluate(heights), before, strict=True))
+    # the fastest of these is a sixteenth-GPU run at 14,966 x 8 / 4: the axis ends with its whisker
+    ends = tab.evaluate("document.getElementById('chart-speed')._fullLayout.xaxis.range[1]")
+    longest = tab.evaluate(
+        "Math.max(...document.getElementById('chart-speed').data[0].x.map((x, index) =>"
+        " x + document.getElementById('chart-speed').data[0].error_x.array[index]))"
+    )
+    assert ends == pytest.approx(1.06 * longest)
+    type_into_filter(tab, "")
+    tab.wait_for("document.querySelectorAll('#chart-speed .bars .point').length === 173")
 
 
 @needs_browser
@@ -116,7 +172,9 @@ def test_numbers_show_on_hover(tab: Browser) -> None:
 def test_the_table_sorts_both_ways_by_number_with_unknown_last(tab: Browser) -> None:
     titles = tab.evaluate("[...document.querySelectorAll('th')].map(head => head.textContent)")
     column = titles.index("tokens/s")
-    shown = f"[...document.querySelectorAll('tbody tr')].map(row => row.cells[{column}].textContent)"
+    shown = (
+        f"[...document.querySelectorAll('tbody tr[data-label]')].map(row => row.cells[{column}].textContent)"
+    )
     click = f"document.querySelectorAll('th button')[{column}].click()"
 
     def numbers() -> list[float]:
@@ -136,11 +194,10 @@ def test_the_table_sorts_both_ways_by_number_with_unknown_last(tab: Browser) -> 
 @needs_browser
 def test_the_table_filters_by_all_words(tab: Browser) -> None:
     def filtered(words: str) -> tuple[int, str]:
-        tab.evaluate(
-            f"(box => {{ box.value = {json.dumps(words)}; box.dispatchEvent(new Event('input')) }})"
-            "(document.getElementById('filter'))"
+        type_into_filter(tab, words)
+        visible = (
+            "[...document.querySelectorAll('tbody tr[data-label]')].filter(row => row.offsetParent).length"
         )
-        visible = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetParent).length"
         return tab.evaluate(visible), tab.evaluate("document.getElementById('count').textContent")
 
     assert filtered("DS_ZERO2 oom") == (
@@ -184,6 +241,46 @@ def test_a_phone_scrolls_down_only(tab: Browser) -> None:
     tab.wait_for("document.querySelector('#chart-speed .main-svg').clientWidth <= 390")
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
     tab.resize(width=1280)
+
+
+@needs_browser
+def test_a_phone_shows_strategy_status_and_rate_first_and_that_the_table_scrolls(tab: Browser) -> None:
+    titles = "[...document.querySelectorAll('thead th')].map(head => head.textContent)"
+    cells = "[...document.querySelector('tbody tr[data-label]').cells].map(cell => cell.textContent)"
+    wide, row = tab.evaluate(titles), tab.evaluate(cells)
+    tab.resize(width=390, height=844)
+    tab.wait_for(f"{titles}[0] === 'strategy'")
+    assert tab.evaluate(titles)[:3] == ["strategy", "status", "tokens/s"]
+    assert tab.evaluate(cells)[:3] == [row[wide.index(title)] for title in ("strategy", "status", "tokens/s")]
+    hint = tab.evaluate("document.getElementById('scrolls').textContent")
+    assert hint == f"scrolls sideways: {len(wide) - 3} more columns\u00a0\u2192"
+    tab.resize(width=1280)
+    tab.wait_for(f"{titles}[0] === {json.dumps(wide[0])}")
+
+
+@needs_browser
+def test_rows_fold_up_by_model_and_their_bars_with_them(tmp_path: Path) -> None:
+    pytest.importorskip("websockets", reason="pip install websockets")
+    write_scaled_records(tmp_path / "runs")
+    done = slm("report", str(tmp_path / "runs"), "--html", str(tmp_path / "page.html"))
+    assert done.code == 0, done.err
+    with browser() as page:
+        page.resize(width=1280)
+        page.open(tmp_path / "page.html")
+        headings = page.evaluate("[...document.querySelectorAll('tr.fold')].map(line => line.textContent)")
+        assert headings == [f"slm-{size}: 6 rows" for size in ("100m", "500m", "1b", "2b")]
+        assert "model" not in page.evaluate(
+            "[...document.querySelectorAll('thead th')].map(h => h.textContent)"
+        )
+        assert page.evaluate("document.querySelectorAll('#chart-speed .bars .point').length") == 24
+        page.evaluate("document.querySelector('tr.fold button').click()")
+        assert page.evaluate("document.querySelectorAll('tbody tr[data-label]').length") == 18
+        assert page.evaluate("document.querySelectorAll('#chart-speed .bars .point').length") == 18
+        heading = "document.querySelectorAll('#chart-speed .annotation').length"
+        assert page.evaluate(heading) == 18 + 3  # a place for each row, and a heading for each model
+        assert page.evaluate("document.querySelectorAll('#chart-scale .scatterlayer .point').length") == 24
+        # figure 5: four models of the fit, and the four of these runs
+        assert page.evaluate("document.querySelectorAll('#chart-fit .scatterlayer .point').length") == 8
 
 
 @needs_browser

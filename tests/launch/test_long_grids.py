@@ -217,7 +217,8 @@ def test_time_left_is_of_the_runs_of_the_same_kind() -> None:
     assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=1) == 10 + 30 + 18
     assert seconds_left(done, [single, ddp], [(ddp, 12.0)], num_slots=2) == (10 + 30 + 18) / 2
     assert seconds_left(done, [], [(ddp, 12.0)], num_slots=2) == 18  # the other slot can't help
-    assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1) == 0
+    # a run that should have ended after 30 s: a tenth of its 50 s more, and never zero
+    assert seconds_left(done, [], [(ddp, 50.0)], num_slots=1) == pytest.approx(5)
     # of a strategy that nobody has done: the mean of all, 70 / 3
     (zero,) = planned("ds_zero2")
     assert seconds_left(done, [zero], [], num_slots=1) == pytest.approx(70 / 3)
@@ -237,6 +238,35 @@ def test_on_a_terminal_one_line_holds_done_time_left_and_cost() -> None:
     assert (overall.completed, overall.total) == (1, 3)
     assert overall.fields["status"] == "about 4 min left, $0.25 so far"  # 120 s each for the two others
     assert (running.completed, running.fields["status"]) == (2, "loss 5.500  1,234 tokens/s")
+
+
+@pytest.mark.quick
+def test_a_late_run_has_a_few_seconds_left_and_never_none() -> None:
+    first, second = runs = planned("single", seed=[0, 1])
+    display = Display(runs, Console(file=io.StringIO(), force_terminal=True, width=120))
+    display.begin(first)
+    display.end(first, made_record(seconds_total=0.001), kept=False)
+    display.begin(second)
+    display.progress(second, None)
+    assert display.bars.tasks[0].fields["status"] == "a few seconds left"
+
+
+@pytest.mark.quick
+def test_a_run_shows_each_stage_before_its_first_step_and_no_rate_while_it_warms_up() -> None:
+    (run,) = planned("single")
+    display = Display([run], Console(file=io.StringIO(), force_terminal=True, width=120))
+    display.begin(run)
+    shown = [display.bars.tasks[1].fields["status"]]
+    step = {"step": 1, "num_steps": 33, "loss": 5.5, "tokens_per_second": None}
+    for state in (None, {"stage": "reading [data]"}, {"stage": "first step"}, step):
+        display.progress(run, state)
+        shown.append(display.bars.tasks[1].fields["status"])
+    assert shown == [
+        *["starting: loading Python packages"] * 2,
+        "starting: reading \\[data]",  # escaped: rich shows the bracket
+        "starting: first step",
+        "loss 5.500  warming up",
+    ]
 
 
 @pytest.mark.quick

@@ -1,14 +1,16 @@
-"""Draw rows: rates, dollars, the Pareto front of both, scaling, losses and the parts of a step."""
+"""What every chart is made of, and the charts of rates, losses and the parts of a step."""
 
 import html
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from slm_toolkit.record.step_breakdown import Anatomy
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.step_breakdown import PARTS
+from slm_toolkit.report.verdict import PROBLEMS
 from slm_toolkit.strategy.strategy import STUDIED_STRATEGIES
 
 # A Figure is plain data for plotly.js, so that making it is fast and needs no plotly package.
@@ -26,7 +28,11 @@ MOST_KEYS = 16
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: `data` and `layout` are plotly.js's (https://plotly.com/javascript/reference/)."""
+    """A picture: `data` and `layout` are plotly.js's (https://plotly.com/javascript/reference/).
+
+    The page hides what its table's filter hides. For that, a trace of one row has the row's label as `meta`,
+    and any other trace of rows has the label of each point's row in `customdata`.
+    """
 
     name: str
     "also the name of its file"
@@ -96,7 +102,7 @@ def bars_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[
 def places_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dict[str, Any]:
     """Return a layout with each name above its bar or points, which lets phones use their whole width."""
     return {
-        "height": 44 * len(bars) + (110 if legend else 80),
+        "height": _PLACE_PIXELS * len(bars) + (110 if legend else 80),
         "margin": {"l": 12, "r": 36, "t": 30, "b": 50},
         "showlegend": legend,
         "legend": above_plot(),
@@ -109,6 +115,10 @@ def places_layout(bars: list[Bar], *, x_title: str, legend: bool = False) -> dic
             "showticklabels": False,
             "showgrid": False,
             "fixedrange": True,
+        },
+        "meta": {  # for the page, which leaves out places
+            "headings": [bar.key for bar in bars if bar.is_heading],
+            "place_pixels": _PLACE_PIXELS,
         },
         "annotations": [
             {
@@ -147,163 +157,77 @@ def above_plot() -> dict[str, Any]:
     }
 
 
+_PLACE_PIXELS = 44
 MOST_POINTS = 300
 "points of a curve at most; of a longer curve, every second, third, ... step is drawn"
-_MOST_TEXTS = 12
-"most names next to points; more would overlap"
 _MOST_BANDS = 6
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
 def speed_panel(rows: dict[str, Row]) -> Panel:
-    """Show tokens per second with intervals, and the estimates."""
+    """Show tokens per second with intervals, and the estimates that are on the axis of the bars."""
     name, title = "speed", "Tokens per second"
     shown_rows = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
     if not shown_rows:
         return Panel(name, title, missing="no run was timed")
-    measured = _bars(shown_rows, lambda row: row.tokens_per_second, _speed_words)
-    measured["error_x"] = {
-        "type": "data",
-        "symmetric": False,
-        "array": [_whisker(row, 1) for row in shown_rows.values()],
-        "arrayminus": [_whisker(row, 0) for row in shown_rows.values()],
-        "thickness": 1.5,
-    }
-    data = [measured]
-    if estimated := {label: row for label, row in shown_rows.items() if row.estimated_tokens_per_second}:
-        data.append(
-            {
-                **{"type": "scatter", "mode": "markers", "name": "estimated", "hoverinfo": "text"},
-                "x": [row.estimated_tokens_per_second for row in estimated.values()],
-                "y": list(estimated),
-                "marker": {"symbol": "diamond-open", "size": 11, "color": colour(9), "line": {"width": 2}},
-                "hovertext": [
-                    f"{escaped(label)}<br>estimated {row.estimated_tokens_per_second:,.0f} tokens/s"
-                    for label, row in estimated.items()
-                ],
-            }
-        )
+    measured = bars_of(shown_rows, lambda row: row.tokens_per_second, _speed_words)
+    measured["error_x"] = rate_whiskers(shown_rows.values())
+    axis_end = 1.06 * max(row.tokens_per_second + _above(row) for row in shown_rows.values())
+    estimated = {label: row for label, row in shown_rows.items() if row.estimated_tokens_per_second}
+    on_axis = {label: row for label, row in estimated.items() if row.estimated_tokens_per_second <= axis_end}
     notes = ["whiskers: the interval in which another measurement is expected"]
-    notes += ["hollow diamonds: estimated by closed forms"] if estimated else []
-    layout = bars_layout(_places(shown_rows), x_title="tokens/s, all ranks")
-    return Panel(
-        name, title, (Figure(name, title, data, layout),), (*notes, *_left_out_notes(rows, shown_rows))
-    )
+    notes += ["white diamonds: estimated by closed forms"] if on_axis else []
+    if beyond := [label for label in estimated if label not in on_axis]:
+        notes.append(f"estimates beyond the axis are only in the table: {named(beyond)}")
+    layout = bars_layout(places_of(shown_rows), x_title="tokens/s, all ranks")
+    layout["xaxis"] |= {"range": [0, axis_end]}
+    layout["meta"] |= {"ends_with_bars": True}
+    data = [measured, *([_estimates(on_axis)] if on_axis else [])]
+    notes += left_out(rows, shown_rows, why_no_rate)
+    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
 
 
-def _whisker(row: Row, end: int) -> float:
-    """Return how far an end of the interval is from the rate; 0 without an interval."""
-    return abs(row.interval[end] - row.tokens_per_second) if row.interval else 0.0
-
-
-def cost_panel(rows: dict[str, Row]) -> Panel:
-    """Show dollars per million tokens."""
-    name, title = "cost", "Dollars per million tokens"
-    shown_rows = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
-    if not shown_rows:
-        return Panel(name, title, missing=_no_dollars(rows))
-    bars = _bars(
-        shown_rows,
-        lambda row: row.usd_per_million_tokens,
-        lambda row: f"${row.usd_per_million_tokens:.4f} per million tokens<br>{escaped(row.price or '')}",
-    )
-    layout = bars_layout(_places(shown_rows), x_title="$ per million tokens")
-    prices = tuple(f"price: {price}" for price in sorted({row.price for row in shown_rows.values()}))
-    return Panel(name, title, (Figure(name, title, [bars], layout),), prices)
-
-
-def front_panel(rows: dict[str, Row]) -> Panel:
-    """Show cost against speed, and the Pareto front: no other run is both faster and cheaper."""
-    name, title = "front", "Cost and speed"
-    shown_rows = {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
-    if not shown_rows:
-        return Panel(name, title, missing=_no_dollars(rows))
-    front = pareto_front(shown_rows)
-    line = {
-        **{"type": "scatter", "mode": "lines", "name": "Pareto front", "hoverinfo": "skip"},
-        "x": [shown_rows[label].tokens_per_second for label in front],
-        "y": [shown_rows[label].usd_per_million_tokens for label in front],
-        "line": {"dash": "dot", "width": 1.5, "color": colour(9)},
-    }
-    points = {
-        **{"type": "scatter", "hoverinfo": "text", "textposition": "top center", "cliponaxis": False},
-        "mode": "markers+text" if len(shown_rows) <= _MOST_TEXTS else "markers",
-        "x": [row.tokens_per_second for row in shown_rows.values()],
-        "y": [row.usd_per_million_tokens for row in shown_rows.values()],
-        "text": [escaped(label) for label in shown_rows],
+def _estimates(rows: dict[str, Row]) -> dict[str, Any]:
+    return {
+        **{"type": "scatter", "mode": "markers", "name": "estimated", "hoverinfo": "text"},
+        "x": [row.estimated_tokens_per_second for row in rows.values()],
+        "y": list(rows),
+        "customdata": list(rows),
+        "marker": {"symbol": "diamond", "size": 10, "color": "#fff", "line": {"color": "#444", "width": 1.5}},
         "hovertext": [
-            f"{escaped(label)}<br>{row.tokens_per_second:,.0f} tokens/s"
-            f"<br>${row.usd_per_million_tokens:.4f} per million tokens"
-            for label, row in shown_rows.items()
+            f"{escaped(label)}<br>estimated {row.estimated_tokens_per_second:,.0f} tokens/s"
+            for label, row in rows.items()
         ],
-        "marker": {
-            "size": [13 if label in front else 8 for label in shown_rows],
-            "color": _colours(shown_rows),
-            "symbol": _symbols(shown_rows),
-        },
     }
-    layout = curves_layout(x_title="tokens/s, all ranks", y_title="$ per million tokens", num_keys=1)
-    note = f"large points on the dotted line: no run is both faster and cheaper ({named(front)})"
-    return Panel(name, title, (Figure(name, title, [line, points], layout),), (note,))
 
 
-def pareto_front(rows: dict[str, Row]) -> list[str]:
-    """Return the labels of rows that no other row beats in both speed and cost, the slowest first."""
-    by_speed = sorted(rows, key=lambda label: (-rows[label].tokens_per_second, _usd(rows[label])))
-    front: list[str] = []
-    for label in by_speed:
-        if not front or _usd(rows[label]) < _usd(rows[front[-1]]):
-            front.append(label)
-    return front[::-1]
+def rate_whiskers(rows: Iterable[Row]) -> dict[str, Any]:
+    return whiskers(rows, lambda row: row.tokens_per_second, lambda row: row.interval)
 
 
-def scaling_panel(rows: dict[str, Row]) -> Panel:
-    """Show tokens per second by number of ranks, for runs that differ only in their number of ranks."""
-    name, title = "scaling", "Scaling with the number of GPUs"
-    series: dict[tuple, list[tuple[str, Row]]] = {}
-    num_seen: dict[tuple, int] = {}
-    for label, row in rows.items():
-        if row.tokens_per_second and row.world_size and not row.is_rehearsed:
-            flags = tuple(sorted((key, str(value)) for key, value in row.asked.items()))
-            key = (row.strategy, row.gpu or row.cpu, flags)
-            # a second run of the same size has other versions: it starts another line
-            repeat = num_seen[*key, row.world_size] = num_seen.get((*key, row.world_size), -1) + 1
-            series.setdefault((*key, repeat), []).append((label, row))
-    several = [runs for runs in series.values() if len({row.world_size for _, row in runs}) > 1]
-    if not several:
-        return Panel(name, title, missing="no two runs differ only in their number of ranks")
-    data = []
-    others = [row.strategy for row in rows.values()]
-    for number, runs in enumerate(several):
-        runs.sort(key=lambda item: item[1].world_size)
-        label, first = runs[0]
-        per_rank = first.tokens_per_second / first.world_size
-        sizes, rates = [row.world_size for _, row in runs], [row.tokens_per_second for _, row in runs]
-        data.append(
-            {
-                **{"type": "scatter", "mode": "lines+markers", "hoverinfo": "text", "x": sizes, "y": rates},
-                "name": escaped(label.replace(f" ranks={first.world_size}", "")),
-                "hovertext": [
-                    f"{escaped(label)}<br>{row.tokens_per_second:,.0f} tokens/s on {row.world_size}"
-                    f"<br>{row.tokens_per_second / row.world_size / per_rank:.0%} of linear"
-                    for label, row in runs
-                ],
-                "line": {
-                    "color": strategy_colour(first.strategy, others),
-                    "dash": _DASHES[number % len(_DASHES)] if len(several) > len(set(others)) else "solid",
-                },
-                "marker": {"symbol": strategy_symbol(first.strategy, others), "size": 9},
-            }
-        )
-        if number == 0:
-            linear = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "x": sizes}
-            linear |= {"name": f"linear, from {escaped(first.strategy)} on {sizes[0]}"}
-            linear |= {"y": [per_rank * size for size in sizes], "line": {"dash": "dot", "color": colour(9)}}
-    layout = curves_layout(x_title="ranks", y_title="tokens/s, all ranks", num_keys=len(data) + 1)
-    sizes = sorted({row.world_size for runs in several for _, row in runs})
-    layout["xaxis"] |= {"type": "log", "tickvals": sizes, "ticktext": list(map(str, sizes))}
-    layout["yaxis"] |= {"type": "log", "dtick": "D2"}
-    return Panel(name, title, (Figure(name, title, [linear, *data], layout),), ("both axes are logarithmic",))
+def whiskers(
+    rows: Iterable[Row],
+    value: Callable[[Row], float],
+    interval: Callable[[Row], tuple[float, float] | None],
+) -> dict[str, Any]:
+    """Return plotly's error bars from intervals; none for a row without an interval."""
+    ends = [(value(row), *(interval(row) or (value(row), value(row)))) for row in rows]
+    return {
+        **{"type": "data", "symmetric": False, "thickness": 1.5},
+        "array": [rounded(highest - middle) for middle, _, highest in ends],
+        "arrayminus": [rounded(middle - lowest) for middle, lowest, _ in ends],
+    }
+
+
+def _above(row: Row) -> float:
+    return row.interval[1] - row.tokens_per_second if row.interval else 0.0
+
+
+def why_no_rate(row: Row) -> str:
+    """Return why a row has no rate, or none that counts."""
+    if row.status != "ok":
+        return PROBLEMS[row.status]
+    return "rehearsed, so not timed" if row.is_rehearsed else "no step was timed"
 
 
 def loss_panel(rows: dict[str, Row]) -> Panel:
@@ -315,11 +239,17 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(shown_rows))
     curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
     thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
-    notes = (f"at most {MOST_POINTS} steps of a curve are drawn",) if thinned else ()
+    notes = [f"at most {MOST_POINTS} steps of a curve are drawn"] if thinned else []
+    notes += left_out(rows, shown_rows, lambda row: _why(row, "fewer than two steps"))
     figures = [*_loss_differences(shown_rows), Figure(name, title, curves, layout)]
     if len(figures[0].data) < len(shown_rows) - 1:
         figures.reverse()
-    return Panel(name, title, tuple(figures), notes)
+    return Panel(name, title, tuple(figures), tuple(notes))
+
+
+def _why(row: Row, otherwise: str) -> str:
+    """Return the status of a row that did not end ok, or that it is a rehearsal, else another reason."""
+    return why_no_rate(row) if row.status != "ok" or row.is_rehearsed else otherwise
 
 
 def _loss_differences(rows: dict[str, Row]) -> list[Figure]:
@@ -367,12 +297,12 @@ def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) ->
         steps = list(range(len(curves[label])))[::-every][::-1]  # the last step is always drawn
         data.append(
             {
-                **{"type": "scatter", "mode": "lines", "name": escaped(label)},
+                **{"type": "scatter", "mode": "lines", "name": escaped(label), "meta": label},
                 "x": [row.first_step + step + 1 for step in steps],
                 "y": [rounded(curves[label][step]) for step in steps],
                 "line": {
                     "color": strategy_colour(row.strategy, others),
-                    "dash": _DASHES[number % len(_DASHES)],
+                    "dash": DASHES[number % len(DASHES)],
                     # equal curves hide each other, so the first of a few curves are wide bands below the rest
                     "width": 1.8 + (1.4 * (len(rows) - 1 - index) if len(rows) <= _MOST_BANDS else 0),
                 },
@@ -385,7 +315,8 @@ def _loss_curves(curves: dict[str, list[float | None]], rows: dict[str, Row]) ->
 def anatomy_panel(rows: dict[str, Row]) -> Panel:
     """Show the time of a profiled step by activity."""
     name, title = "anatomy", "Anatomy of a step"
-    shown_rows = {label: Anatomy(**row.anatomy) for label, row in rows.items() if row.anatomy}
+    profiled = {label: row for label, row in rows.items() if row.anatomy}
+    shown_rows = {label: Anatomy(**row.anatomy) for label, row in profiled.items()}
     if not shown_rows:
         return Panel(name, title, missing="no run used --profile")
     data = []
@@ -397,6 +328,7 @@ def anatomy_panel(rows: dict[str, Row]) -> Panel:
                 **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
                 "x": [rounded(part_seconds * 1e3) for part_seconds in seconds],
                 "y": list(shown_rows),
+                "customdata": list(shown_rows),
                 "marker": {"color": colour(9) if part.field == "idle_seconds" else colour(number)},
                 "hovertext": [
                     f"{escaped(label)}<br>{part_title}: {part_seconds * 1e3:,.1f} ms, "
@@ -405,34 +337,39 @@ def anatomy_panel(rows: dict[str, Row]) -> Panel:
                 ],
             }
         )
-    layout = bars_layout(_places(shown_rows), x_title="ms per step", legend=True)
-    notes = ("profiling slows steps down: use these shares, but take rates from timed steps",)
-    return Panel(name, title, (Figure(name, title, data, layout),), notes)
+    layout = bars_layout(places_of(profiled), x_title="ms per step", legend=True)
+    notes = ["profiling slows steps down: use these shares, but take rates from timed steps"]
+    notes += left_out(rows, profiled, lambda row: _why(row, "without --profile"))
+    return Panel(name, title, (Figure(name, title, data, layout),), tuple(notes))
 
 
-def _bars(rows: dict[str, Row], value: Callable[[Row], float], words: Callable[[Row], str]) -> dict[str, Any]:
+def bars_of(
+    rows: dict[str, Row], value: Callable[[Row], float], words: Callable[[Row], str]
+) -> dict[str, Any]:
     """Return a bar for each row, in its strategy's colour."""
     return {
         **{"type": "bar", "orientation": "h", "hoverinfo": "text", "showlegend": False},
         "x": [value(row) for row in rows.values()],
         "y": list(rows),
+        "customdata": list(rows),
         "marker": {"color": _colours(rows)},
         "hovertext": [f"{escaped(label)}<br>{words(row)}" for label, row in rows.items()],
     }
 
 
-def _places(labels: dict[str, Any]) -> list[Bar]:
-    return [Bar(label, escaped(label)) for label in labels]
+def places_of(rows: dict[str, Row]) -> list[Bar]:
+    """Return a place for each row; with several models, a heading before the rows of each."""
+    places: list[Bar] = []
+    for number, (model, group) in enumerate(groupby(rows.items(), key=lambda item: item[1].model)):
+        places.append(Bar(f"{number} model", f"<b>{escaped(model)}</b>", is_heading=True))
+        # the heading has the model
+        places += [Bar(label, escaped(label.replace(f" {model}", "", 1))) for label, _ in group]
+    return places if sum(place.is_heading for place in places) > 1 else places[1:]
 
 
 def _colours(rows: dict[str, Row]) -> list[str]:
     others = [row.strategy for row in rows.values()]
     return [strategy_colour(strategy, others) for strategy in others]
-
-
-def _symbols(rows: dict[str, Row]) -> list[str]:
-    others = [row.strategy for row in rows.values()]
-    return [strategy_symbol(strategy, others) for strategy in others]
 
 
 def _speed_words(row: Row) -> str:
@@ -441,24 +378,13 @@ def _speed_words(row: Row) -> str:
     return f"{row.tokens_per_second:,.0f} tokens/s{interval}<br>{row.num_timed_steps} timed steps, {launches}"
 
 
-def _left_out_notes(rows: dict[str, Row], shown_rows: dict[str, Row]) -> list[str]:
-    """Return a note for the rows that a panel leaves out, grouped by reason."""
+def left_out(rows: dict[str, Row], shown_rows: Collection[str], reason_of: Callable[[Row], str]) -> list[str]:
+    """Return a note for each reason why rows are not in a chart."""
     labels_by_reason: dict[str, list[str]] = {}
     for label, row in rows.items():
         if label not in shown_rows:
-            reason = row.status if row.status != "ok" else row.evidence
-            labels_by_reason.setdefault(reason, []).append(label)
-    return [f"without a rate, {reason}: {named(labels)}" for reason, labels in labels_by_reason.items()]
-
-
-def _no_dollars(rows: dict[str, Row]) -> str:
-    if any(row.price for row in rows.values()):
-        return "no run was timed"
-    return "no known price for this hardware: set one with --usd_per_gpu_hour"
-
-
-def _usd(row: Row) -> float:
-    return row.usd_per_million_tokens
+            labels_by_reason.setdefault(reason_of(row), []).append(label)
+    return [f"not drawn, {reason}: {named(labels)}" for reason, labels in labels_by_reason.items()]
 
 
 def rounded(value: float | None) -> float | None:

@@ -29,7 +29,8 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
     """Return the whole page; `left_out` has sentences about records that could not be read."""
     drawn = [panel for panel in panels if panel.missing is None]
     missing = [panel for panel in panels if panel.missing is not None]
-    note_lines = [note.plain for note in (*parity_notes(labelled(rows)), *notes(rows, []))] + left_out
+    by_label = labelled(rows)
+    note_lines = [note.plain for note in (*parity_notes(by_label), *notes(rows, []))] + left_out
     parts = {
         "heading": heading(rows).plain,
         "provenance": provenance(rows),
@@ -40,7 +41,8 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
         "style": _file("report.css"),
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "verdict": _items(verdict(rows)),
-        "table": _table(rows),
+        "table": _table(by_label),
+        "commands": _commands(by_label),
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
         "missing": _missing(missing),
@@ -69,18 +71,30 @@ def _file(name: str) -> str:
     return (_PAGE / name).read_text(encoding="utf-8")
 
 
-def _table(rows: list[Row]) -> str:
-    columns = columns_of(rows)
+def _table(rows: dict[str, Row]) -> str:
+    """Return the table's head and body; a row's label ties it to its marks in the charts."""
+    # the page has a heading for each model instead of its column
+    columns = [column for column in columns_of(list(rows.values())) if column.title != "model"]
     titles = "".join(
         f'<th scope="col" aria-sort="none"><button>{html.escape(column.title)}</button></th>'
         for column in columns
     )
     lines = [f"<thead><tr>{titles}</tr></thead><tbody>"]
-    for row, *texts in zip(rows, *(column.cells for column in columns), strict=True):
+    for (label, row), *texts in zip(rows.items(), *(column.cells for column in columns), strict=True):
         state = "unequal" if row.parity_holds is False else "best" if row.rank == 1 else row.status
         cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-        lines.append(f'<tr class="{html.escape(state)}">{cells}</tr>')
+        data = f'data-label="{html.escape(label)}" data-model="{html.escape(row.model)}"'
+        lines.append(f'<tr class="{html.escape(state)}" {data}>{cells}</tr>')
     return "\n".join([*lines, "</tbody>"])
+
+
+def _commands(rows: dict[str, Row]) -> str:
+    """Return the launch commands of the rows, folded up."""
+    commands = {label: row.command for label, row in rows.items() if row.command}
+    if not commands:
+        return ""
+    lines = "\n".join(f"# {label}\n{command}" for label, command in commands.items())
+    return f"<details><summary>commands</summary><pre>{html.escape(lines)}</pre></details>"
 
 
 def _section(panel: Panel) -> str:
@@ -92,8 +106,8 @@ def _section(panel: Panel) -> str:
         choice = f'<label>show <select data-of="{panel.name}">{options}</select></label>'
     return (
         f'<section id="{panel.name}"><h2>{html.escape(panel.title)}</h2>{choice}'
-        f'<div class="scroll"><div class="chart" id="chart-{panel.name}"'
-        f' data-figure="{panel.figures[0].name}"></div></div>'
+        f'<div class="chart" id="chart-{panel.name}" data-figure="{panel.figures[0].name}"></div>'
+        '<p class="rest" hidden></p>'
         f'<ul class="notes">{_items(list(panel.notes))}</ul></section>'
     )
 

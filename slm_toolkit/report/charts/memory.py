@@ -1,5 +1,6 @@
 """Draw memory by part and by evidence, memory over a step, and the errors of predictions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -16,6 +17,7 @@ from slm_toolkit.report.charts.figures import (
     colour,
     curves_layout,
     escaped,
+    left_out,
     places_layout,
     rounded,
     strategy_colour,
@@ -23,7 +25,8 @@ from slm_toolkit.report.charts.figures import (
 )
 from slm_toolkit.report.rows import Row
 from slm_toolkit.report.tables.ledger import COUNTED_STATE, LedgerEntry
-from slm_toolkit.report.tables.memory import PARTS, MemoryPicture, size_text
+from slm_toolkit.report.tables.memory import PARTS, ChartRow, MemoryPicture, size_text
+from slm_toolkit.report.verdict import PROBLEMS
 
 UNSPLIT = "not split by part"
 DEEPSPEED = "model states, by DeepSpeed"
@@ -39,8 +42,8 @@ _CHANGES_NO_MEMORY = {  # flags that may differ between a rehearsal and the run 
 }
 _SMALLEST_SHARE_OF_LIMIT = 0.1
 "show a GPU's memory only if the longest bar reaches this share of it; else all bars would be too short"
-_MOST_PHASES_NAMED = 12
-"names below a timeline; a phase shorter than 1/12 of the timeline gets no name, so that no names overlap"
+_NARROWEST_PHASE = 0.15
+"width of a phase of few moments, as a share of the moments' width: its name fits below it, also on a phone"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def _unit(longest_bytes: int) -> _Unit:
 class _Stack:
     """One bar: bytes by part, from one kind of evidence."""
 
+    label: str
+    "of the row with this evidence"
     evidence: str
     parts: dict[str, int]
 
@@ -120,6 +125,7 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
                     **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
                     "x": [unit.of(stack.parts[part]) for stack in with_part.values()],
                     "y": list(with_part),
+                    "customdata": [stack.label for stack in with_part.values()],
                     "marker": {"color": part_colour},
                     "hovertext": [
                         f"{stack.evidence}, {part_title}: {unit.text(stack.parts[part])}"
@@ -135,7 +141,17 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
         notes.append(
             "state only: no GPU peak and no trace, only the tensors of the training state were counted"
         )
+    drawn = {stack.label for stack in stacks.values()}
+    notes += left_out(rows, drawn, _why_no_bytes)
     return Panel(name, title, (Figure(name, title, [*data, *lines], layout),), tuple(notes))
+
+
+def _why_no_bytes(row: Row) -> str:
+    if row.status != "ok":
+        return PROBLEMS[row.status]
+    if _observed("", row) is None:
+        return "no GPU's memory, no trace and no bytes of the training state were recorded"
+    return "a run of the same configuration is drawn"
 
 
 def timeline_panel(rows: dict[str, Row], pictures: dict[str, MemoryPicture]) -> Panel:
@@ -177,6 +193,7 @@ def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
                 **{"type": "scatter", "mode": "markers", "name": escaped(strategy), "hoverinfo": "text"},
                 "x": [float(f"{error:.4g}") for _, _, error in points],
                 "y": [what for _, what, _ in points],
+                "customdata": [label for label, _, _ in points],
                 "hovertext": [f"{escaped(label)}<br>{what}: {error:+.2%}" for label, what, error in points],
                 "marker": {
                     "color": strategy_colour(strategy, others),
@@ -189,48 +206,54 @@ def errors_panel(rows: dict[str, Row], entries: list[LedgerEntry]) -> Panel:
     bars = [Bar(what, what) for what in dict.fromkeys(what for _, what, _ in errors)]
     layout = places_layout(bars, x_title="predicted / observed - 1", legend=True)
     limit = max(0.001, *(abs(error) for _, _, error in errors)) * 1.15
-    layout["xaxis"] |= {"tickformat": "+.2~%", "range": [-limit, limit], "zerolinewidth": 2}
+    layout["xaxis"] |= {
+        "tickformat": "+.2~%",
+        "range": [-limit, limit],
+        "zerolinewidth": 2,
+        "nticks": 5,
+        "tickangle": 0,
+    }
     return Panel(name, title, (Figure(name, title, data, layout),))
 
 
 def _stacks(rows: dict[str, Row], estimates: dict[str, Estimate]) -> list[_Stack]:
     """Return one bar per kind of evidence, from the first of a configuration's rows that has the evidence."""
     stacks: dict[str, _Stack] = {}
-    observed = {label: stack for label, row in rows.items() if (stack := _observed(row)) is not None}
+    observed = {label: stack for label, row in rows.items() if (stack := _observed(label, row)) is not None}
     for label, stack in observed.items():
         if (estimate := estimates.get(label)) is not None:
             parts = {part: estimate.parts.get(part, 0) for part in _COLOURS}
             if "state only" in stack.evidence:
                 state = {part: parts[part] for part in COUNTED_STATE}
-                stacks.setdefault("estimated", _Stack("estimated, state only", state))
+                stacks.setdefault("estimated", _Stack(label, "estimated, state only", state))
             elif "estimated" not in stacks or "state only" in stacks["estimated"].evidence:
-                stacks["estimated"] = _Stack("estimated", parts)
+                stacks["estimated"] = _Stack(label, "estimated", parts)
     for evidence in ("rehearsed", "measured"):
         for label, stack in observed.items():
             if rows[label].evidence == evidence:
                 stacks.setdefault(evidence, stack)
-    for row in rows.values():
+    for label, row in rows.items():
         if row.deepspeed_bytes and row.status == "ok":
-            deepspeed_stack = _Stack("DeepSpeed's estimate", {DEEPSPEED: row.deepspeed_bytes})
+            deepspeed_stack = _Stack(label, "DeepSpeed's estimate", {DEEPSPEED: row.deepspeed_bytes})
             stacks.setdefault("deepspeed", deepspeed_stack)
     return list(stacks.values())
 
 
-def _observed(row: Row) -> _Stack | None:
+def _observed(label: str, row: Row) -> _Stack | None:
     """Return the observed bytes by part; without a trace, the counted state and the rest of the peak."""
     if row.status != "ok":
         return None
     if row.memory_at_peak is not None:
-        return _Stack(row.evidence, row.memory_at_peak["parts"])
+        return _Stack(label, row.evidence, row.memory_at_peak["parts"])
     state = row.state_bytes_per_rank or {}
     if peak := row.peak_allocated_bytes:
         rest = peak - sum(state.values())
         if rest < 0:  # at the peak, part of the state was freed or on the host
-            return _Stack(row.evidence, {UNSPLIT: peak})
-        return _Stack(row.evidence, {**{part: state.get(part, 0) for part in STATE}, UNSPLIT: rest})
+            return _Stack(label, row.evidence, {UNSPLIT: peak})
+        return _Stack(label, row.evidence, {**{part: state.get(part, 0) for part in STATE}, UNSPLIT: rest})
     if not state:
         return None
-    return _Stack(f"{row.evidence}, state only", {part: state.get(part, 0) for part in COUNTED_STATE})
+    return _Stack(label, f"{row.evidence}, state only", {part: state.get(part, 0) for part in COUNTED_STATE})
 
 
 def _limits(
@@ -257,32 +280,51 @@ def _limits(
 def _timeline(name: str, label: str, picture: MemoryPicture) -> Figure:
     moments = picture.moments
     unit = _unit(picture.num_bytes)
-    at = list(range(len(moments)))
-    places = [escaped(f"{moment.phase} {moment.place}".strip()) for moment in moments]
+    edges = _edges(moments)
+    shown = [*moments, moments[-1]]  # the last moment lasts until the last edge
     data = [
         {
-            **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": _TITLES[part], "x": at},
-            "y": [unit.of(moment.parts.get(part, 0)) for moment in moments],
-            "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hvh"},
+            **{"type": "scatter", "mode": "lines", "stackgroup": "alive", "name": _TITLES[part], "x": edges},
+            "y": [unit.of(moment.parts.get(part, 0)) for moment in shown],
+            "line": {"width": 0.5, "color": _COLOURS[part], "shape": "hv"},
             "fillcolor": _COLOURS[part],
-            "text": places,
+            "text": [escaped(f"{moment.phase} {moment.place}".strip()) for moment in shown],
             "hovertemplate": "%{text}<br>%{fullData.name}: %{y} " + unit.name + "<extra></extra>",
         }
         for part in TRACED_PARTS
         if any(moment.parts.get(part, 0) > 0 for moment in moments)
     ]
     layout = curves_layout(x_title="", y_title=f"{unit.name} in use", num_keys=2)
-    phases = [list(group) for _, group in groupby(at, key=lambda index: moments[index].phase)]
-    wide = [phase for phase in phases if len(phase) * _MOST_PHASES_NAMED >= len(at)]
+    starts = [index for index, moment in enumerate(moments) if index == 0 or _starts(moments, index)]
     layout["xaxis"] |= {
-        "tickvals": [phase[0] for phase in wide],
-        "ticktext": [moments[phase[0]].phase for phase in wide],
-        "tickangle": 0,
+        "tickvals": [edges[index] for index in starts],
+        "ticktext": [moments[index].phase for index in starts],
+        **{"tickangle": 0, "ticklabelposition": "outside right", "range": [0, edges[-1]]},
     }
     peak = next(index for index, moment in enumerate(moments) if moment.is_peak)
     layout["annotations"] = [
-        {"x": peak, "y": unit.of(moments[peak].num_bytes), "text": f"peak {unit.text(picture.num_bytes)}"}
+        {"x": (edges[peak] + edges[peak + 1]) / 2, "y": unit.of(moments[peak].num_bytes)}
+        | {"text": f"peak {unit.text(picture.num_bytes)}"}
         | {"showarrow": True, "arrowhead": 2, "ax": 0, "ay": -28}
     ]
     layout["margin"]["t"] = 36
     return Figure(name, label, data, layout)
+
+
+def _starts(moments: Sequence[ChartRow], index: int) -> bool:
+    return moments[index].phase != moments[index - 1].phase
+
+
+def _edges(moments: Sequence[ChartRow]) -> list[float]:
+    """Return where each moment begins on the axis, and where the last one ends.
+
+    A phase gets at least _NARROWEST_PHASE of the others' width: the optimizer's step is one moment, but may
+    have the step's peak.
+    """
+    phases = [len(list(group)) for _, group in groupby(moments, key=lambda moment: moment.phase)]
+    narrowest = _NARROWEST_PHASE * len(moments)
+    edges = [0.0]
+    for count in phases:
+        width = max(count, narrowest) / count
+        edges += [round(edges[-1] + width * number, 3) for number in range(1, count + 1)]
+    return edges

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -112,7 +113,11 @@ def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
 
 def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     """Return the notes below the table; `dropped` has the titles of dropped columns."""
-    notes = [Text(f"{row.strategy}: {row.status}: {row.reason}", style="red") for row in rows if row.reason]
+    reasons = Counter(f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason)
+    notes = [
+        Text(f"{reason} ({count} rows)" if count > 1 else reason, style="red")
+        for reason, count in reasons.items()
+    ]
     for marked, mark in marks_of(rows).items():
         reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == marked)
         notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(marked)}", style="yellow"))
@@ -128,10 +133,16 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         )
         scope = f"among rows of one model, sequence length and machine; =: {shared}"
         notes.append(Text(f"rank: by tokens/s per process, {scope}", style="dim"))
-    if any(row.interval and row.interval[1] > 1.5 * row.tokens_per_second for row in rows):
-        causes = "other programs used the cores, or few steps were timed (--max_steps)"
-        notes.append(Text(f"wide intervals: {causes}", style="dim"))
-    if (most := max(row.num_launches for row in rows)) > 1:
+    if disturbed := [row.strategy for row in rows if row.is_too_disturbed]:
+        names = ", ".join(dict.fromkeys(disturbed))
+        causes = "other programs were busy, or few steps were timed (--max_steps)"
+        notes.append(
+            Text(
+                f"too disturbed: {names}: another run may be over twice as fast or slow; {causes}",
+                style="yellow",
+            )
+        )
+    if (most := max(row.num_launches for row in rows)) > 1 and "interval" not in dropped:
         notes.append(Text(f"intervals: from up to {most} launches", style="dim"))
     if any(row.is_rehearsed for row in rows):
         notes.append(
@@ -143,7 +154,11 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
         )
     prices = sorted({row.price for row in rows if row.price})
     notes += [Text(f"price: {price}", style="dim") for price in prices]
-    if not prices and any(row.status == "ok" and not row.is_rehearsed for row in rows):
+    if (
+        not prices
+        and "$ per 1M tokens" not in dropped
+        and any(row.status == "ok" and not row.is_rehearsed for row in rows)
+    ):
         notes.append(Text("no known price for this hardware: set one with --usd_per_gpu_hour", style="dim"))
     if any(row.deepspeed_bytes for row in rows) and not any("DeepSpeed" in title for title in dropped):
         notes.append(

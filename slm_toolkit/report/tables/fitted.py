@@ -1,5 +1,6 @@
 """Tables that fit the console's width: a narrow console loses columns, but no figure is cut."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,10 +129,19 @@ def left_out_note(dropped: Sequence[str]) -> str:
 
 
 def console_of_stdout(*, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Return a console that prints tables; its width is `pipe_width` if stdout is not a terminal."""
+    """Return a console that prints tables.
+
+    If stdout is not a terminal, its width is $COLUMNS if that is set, else `pipe_width`.
+    """
     console = Console(markup=False, emoji=False)
-    console.width = console.width if console.is_terminal else pipe_width
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = pipe_width
     return console
+
+
+def command_line(command: str) -> Text:
+    """Return a command that no console wraps, so that it can be copied."""
+    return Text(command, no_wrap=True, overflow="ignore")
 
 
 # Values as the text of a table's cell; an unknown value is a dash.

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,13 +27,29 @@ from slm_toolkit.run.observe.machine_load import allocator_retries
 from slm_toolkit.run.observe.watch import RunWatch
 
 
+def show_stage(run_dir: Path, stage: str) -> None:
+    """Tell a terminal, or `slm compare` through the progress file, what a run does before its first step."""
+    if sys.stderr.isatty():
+        print(f"starting: {stage}", file=sys.stderr, flush=True)
+    if run_dir.is_dir():  # `slm compare` made it
+        with suppress(OSError):  # the run itself does not need the file
+            _write_state(run_dir / PROGRESS_FILE, {"stage": stage})
+
+
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    """Replace the file at once, so that a reader never sees half of it."""
+    unfinished = path.with_suffix(".new")
+    write_new(unfinished, json.dumps(state))
+    unfinished.replace(path)
+
+
 class NoProgress:
     """The progress of ranks other than 0: shows nothing."""
 
     def due(self, step: int) -> bool:
         return False
 
-    def show(self, step: int, loss: float, num_tokens: int) -> None:
+    def show(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         pass
 
     def say(self, line: str) -> None:
@@ -63,7 +80,8 @@ class TrainingProgress:
         "how often the allocator of this rank's GPU was full, freed its unused blocks and retried"
         self.logging_steps = logging_steps
         self.num_steps = num_steps
-        self.started = self.last_shown = self.last_line = time.monotonic()
+        self.last_shown = self.last_line = time.monotonic()
+        show_stage(run_dir, "first step")
         self.has_warned = False
         "True after the warning that the file can't be written"
         self.bar: Progress | None = None
@@ -78,7 +96,7 @@ class TrainingProgress:
                 console=Console(stderr=True),
             )
             self.task = self.bar.add_task(
-                "training", total=num_steps, completed=first_step, status="starting"
+                "training", total=num_steps, completed=first_step, status="first step"
             )
             self.bar.start()
             self.bar.console.show_cursor(True)  # otherwise a killed run would leave it hidden
@@ -88,21 +106,20 @@ class TrainingProgress:
         is_time = time.monotonic() - self.last_shown >= 0.5
         return (is_time or self._is_logged(step)) and step < self.num_steps
 
-    def show(self, step: int, loss: float, num_tokens: int) -> None:
-        """Show the loss and the rate. num_tokens: all ranks' tokens since this run began, without padding."""
+    def show(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """Show the loss and the rate; None while the first steps warm up."""
         self.last_shown = time.monotonic()
-        tokens_per_second = num_tokens / (self.last_shown - self.started)
+        rate = "warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
         self._show_retries(allocator_retries(self.device).get("num_alloc_retries", 0))
         if self.bar is not None:
-            status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            status = f"loss {loss:.4f}  {rate}"
             if self.num_retries:
                 status += f"  nearly full, {self.num_retries} retries"
             self.bar.update(self.task, completed=step, status=status)
         elif self._is_logged(step) or step == self.num_steps:
             self.last_line = self.last_shown
-            line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            line = f"step {step}/{self.num_steps}  loss {loss:.4f}  {rate}"
             print(line, file=sys.stderr, flush=True)
-        unfinished = self.path.with_suffix(".new")
         state = {
             "step": step,
             "num_steps": self.num_steps,
@@ -110,8 +127,7 @@ class TrainingProgress:
             "tokens_per_second": tokens_per_second,
         }
         try:
-            write_new(unfinished, json.dumps(state))
-            unfinished.replace(self.path)
+            _write_state(self.path, state)
         except OSError as error:  # only the display of `slm compare` needs the file
             if not self.has_warned:
                 self.say(f"warning: can't write {self.path}: {error.strerror}; training continues")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from accelerate import Accelerator
 
 from slm_toolkit.hardware.gpus import num_cores
 from slm_toolkit.record.run_record import finite
+from slm_toolkit.record.steady_rate import block_rates, num_warmup_steps
 from slm_toolkit.run.kernels.loss_kernels import IGNORE_INDEX
 from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.observe.machine_load import GpuBefore, GpuWatch, HostWatch, allocator_retries
@@ -27,6 +29,8 @@ from slm_toolkit.run.peers.step_exchange import gather_to_all
 
 MOST_PROBED_STEPS = 5
 "limit for a model that compiles again and again"
+_MOST_STEADY_STEPS = 2000
+"steps of the live rate: older ones are left out, so that showing it takes no time in a long run"
 _STEPS_READ_AT_ONCE = 256
 "steps between two reads of the datasets' losses: so many that waiting for the device costs no time"
 
@@ -100,6 +104,26 @@ class RunWatch:
     def num_tokens(self) -> int:
         """Return this rank's drawn tokens, without padding. Waits for the device if there is padding."""
         return self.num_tokens_drawn - int(self.num_padding)
+
+    def steady_tokens_per_second(self, *, timing_warmup_steps: int | None) -> float | None:
+        """Return the rate that a report would show now, by this rank's clock; None while warming up.
+
+        That is the median of blocks of ten steps after the warm-up, of all ranks, without padding.
+        """
+        seconds = self.clock.seconds
+        first = max(0, len(seconds) - _MOST_STEADY_STEPS)
+        asked = None if timing_warmup_steps is None else max(0, timing_warmup_steps - first)
+        seconds = seconds[first:]
+        start = num_warmup_steps(
+            seconds,
+            num_probed_steps=max(0, self.num_probed_steps - first),
+            num_graphs_compiled=self.num_graphs_compiled[first:],
+            timing_warmup_steps=asked,
+        )
+        if start >= len(seconds):
+            return None
+        tokens_per_step = self.num_tokens() * self.accelerator.num_processes / len(self.num_graphs_compiled)
+        return median(block_rates(seconds[start:], tokens_per_step))
 
     def last_tokens_per_second(self) -> float:
         """Return the last step's tokens per second of all ranks, without padding. Every rank must call it."""

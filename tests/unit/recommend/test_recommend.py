@@ -476,3 +476,21 @@ def test_epochs_are_counted_as_the_training_packs_the_dataset(tmp_path: Path) ->
 
 def test_the_laws_to_choose_from_are_all_there_are() -> None:
     assert set(_LAWS) == set(LAWS)
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_pipe_keeps_to_columns_and_wraps_between_words_but_no_command(columns: int) -> None:
+    asked = ("recommend", "--model", "slm-1b", "--gpu", "h100-80gb:8", "a100-40gb:8", "--tokens", "20B")
+    narrow = slm_here(*asked, env={"COLUMNS": str(columns)})
+    wide = slm_here(*asked, env={"COLUMNS": "1000"})
+    assert narrow.code == 0
+    long = [line for line in narrow.out.splitlines() if len(line) > columns]
+    assert [line.split()[0] for line in long] == ["accelerate", "slm"]  # a command is for copying
+    below_table = [line for line in wide.out.splitlines() if line[:1] not in "┏┡└│┃"]
+    assert set(" ".join(below_table).split()) <= set(narrow.out.split())
+
+
+def test_a_piped_report_keeps_to_columns() -> None:
+    done = slm_here("report", "results/cpu", env={"COLUMNS": "80"})
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "columns that did not fit" in done.out

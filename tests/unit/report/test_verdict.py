@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 
 import pytest
 from conftest import made_record
@@ -9,6 +10,7 @@ from conftest import made_record
 from slm_toolkit.cli.output import add_output_flags, sort_of
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import SORTS, Row, ranked, row_of, sorted_rows, with_values
+from slm_toolkit.report.tables.comparison import comparison_table
 from slm_toolkit.report.verdict import verdict
 
 CPU = {"gpu": None, "cpu": "AMD", "peak_allocated_bytes": None}
@@ -16,8 +18,8 @@ CPU = {"gpu": None, "cpu": "AMD", "peak_allocated_bytes": None}
 
 def record(strategy: str, seconds: float = 0.5, peak_gib: int = 3, **changes: object) -> RunRecord:
     """30 timed steps of 8,192 tokens on two H100s, or on what `changes` name."""
-    made = {"step_seconds": [[seconds] * 33] * 2, "peak_allocated_bytes": [peak_gib * 2**30] * 2, **changes}
-    return made_record(strategy=strategy, identity=strategy, **made)
+    made = {"step_seconds": [[seconds] * 33] * 2, "peak_allocated_bytes": [peak_gib * 2**30] * 2}
+    return made_record(**{"strategy": strategy, "identity": strategy, **made, **changes})
 
 
 def rows(*records: RunRecord, usd_per_gpu_hour: float | None = None) -> list[Row]:
@@ -136,3 +138,69 @@ def test_the_flag_offers_every_order() -> None:
         assert sort_of(parser.parse_args(words)) == by
     with pytest.raises(KeyError):
         sorted_rows(rows(record("ddp")), "name")
+
+
+def test_a_rate_that_may_be_twice_as_high_or_low_has_no_rank_and_no_interval() -> None:
+    # on a CPU of two cores of which others kept 1.2 busy: (2 / 0.8)^2 = 6.25 times as fast or slow
+    busy = rows(
+        record("ddp", **CPU, other_busy_cores=1.2), record("ds_zero2", 0.6, **CPU, other_busy_cores=1.2)
+    )
+    assert [row.rank for row in busy] == [None, None]
+    assert (
+        verdict(busy)[0] == "Too disturbed to rank: another run of any row may be over twice as fast or slow."
+    )
+    text = comparison_text(busy)
+    assert "disturbed" in text
+    assert "525" not in text  # 6.25 - 1 = +525 %, which says nothing
+    assert "too disturbed: ddp, ds_zero2: another run may be over twice as fast or slow" in text
+
+
+def test_a_disturbed_row_among_others_is_left_out_of_the_ranks_and_named() -> None:
+    mixed = rows(
+        record("ddp", **CPU), record("ds_zero1", 0.7, **CPU), record("ds_zero2", **CPU, other_busy_cores=1.2)
+    )
+    assert [row.rank for row in mixed] == [1, 2, None]
+    assert "Not ranked, too disturbed: ds_zero2." in verdict(mixed)
+
+
+def test_on_a_cpu_the_price_is_that_of_a_process() -> None:
+    (row,) = rows(record("ddp", **CPU), usd_per_gpu_hour=2.0)
+    assert row.price == "$2.00 per process-hour (there is no GPU), given by --usd_per_gpu_hour"
+    # two processes for $2 an hour each, 16,384 tokens/s: 4 / 3600 / 16,384 x 1e6 = $0.0678
+    assert row.usd_per_million_tokens == pytest.approx(0.0678, abs=1e-4)
+
+
+def test_rows_with_one_reason_share_its_note() -> None:
+    broken = [
+        record("ds_zero3", identity=str(number), status="oom", reason="CUDA out of memory", step_seconds=[])
+        for number in range(3)
+    ]
+    assert comparison_text(rows(*broken)).count("CUDA out of memory (3 rows)") == 1
+
+
+def test_notes_on_dropped_columns_are_dropped_too() -> None:
+    pair = [("0/record.json", record("ddp", **CPU)), ("1/record.json", record("ddp", **CPU, run_name="a-r2"))]
+    compared = [row_of(pair)]
+    wide, narrow = (comparison_text(compared, width=width) for width in (200, 50))
+    assert "no known price for this hardware" in wide
+    assert "intervals: from up to 2 launches" in wide
+    assert "columns that did not fit: DeepSpeed's estimate GiB, MFU, $ per 1M tokens" in " ".join(
+        narrow.split()
+    )
+    assert "no known price" not in narrow
+    assert "intervals: from" not in narrow
+
+
+def test_small_differences_of_memory_are_told_in_mib() -> None:
+    states = ([{"parameters": 2**20 * mib}] * 2 for mib in (3, 1))
+    small = rows(*(record(name, **CPU, state_bytes=state) for name, state in zip("ab", states, strict=True)))
+    sentence = "b needs the least memory (1.0 MiB of training state per rank; the most is 3.0 MiB)."
+    assert sentence in verdict(small)
+
+
+def comparison_text(compared: list[Row], *, width: int = 200) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(comparison_table(compared, width=width), crop=False)
+    return console.export_text()
