@@ -21,7 +21,7 @@ _COLOURS = (  # Observable 10, for light and dark pages: https://observablehq.co
     *("#9c6b4e", "#9498a0"),
 )
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "hexagon")
-_MOST_NAMED = 5
+_MOST_NAMED = 3
 "most names in a sentence; the rest is a count"
 MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
