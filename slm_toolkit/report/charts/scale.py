@@ -262,7 +262,8 @@ def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
     counts = sorted({cell.num_gpus for cell in cells})
     layout["xaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": list(map(str, counts))}
     models = list(dict.fromkeys(cell.model for cell in sorted(cells, key=lambda cell: cell.num_params)))
-    layout["yaxis"] = {"type": "category", "categoryorder": "array", "categoryarray": models}
+    layout["yaxis"] = {"type": "category", "categoryorder": "array"}
+    layout["yaxis"]["categoryarray"] = list(map(escaped, models))
     layout["xaxis"]["range"] = [-0.6, len(counts) - 0.4]
     layout["yaxis"]["range"] = [-0.7, len(models) - 0.3]
     layout["height"] = 140 + 72 * len(models)
@@ -295,7 +296,7 @@ def _marks(
         "mode": "markers+text" if is_named else "markers",
         "name": "predicted" if is_predicted else "measured",
         "x": [str(cell.num_gpus) for cell in cells],
-        "y": [cell.model for cell in cells],
+        "y": [escaped(cell.model) for cell in cells],
         "text": [_short(cell.tokens_per_second) for cell in cells],
         **{"textposition": "bottom center", "textfont": {"size": 11}},
         "hovertext": [_hover(cell) for cell in cells],
