@@ -8,6 +8,7 @@ Needs Chromium and the package websockets.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -63,9 +64,10 @@ def take_pictures(page: Path, out: Path, *, words: str) -> list[Path]:
             tab.wait_for("document.querySelectorAll('.chart .main-svg').length > 0")
             if words:
                 tab.evaluate(
-                    f"(box => {{ box.value = {words!r}; box.dispatchEvent(new Event('input')) }})"
+                    f"(box => {{ box.value = {json.dumps(words)}; box.dispatchEvent(new Event('input')) }})"
                     "(document.getElementById('filter'))"
                 )
+                tab.evaluate("new Promise(done => setTimeout(done, 2000))")  # charts follow a little later
             paths.append(out / f"{width}-{scheme}.png")
             tab.screenshot(paths[-1])
     return paths

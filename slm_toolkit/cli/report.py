@@ -157,7 +157,7 @@ def _print_schema(args: argparse.Namespace) -> int:
 # `slm report --paper`, from its flags to what it prints.
 
 _DEFAULT_GPU = "h100-80gb"
-_TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps")
+_TAKEN = ("records", "paper", "gpu", "json", "usd_per_gpu_hour", "inter_node_gbps", "figures")
 _TEXT_WIDTH = 110
 "most columns of a paragraph"
 
@@ -168,7 +168,8 @@ def add_paper_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of the table: figures 1 to 4 of Ashkboos et al. (arXiv 2410.19456) next to our "
         "predictions, or next to your records of the same configurations. Also answers the "
-        "paper's four questions, and lists the best configurations for 1 to 64 nodes",
+        "paper's four questions, and lists the best configurations for 1 to 64 nodes. With --figures it "
+        "draws these, and the paper's figure 5",
     ).basic = True
     parser.add_argument(
         "--gpu",
@@ -203,6 +204,9 @@ def print_paper(args: argparse.Namespace) -> int:
     measured = measured_cells(records)
     if given:
         print(f"cells of the paper measured by {len(records)} records: {len(measured)}", file=sys.stderr)
+    if args.figures:
+        with user_errors():
+            _write_paper_pictures(best, args.figures)
     compared = comparisons(measured)
     found = answers(compared)
     if args.json:
@@ -216,6 +220,17 @@ def print_paper(args: argparse.Namespace) -> int:
     else:
         _print(compared, found, best)
     return 1 if problems else 0
+
+
+def _write_paper_pictures(best: list["Best"], folder: Path) -> None:
+    from slm_toolkit.report.charts.files import write_images
+    from slm_toolkit.study.pictures import caption, pictures
+
+    try:
+        written = write_images(pictures(best), folder, caption=caption(best))
+    except OSError as error:
+        raise ValueError(f"can't write: {error}\nhint: choose a writable folder with free space") from None
+    print(f"wrote {len(written)} files to {folder}", file=sys.stderr)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,12 +37,14 @@ def seconds_left(
     running: list[tuple[PlannedRun, float]],
     *,
     num_slots: int,
+    steps_left: Mapping[str, float] | None = None,
 ) -> float | None:
     """Estimate the seconds until all runs are done; None before the first is done.
 
     `done` and `running`: runs with their seconds so far. A run is expected to take the mean of the runs that
     are done with the same model, strategy and batch; without any, the same model and strategy; then the same
     strategy; then all. A run that has taken longer is expected to take OVERDUE times its seconds so far.
+    `steps_left`: by the name of a running run, the seconds of its steps to come, which it takes at least.
     """
     if not done:
         return None
@@ -54,7 +56,11 @@ def seconds_left(
     def expected(run: PlannedRun) -> float:
         return next(mean(took[kind]) for kind in _kinds(run) if kind in took)
 
-    rest = [max(expected(run), OVERDUE * elapsed) - elapsed for run, elapsed in running]
+    at_least = steps_left or {}
+    rest = [
+        max(expected(run) - elapsed, (OVERDUE - 1) * elapsed, at_least.get(run.run_name, 0.0))
+        for run, elapsed in running
+    ]
     total = sum(rest) + sum(expected(run) for run in waiting)
     return max([total / num_slots, *rest])
 
@@ -171,6 +177,8 @@ class Display:
         self.running: dict[str, tuple[PlannedRun, float, int]] = {}
         "by name: the run, its start time and its bar"
         self.waits: dict[str, Waits] = {}
+        self.steps: dict[str, tuple[float, int, int, int]] = {}
+        "by name of a running run: when a first step was seen, that step, the newest, and the number of steps"
         self.lock = threading.RLock()
         names = [name for name, flag in FLAGS.items() if flag.grid]
         others = [run.config for run in runs if not run.run_name.startswith(PARITY_REFERENCE)]
@@ -207,6 +215,9 @@ class Display:
 
     def progress(self, run: PlannedRun, state: dict[str, Any] | None) -> None:
         with self.lock:
+            if state is not None and "step" in state:
+                first = self.steps.get(run.run_name, (time.monotonic(), state["step"]))[:2]
+                self.steps[run.run_name] = (*first, state["step"], state["num_steps"])
             self.bars.update(self.overall, status=self._outlook())
             _, _, bar = self.running[run.run_name]
             if state is not None and "step" in state:
@@ -231,6 +242,7 @@ class Display:
                 _, _, bar = self.running.pop(run.run_name)
                 self.bars.remove_task(bar)
             self.waiting.pop(run.run_name, None)
+            self.steps.pop(run.run_name, None)
             self.num_ended += 1
             if record.status != "skipped" and record.seconds_total is not None:
                 self.took.append((run, record.seconds_total))
@@ -263,11 +275,21 @@ class Display:
         running = [(run, now - began) for run, began, _ in self.running.values()]
         waiting = list(self.waiting.values())
         if self.num_slots is not None and not self.searching and (running or waiting):
-            left = seconds_left(self.took, waiting, running, num_slots=self.num_slots)
+            left = seconds_left(
+                self.took, waiting, running, num_slots=self.num_slots, steps_left=self._steps_left(now)
+            )
             words += [] if left is None else [_left_in_words(left)]
         if self.usd_so_far is not None:
             words.append(f"${self.usd_so_far():,.2f} so far")
         return ", ".join(words)
+
+    def _steps_left(self, now: float) -> dict[str, float]:
+        """Return the seconds of the steps to come of each run that has done two, at its pace so far."""
+        return {
+            name: (num_steps - newest) * (now - began) / (newest - first)
+            for name, (began, first, newest, num_steps) in self.steps.items()
+            if newest > first
+        }
 
     def _label(self, run: PlannedRun) -> str:
         """Return the strategy and the flags that vary between the runs of the grid."""

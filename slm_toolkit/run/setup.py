@@ -397,7 +397,7 @@ def _build(request: _Request, start: _Start, run_dir: Path) -> _Built:
     data, description = None, start.description
     if not is_fake(config):
         if is_main:
-            show_stage(run_dir, f"reading {config.dataset}")
+            show_stage(run_dir, f"reading data: {config.dataset}")
         num_sequences = (config.steps_asked or 0) * start.sequences_per_step
         held_out = num_held_out(checkpoint)
         data = rank_0_first(

@@ -25,6 +25,16 @@ def test_each_figure_becomes_a_png_and_an_svg(tmp_path: Path) -> None:
     assert "AMD EPYC (2 cores); 2026-11-20" in svg  # a picture in a slide says what it is
 
 
+@needs_browser
+def test_the_study_is_drawn_with_its_origin_in_every_title(tmp_path: Path) -> None:
+    done = slm("report", "--paper", "--figures", str(tmp_path / "figures"))
+    assert done.code == 0, done.err
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    charts = ("scale", "scale-best", "fit-hidden-size", "fit-layers")
+    assert names == {f"{chart}.{kind}" for chart in charts for kind in ("png", "svg")}
+    assert "predicted for nodes of 8 h100-80gb" in (tmp_path / "figures" / "scale.svg").read_text()
+
+
 def test_without_a_browser_figures_end_with_a_hint(tmp_path: Path) -> None:
     slm_command = str(Path(sys.executable).with_name("slm"))
     env = {"PATH": str(tmp_path), "CHROME_PATH": ""}

@@ -145,8 +145,11 @@ def test_charts_follow_the_filter_of_the_table(tab: Browser) -> None:
     marks = tab.evaluate(MARKS)
     assert (marks["cost"]["bars"], marks["front"]["points"], marks["losses"]["lines"]) == (36, 36, 36)
     assert marks["scaling"]["lines"] == 8  # seven batches, and the ideal
+    assert marks["scale"]["points"] == 0  # ddp is the fastest on each number of ranks
+    empty = "the table's filter keeps none of the rows that are drawn here"
+    assert tab.evaluate("document.querySelector('#scale .rest').textContent") == empty
     assert all(now < then for now, then in zip(tab.evaluate(heights), before, strict=True))
-    # the fastest of these is a sixteenth-GPU run at 14,966 x 8 / 4: the axis ends with its whisker
+    # the axis ends with the whisker of the longest bar that is left
     ends = tab.evaluate("document.getElementById('chart-speed')._fullLayout.xaxis.range[1]")
     longest = tab.evaluate(
         "Math.max(...document.getElementById('chart-speed').data[0].x.map((x, index) =>"

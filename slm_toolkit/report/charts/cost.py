@@ -15,6 +15,7 @@ from slm_toolkit.report.charts.figures import (
     named,
     places_of,
     rate_whiskers,
+    reasons,
     strategy_colour,
     strategy_symbol,
     whiskers,
@@ -28,7 +29,7 @@ def cost_panel(rows: dict[str, Row]) -> Panel:
     name, title = "cost", "Dollars per million tokens"
     shown_rows = _priced(rows)
     if not shown_rows:
-        return Panel(name, title, missing=_no_dollars(rows))
+        return Panel(name, title, missing=reasons(rows, _why_no_dollars))
     bars = bars_of(shown_rows, _usd, _words)
     bars["error_x"] = whiskers(shown_rows.values(), _usd, _usd_interval)
     layout = bars_layout(places_of(shown_rows), x_title="$ per million tokens")
@@ -42,7 +43,7 @@ def front_panel(rows: dict[str, Row]) -> Panel:
     name, title = "front", "Cost and speed"
     shown_rows = _priced(rows)
     if not shown_rows:
-        return Panel(name, title, missing=_no_dollars(rows))
+        return Panel(name, title, missing=reasons(rows, _why_no_dollars))
     by_model: dict[str, dict[str, Row]] = {}
     for label, row in shown_rows.items():
         by_model.setdefault(row.model, {})[label] = row
@@ -125,11 +126,6 @@ def _marks(rows: dict[str, Row], front: Iterable[str], colour: str, symbol: str)
 
 def _priced(rows: dict[str, Row]) -> dict[str, Row]:
     return {label: row for label, row in rows.items() if row.usd_per_million_tokens is not None}
-
-
-def _no_dollars(rows: dict[str, Row]) -> str:
-    timed = [row for row in rows.values() if row.tokens_per_second and not row.is_rehearsed]
-    return _why_no_dollars(timed[0]) if timed else "no run was timed"
 
 
 def _why_no_dollars(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,7 +21,7 @@ _COLOURS = (  # Observable 10, for light and dark pages: https://observablehq.co
     *("#9c6b4e", "#9498a0"),
 )
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "hexagon")
-_MOST_NAMED = 5
+_MOST_NAMED = 3
 "most names in a sentence; the rest is a count"
 MOST_KEYS = 16
 "most entries of a legend; with more there is no legend, and hovering shows the names"
@@ -169,7 +170,7 @@ def speed_panel(rows: dict[str, Row]) -> Panel:
     name, title = "speed", "Tokens per second"
     shown_rows = {label: row for label, row in rows.items() if row.tokens_per_second and not row.is_rehearsed}
     if not shown_rows:
-        return Panel(name, title, missing="no run was timed")
+        return Panel(name, title, missing=reasons(rows, why_no_rate))
     measured = bars_of(shown_rows, lambda row: row.tokens_per_second, _speed_words)
     measured["error_x"] = rate_whiskers(shown_rows.values())
     axis_end = 1.06 * max(row.tokens_per_second + _above(row) for row in shown_rows.values())
@@ -235,7 +236,7 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
     name, title = "losses", "Loss"
     shown_rows = {label: row for label, row in rows.items() if len(row.losses) > 1}
     if not shown_rows:
-        return Panel(name, title, missing="no run has more than one step")
+        return Panel(name, title, missing=reasons(rows, lambda row: _why(row, "fewer than two steps")))
     layout = curves_layout(x_title="step", y_title="loss, mean over ranks", num_keys=len(shown_rows))
     curves = _loss_curves({label: row.losses for label, row in shown_rows.items()}, shown_rows)
     thinned = any(len(row.losses) > MOST_POINTS for row in shown_rows.values())
@@ -249,7 +250,9 @@ def loss_panel(rows: dict[str, Row]) -> Panel:
 
 def _why(row: Row, otherwise: str) -> str:
     """Return the status of a row that did not end ok, or that it is a rehearsal, else another reason."""
-    return why_no_rate(row) if row.status != "ok" or row.is_rehearsed else otherwise
+    if row.status != "ok":
+        return PROBLEMS[row.status]
+    return "rehearsed" if row.is_rehearsed else otherwise
 
 
 def _loss_differences(rows: dict[str, Row]) -> list[Figure]:
@@ -376,6 +379,12 @@ def _speed_words(row: Row) -> str:
     launches = f"{row.num_launches} launch{'es' * (row.num_launches > 1)}"
     interval = f"<br>{row.interval[0]:,.0f} to {row.interval[1]:,.0f}" if row.interval else ""
     return f"{row.tokens_per_second:,.0f} tokens/s{interval}<br>{row.num_timed_steps} timed steps, {launches}"
+
+
+def reasons(rows: dict[str, Row], reason_of: Callable[[Row], str]) -> str:
+    """Return why a panel has no row at all."""
+    counts = Counter(map(reason_of, rows.values()))
+    return "; ".join(f"{reason} ({count} row{'s' * (count > 1)})" for reason, count in counts.items())
 
 
 def left_out(rows: dict[str, Row], shown_rows: Collection[str], reason_of: Callable[[Row], str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -237,8 +237,7 @@ def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
     utilisation = {
         **{"cmin": 0, "cmax": max([0.01, *known]), "colorscale": _UTILISATION},
         "colorbar": {
-            **{"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-            **{"len": 0.6, "thickness": 10, "tickformat": ".0%", "nticks": 4, "tickangle": 0},
+            **{"x": 1.01, "xanchor": "left", "thickness": 10, "tickformat": ".0%", "nticks": 4},
             **{"title": {"text": "MFU", "side": "top"}},
         },
     }
@@ -249,13 +248,22 @@ def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
         ]
         if group:
             is_first = has_mfu and not any("colorscale" in trace["marker"] for trace in data)
-            data.append(_marks(group, most, utilisation, is_predicted, has_mfu, shows_scale=is_first))
-    layout = curves_layout(x_title="ranks", y_title="", num_keys=1)
+            data.append(
+                _marks(
+                    group,
+                    most,
+                    utilisation if has_mfu else {},
+                    shows_scale=is_first,
+                    is_named=not is_predicted or all(cell.is_predicted for cell in cells),
+                )
+            )
+    layout = curves_layout(x_title="ranks", y_title="", num_keys=len({trace["name"] for trace in data}))
+    layout["legend"]["itemsizing"] = "constant"
     counts = sorted({cell.num_gpus for cell in cells})
-    layout["margin"]["t"] = 70 if known else 30
     layout["xaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": list(map(str, counts))}
     models = list(dict.fromkeys(cell.model for cell in sorted(cells, key=lambda cell: cell.num_params)))
-    layout["yaxis"] = {"type": "category", "categoryorder": "array", "categoryarray": models}
+    layout["yaxis"] = {"type": "category", "categoryorder": "array"}
+    layout["yaxis"]["categoryarray"] = list(map(escaped, models))
     layout["xaxis"]["range"] = [-0.6, len(counts) - 0.4]
     layout["yaxis"]["range"] = [-0.7, len(models) - 0.3]
     layout["height"] = 140 + 72 * len(models)
@@ -266,27 +274,29 @@ def _marks(
     cells: list[Cell],
     most: float,
     utilisation: dict[str, Any],
-    is_predicted: bool,
-    has_mfu: bool,
     *,
     shows_scale: bool,
+    is_named: bool,
 ) -> dict[str, Any]:
-    """Return a trace of round marks: filled if measured, hollow if predicted."""
+    """Return a trace of round marks, of which all are measured and filled, or all predicted and hollow.
+
+    Without `utilisation`, the marks are grey. `is_named`: the rates are written below the marks.
+    """
+    is_predicted = cells[0].is_predicted
     sizes = [
         max(_SMALLEST_MARK_PIXELS, _LARGEST_MARK_PIXELS * math.sqrt(cell.tokens_per_second / most))
         for cell in cells
     ]
-    color = [rounded(cell.mfu) for cell in cells] if has_mfu else _NO_UTILISATION
+    color = [rounded(cell.mfu) for cell in cells] if utilisation else _NO_UTILISATION
     marker = {"size": [rounded(size) for size in sizes], "color": color, "opacity": 1}
     marker |= {"symbol": "circle-open", "line": {"width": 2}} if is_predicted else {"symbol": "circle"}
-    if has_mfu:
-        marker |= {key: value for key, value in utilisation.items() if key != "colorbar" or shows_scale}
+    marker |= {key: value for key, value in utilisation.items() if key != "colorbar" or shows_scale}
     return {
-        **{"type": "scatter", "hoverinfo": "text", "cliponaxis": False, "showlegend": False},
-        "mode": "markers" if is_predicted else "markers+text",
+        **{"type": "scatter", "hoverinfo": "text", "cliponaxis": False},
+        "mode": "markers+text" if is_named else "markers",
         "name": "predicted" if is_predicted else "measured",
         "x": [str(cell.num_gpus) for cell in cells],
-        "y": [cell.model for cell in cells],
+        "y": [escaped(cell.model) for cell in cells],
         "text": [_short(cell.tokens_per_second) for cell in cells],
         **{"textposition": "bottom center", "textfont": {"size": 11}},
         "hovertext": [_hover(cell) for cell in cells],
@@ -318,8 +328,9 @@ def _best(name: str, title: str, cells: list[Cell]) -> Figure:
     for model, group in groupby(measured, key=lambda cell: cell.model):
         bars.append(Bar(f"{model} model", f"<b>{escaped(model)}</b>", is_heading=True))
         for cell in group:
+            mfu = "" if cell.mfu is None else f", MFU {cell.mfu:.0%}"
             ties = f" ({_ties(cell)})" if cell.num_tied else ""
-            bars.append(Bar(f"{model} {cell.num_gpus}", f"{cell.place}: {escaped(cell.words)}{ties}"))
+            bars.append(Bar(f"{model} {cell.num_gpus}", f"{cell.place}: {escaped(cell.words)}{mfu}{ties}"))
             shown.append(cell)
     known = [cell.mfu for cell in shown if cell.mfu is not None]
     trace = {
@@ -343,8 +354,8 @@ _SHAPES = (("hidden size", fitted_hidden_size, 1), ("layers", fitted_num_layers,
 _NUM_POINTS = 40
 
 
-def fit_panel(specs: Iterable[ModelSpec]) -> Panel | None:
-    """Show the fit that gives the study's models their shapes, its points, and these models.
+def fit_panel(specs: Iterable[ModelSpec], *, these: str = "models of these runs") -> Panel | None:
+    """Show the fit that gives the study's models their shapes, its points, and `these` models.
 
     None for runs of one model.
     """
@@ -353,7 +364,7 @@ def fit_panel(specs: Iterable[ModelSpec]) -> Panel | None:
     if len(models) < 2:
         return None
     figures = tuple(
-        _fit(f"{name}-{key.replace(' ', '-')}", key, fitted, column, models)
+        _fit(f"{name}-{key.replace(' ', '-')}", key, fitted, column, models, these)
         for key, fitted, column in _SHAPES
     )
     notes = (
@@ -364,7 +375,14 @@ def fit_panel(specs: Iterable[ModelSpec]) -> Panel | None:
     return Panel(name, title, figures, notes)
 
 
-def _fit(name: str, shape: str, fitted: Any, column: int, models: list[ModelSpec]) -> Figure:
+def _fit(
+    name: str,
+    shape: str,
+    fitted: Callable[[float], float],
+    column: int,
+    models: list[ModelSpec],
+    these: str,
+) -> Figure:
     sizes = [_billions(spec) for spec in models]
     low, high = min(sizes) / 1.5, FITTED_MODELS[-1][0] * 1.5
     xs = [low * (high / low) ** (number / (_NUM_POINTS - 1)) for number in range(_NUM_POINTS)]
@@ -384,7 +402,7 @@ def _fit(name: str, shape: str, fitted: Any, column: int, models: list[ModelSpec
             "marker": {"symbol": "square-open", "size": 10, "color": colour(1), "line": {"width": 2}},
         },
         {
-            **{"type": "scatter", "mode": "markers", "name": "models of these runs", "hoverinfo": "text"},
+            **{"type": "scatter", "mode": "markers", "name": these, "hoverinfo": "text"},
             "x": [rounded(size) for size in sizes],
             "y": values,
             "hovertext": [

@@ -108,9 +108,11 @@ def _change(row: Row, earlier: Row) -> Change:
 
 
 def _speed(row: Row, earlier: Row, ratio: float | None) -> str:
-    if ratio is None or row.interval is None or earlier.interval is None:
+    # of a disturbed rate, too: its interval is so wide that it ties with nearly everything
+    ends = [(each.tokens_per_second_lowest, each.tokens_per_second_highest) for each in (row, earlier)]
+    if ratio is None or (None, None) in ends:
         return "unknown"
-    if overlap(row.interval, earlier.interval):
+    if overlap(*ends):
         return "tie"
     return "faster" if ratio > 1 else "slower"
 

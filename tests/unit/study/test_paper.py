@@ -22,6 +22,7 @@ from slm_toolkit.study.comparison import (
     figure_errors,
     measured_cells,
 )
+from slm_toolkit.study.pictures import pictures
 from slm_toolkit.study.tables import (
     MOST_TOKENS_PER_STEP,
     NUM_NODES,
@@ -308,3 +309,17 @@ def test_without_a_price_or_a_network_the_table_says_how_to_give_them() -> None:
     assert "the network between nodes of a40 is unknown: give --inter_node_gbps" in shown
     rows = json.loads(slm_here("report", "--paper", "--gpu", "a40", "--inter_node_gbps", "100", "--json").out)
     assert all(row["strategy"] for row in rows["best"] if row["model"] == "slm-100m")
+
+
+def test_the_best_configurations_are_drawn_as_predicted(best: list[Best]) -> None:
+    scale, fit = pictures(best)
+    bubbles, bars = scale.figures
+    drawn = [one for one in best if one.strategy is not None]
+    (marks,) = bubbles.data
+    assert (marks["name"], marks["marker"]["symbol"]) == ("predicted", "circle-open")
+    assert len(marks["x"]) == len(drawn) == 28  # four models on 1, 2, 4, ... 64 nodes of eight GPUs
+    assert set(marks["x"]) == {"8", "16", "32", "64", "128", "256", "512"}
+    (bar,) = bars.data
+    assert bar["marker"]["pattern"]["shape"] == "/"
+    assert bar["x"] == pytest.approx([one.tokens_per_second_per_gpu for one in drawn], rel=1e-4)
+    assert [figure.name for figure in fit.figures] == ["fit-hidden-size", "fit-layers"]

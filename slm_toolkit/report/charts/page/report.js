@@ -79,8 +79,9 @@ function draw(widthPixels) {
     Plotly.react(chart, data, { ...layout, ...size, template: style }, { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d"], toImageButtonOptions: keep });
     const numFolded = layout.barmode === "stack" ? rows.filter((row) => isKept(row) && isFolded(row)).length : 0;
     const rest = chart.parentElement.querySelector(".rest");
-    rest.hidden = numFolded === 0;
-    rest.textContent = `without the ${numFolded} rows that are folded up in the table`;
+    const isEmpty = !data.some((trace) => trace.customdata || trace.meta !== undefined) && figures[chart.dataset.figure].data.some((trace) => trace.customdata || trace.meta !== undefined);
+    rest.hidden = numFolded === 0 && !isEmpty;
+    rest.textContent = isEmpty ? "the table's filter keeps none of the rows that are drawn here" : `without the ${numFolded} rows that are folded up in the table`;
   }
 }
 
