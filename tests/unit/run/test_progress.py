@@ -19,7 +19,7 @@ def test_the_first_retry_of_the_allocator_is_a_warning(
     shown = progress.TrainingProgress(tmp_path, 0, 10, device=torch.device("cpu"), logging_steps=1)
     printed = []
     for step in (1, 2, 3):
-        shown.show(step, loss=2.0, num_tokens=100)
+        shown.show(step, loss=2.0, tokens_per_second=100.0)
         printed.append("nearly full" in capsys.readouterr().err)
     assert printed == [False, True, False]
     assert shown.num_retries == 5
