@@ -139,7 +139,7 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
         notes.append("a line marks a GPU's memory if bars come near it")
     if any("state only" in stack.evidence for stack in stacks.values()):
         notes.append(
-            "state only: no GPU peak and no trace, only the tensors of the training state were counted"
+            "state only: no GPU peak and no trace, so these bars lack gradients, which the table's state has"
         )
     drawn = {stack.label for stack in stacks.values()}
     notes += left_out(rows, drawn, _why_no_bytes)
