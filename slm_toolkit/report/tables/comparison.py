@@ -95,6 +95,12 @@ def provenance(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
+def commands_of(rows: dict[str, Row]) -> str:
+    """Return the launch command of each labelled row below a comment with the label; empty without any."""
+    commands = {label: row.command for label, row in rows.items() if row.command}
+    return "\n".join(f"# {label}\n{command}" for label, command in commands.items())
+
+
 def _machine(row: Row) -> str:
     cores = f" ({row.num_cores} cores)" if row.num_cores and not row.gpu else ""
     return f"{row.gpu or row.cpu}{cores}"
