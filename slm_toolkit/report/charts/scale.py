@@ -261,6 +261,7 @@ def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
             )
     layout = curves_layout(x_title="ranks", y_title="", num_keys=len({trace["name"] for trace in data}))
     layout["legend"]["itemsizing"] = "constant"
+    layout["margin"]["r"] = 96 if known else 36  # the scale of colours, and plotly's buttons beside it
     counts = sorted({cell.num_gpus for cell in cells})
     layout["xaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": list(map(str, counts))}
     models = list(dict.fromkeys(cell.model for cell in sorted(cells, key=lambda cell: cell.num_params)))
