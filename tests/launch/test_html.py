@@ -310,6 +310,9 @@ def test_the_page_and_markdown_say_whether_parity_holds(tmp_path: Path) -> None:
     assert slm("report", "results/cpu", "--html", str(page), "--markdown", str(table)).code == 0
     assert "<li>parity holds against ddp over 20 steps" in page.read_text()
     assert "- parity holds against ddp over 20 steps" in table.read_text()
+    command = "accelerate launch --config_file /tmp/cpu/slm-10m-ddp-b2b65027c5e8/launch/ddp.yaml"
+    assert f"# ddp\n{command}" in page.read_text()
+    assert f"```text\n# ddp\n{command}" in table.read_text()
 
 
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path) -> None:

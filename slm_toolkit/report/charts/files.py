@@ -15,7 +15,7 @@ from slm_toolkit import __version__
 from slm_toolkit.report.charts.figures import Figure, Panel, escaped
 from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import columns_of
-from slm_toolkit.report.tables.comparison import heading, notes, parity_notes, provenance
+from slm_toolkit.report.tables.comparison import commands_of, heading, notes, parity_notes, provenance
 from slm_toolkit.report.verdict import verdict
 
 # Rows and panels as one HTML file. It contains plotly.js, data, style and script, and fetches nothing.
@@ -42,7 +42,7 @@ def html_page(rows: list[Row], panels: list[Panel], *, left_out: list[str]) -> s
         "links": "".join(f'<a href="#{panel.name}">{html.escape(panel.title)}</a>' for panel in drawn),
         "verdict": _items(verdict(rows)),
         "table": _table(by_label),
-        "commands": _commands(by_label),
+        "commands": _commands(commands_of(by_label)),
         "notes": _items(note_lines),
         "panels": "".join(map(_section, drawn)),
         "missing": _missing(missing),
@@ -88,13 +88,9 @@ def _table(rows: dict[str, Row]) -> str:
     return "\n".join([*lines, "</tbody>"])
 
 
-def _commands(rows: dict[str, Row]) -> str:
-    """Return the launch commands of the rows, folded up."""
-    commands = {label: row.command for label, row in rows.items() if row.command}
-    if not commands:
-        return ""
-    lines = "\n".join(f"# {label}\n{command}" for label, command in commands.items())
-    return f"<details><summary>commands</summary><pre>{html.escape(lines)}</pre></details>"
+def _commands(text: str) -> str:
+    """Return the launch commands, folded up; nothing if there are none."""
+    return f"<details><summary>commands</summary><pre>{html.escape(text)}</pre></details>" if text else ""
 
 
 def _section(panel: Panel) -> str:

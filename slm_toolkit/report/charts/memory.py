@@ -77,23 +77,9 @@ class _Stack:
 def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
     """Show estimate, rehearsal, measurement and DeepSpeed's estimate of each configuration as bars."""
     name, title = "memory", "Memory by part"
-    groups: dict[tuple, list[str]] = {}
-    rehearsals: dict[tuple, list[str]] = {}
-    for label, row in rows.items():
-        flags = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
-        key = (row.strategy, row.world_size, flags)
-        if row.is_rehearsed and row.gpu is None:  # one rehearsal stands for the same run on any GPU
-            rehearsals.setdefault(key, []).append(label)
-        else:
-            groups.setdefault((*key, row.gpu), []).append(label)
-    for key, labels in rehearsals.items():
-        for group_labels in [
-            labels_on_gpu for group, labels_on_gpu in groups.items() if group[:-1] == key
-        ] or [groups.setdefault((*key, None), [])]:
-            group_labels += labels
     bars: list[Bar] = []
     stacks: dict[str, _Stack] = {}
-    for number, labels in enumerate(groups.values()):
+    for number, labels in enumerate(_configurations(rows)):
         group_stacks = _stacks({label: rows[label] for label in labels}, estimates)
         if group_stacks:
             bars.append(Bar(f"{number} heading", f"<b>{escaped(labels[0])}</b>", is_heading=True))
@@ -115,24 +101,6 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
         else bar
         for bar in bars
     ]
-    data = []
-    for part, part_colour in _COLOURS.items():
-        with_part = {key: stack for key, stack in stacks.items() if stack.parts.get(part)}
-        if with_part:
-            part_title = _TITLES.get(part, part)
-            data.append(
-                {
-                    **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
-                    "x": [unit.of(stack.parts[part]) for stack in with_part.values()],
-                    "y": list(with_part),
-                    "customdata": [stack.label for stack in with_part.values()],
-                    "marker": {"color": part_colour},
-                    "hovertext": [
-                        f"{stack.evidence}, {part_title}: {unit.text(stack.parts[part])}"
-                        for stack in with_part.values()
-                    ],
-                }
-            )
     layout = bars_layout(bars, x_title=f"{unit.name} on the rank with the most", legend=True)
     lines, notes = _limits(rows, bars, longest_bytes, unit)
     if len(lines) < len(notes):
@@ -143,7 +111,49 @@ def parts_panel(rows: dict[str, Row], estimates: dict[str, Estimate]) -> Panel:
         )
     drawn = {stack.label for stack in stacks.values()}
     notes += left_out(rows, drawn, _why_no_bytes)
-    return Panel(name, title, (Figure(name, title, [*data, *lines], layout),), tuple(notes))
+    return Panel(name, title, (Figure(name, title, [*_traces(stacks, unit), *lines], layout),), tuple(notes))
+
+
+def _configurations(rows: dict[str, Row]) -> list[list[str]]:
+    """Return the labels of each configuration: its measured runs, and the rehearsals that stand for them."""
+    groups: dict[tuple, list[str]] = {}
+    rehearsals: dict[tuple, list[str]] = {}
+    for label, row in rows.items():
+        flags = tuple(sorted((k, str(v)) for k, v in row.asked.items() if k not in _CHANGES_NO_MEMORY))
+        key = (row.strategy, row.world_size, flags)
+        if row.is_rehearsed and row.gpu is None:  # one rehearsal stands for the same run on any GPU
+            rehearsals.setdefault(key, []).append(label)
+        else:
+            groups.setdefault((*key, row.gpu), []).append(label)
+    for key, labels in rehearsals.items():
+        same = [labels_on_gpu for group, labels_on_gpu in groups.items() if group[:-1] == key]
+        for group_labels in same or [groups.setdefault((*key, None), [])]:
+            group_labels += labels
+    return list(groups.values())
+
+
+def _traces(stacks: dict[str, _Stack], unit: _Unit) -> list[dict[str, Any]]:
+    """Return the bars of each part, at the places that are the keys of `stacks`."""
+    data = []
+    for part, part_colour in _COLOURS.items():
+        with_part = {key: stack for key, stack in stacks.items() if stack.parts.get(part)}
+        if not with_part:
+            continue
+        part_title = _TITLES.get(part, part)
+        hovers = [
+            f"{stack.evidence}, {part_title}: {unit.text(stack.parts[part])}" for stack in with_part.values()
+        ]
+        data.append(
+            {
+                **{"type": "bar", "orientation": "h", "name": part_title, "hoverinfo": "text"},
+                "x": [unit.of(stack.parts[part]) for stack in with_part.values()],
+                "y": list(with_part),
+                "customdata": [stack.label for stack in with_part.values()],
+                "marker": {"color": part_colour},
+                "hovertext": hovers,
+            }
+        )
+    return data
 
 
 def _why_no_bytes(row: Row) -> str:

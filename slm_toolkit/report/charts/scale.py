@@ -24,6 +24,7 @@ from slm_toolkit.report.charts.figures import (
     why_no_rate,
 )
 from slm_toolkit.report.rows import Row, clearly_faster, labelled
+from slm_toolkit.report.verdict import PROBLEMS
 
 
 def scaling_panel(rows: dict[str, Row]) -> Panel:
@@ -167,12 +168,13 @@ def scale_panel(rows: dict[str, Row], specs: Mapping[str, ModelSpec]) -> Panel |
     if all(cell.mfu is None for cell in cells):
         notes.append("grey: utilisation is unknown without a GPU whose peak is known, and in fp32")
     figures = scale_figures(name, [*cells, *predicted])
-    return Panel(name, title, figures, (*notes, *left_out_of_scale(rows)))
-
-
-def left_out_of_scale(rows: dict[str, Row]) -> list[str]:
     timed = {label for label, row in rows.items() if _is_timed(row)}
-    return left_out(rows, timed, why_no_rate)
+    return Panel(name, title, figures, (*notes, *left_out(rows, timed, _why_no_mark)))
+
+
+def _why_no_mark(row: Row) -> str:
+    is_timed = row.status == "ok" and row.tokens_per_second and not row.is_rehearsed
+    return PROBLEMS["unequal"] if is_timed and row.parity_holds is False else why_no_rate(row)
 
 
 def scale_figures(name: str, cells: list[Cell]) -> tuple[Figure, Figure]:
@@ -192,7 +194,7 @@ def cells_of(rows: dict[str, Row], specs: Mapping[str, ModelSpec]) -> list[Cell]
     cells = []
     for group in groups.values():
         label, best = max(group, key=lambda item: item[1].tokens_per_second)
-        others = [row for _, row in group if row is not best and not (_is_clear(best, row))]
+        others = [row for _, row in group if row is not best and not _is_clear(best, row)]
         cells.append(
             Cell(
                 model=best.model,
@@ -259,6 +261,7 @@ def _bubbles(name: str, title: str, cells: list[Cell]) -> Figure:
             )
     layout = curves_layout(x_title="ranks", y_title="", num_keys=len({trace["name"] for trace in data}))
     layout["legend"]["itemsizing"] = "constant"
+    layout["margin"]["r"] = 96 if known else 36  # the scale of colours, and plotly's buttons beside it
     counts = sorted({cell.num_gpus for cell in cells})
     layout["xaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": list(map(str, counts))}
     models = list(dict.fromkeys(cell.model for cell in sorted(cells, key=lambda cell: cell.num_params)))

@@ -95,6 +95,12 @@ def provenance(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
+def commands_of(rows: dict[str, Row]) -> str:
+    """Return the launch command of each labelled row below a comment with the label; empty without any."""
+    commands = {label: row.command for label, row in rows.items() if row.command}
+    return "\n".join(f"# {label}\n{command}" for label, command in commands.items())
+
+
 def _machine(row: Row) -> str:
     cores = f" ({row.num_cores} cores)" if row.num_cores and not row.gpu else ""
     return f"{row.gpu or row.cpu}{cores}"
@@ -113,11 +119,7 @@ def _rehearsed_ranks(rows: list[Row], columns: set[str]) -> list[str]:
 
 def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     """Return the notes below the table; `dropped` has the titles of dropped columns."""
-    reasons = Counter(f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason)
-    notes = [
-        Text(f"{reason} ({count} rows)" if count > 1 else reason, style="red")
-        for reason, count in reasons.items()
-    ]
+    notes = _reasons(rows)
     for marked, mark in marks_of(rows).items():
         reference = next(row.numerics_reference for row in rows if tuple(row.numerics_differences) == marked)
         notes.append(Text(f"{mark.strip()} not computed as {reference}: {', '.join(marked)}", style="yellow"))
@@ -176,6 +178,15 @@ def notes(rows: list[Row], dropped: list[str]) -> list[Text]:
     if dropped:
         notes.append(Text(left_out_note(dropped), style="dim"))
     return notes
+
+
+def _reasons(rows: list[Row]) -> list[Text]:
+    """Return why rows did not end ok; rows with the same reason share a line."""
+    reasons = Counter(f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason)
+    return [
+        Text(f"{reason} ({count} rows)" if count > 1 else reason, style="red")
+        for reason, count in reasons.items()
+    ]
 
 
 def _warnings(rows: list[Row]) -> list[Text]:

@@ -17,7 +17,14 @@ from rich.console import Console
 from slm_toolkit.record.run_record import RunRecord
 from slm_toolkit.report.rows import Row, labelled
 from slm_toolkit.report.tables.columns import Column, columns_of
-from slm_toolkit.report.tables.comparison import comparison_table, heading, notes, parity_notes, provenance
+from slm_toolkit.report.tables.comparison import (
+    commands_of,
+    comparison_table,
+    heading,
+    notes,
+    parity_notes,
+    provenance,
+)
 from slm_toolkit.report.tables.fitted import PIPE_WIDTH, columns_that_fit, table_width
 from slm_toolkit.report.verdict import verdict
 
@@ -77,7 +84,7 @@ def write_parquet(content: list[dict[str, Any]], path: Path) -> None:
 
 
 def markdown_text(rows: list[Row]) -> str:
-    """Return the table of `slm report` with all columns, its heading and its notes, as Markdown."""
+    """Return the table of `slm report` with all columns, its heading, notes and commands, as Markdown."""
     columns = columns_of(rows)
     titles = [_markdown(column.title) for column in columns]
     rules = ["---:" if column.is_numeric else "---" for column in columns]
@@ -87,7 +94,18 @@ def markdown_text(rows: list[Row]) -> str:
     note_lines = [f"- {_markdown(note.plain)}" for note in all_notes]
     conclusion = [f"- **{_markdown(line)}**" for line in verdict(rows)]
     conclusion.append(f"- {_markdown(provenance(rows))}")
-    return "\n".join([_markdown(heading(rows).plain), "", *lines, "", *conclusion, *note_lines]) + "\n"
+    parts = [_markdown(heading(rows).plain), "", *lines, "", *conclusion, *note_lines, *_commands(rows)]
+    return "\n".join(parts) + "\n"
+
+
+def _commands(rows: list[Row]) -> list[str]:
+    """Return the launch commands as lines of Markdown, folded up."""
+    text = commands_of(labelled(rows))
+    if not text:
+        return []
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)  # so that no command ends the block
+    return ["", "<details><summary>commands</summary>", "", f"{fence}text", text, fence, "", "</details>"]
 
 
 def latex_text(rows: list[Row]) -> str:

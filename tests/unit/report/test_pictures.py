@@ -117,6 +117,14 @@ def test_scale_has_the_fastest_run_of_each_model_and_number_of_gpus() -> None:
     assert cells[-1].place == "16 ranks on 2 nodes"
 
 
+def test_a_run_that_computes_something_else_is_the_best_nowhere() -> None:
+    rows, specs = _scaled_rows()
+    rows["ddp slm-2b ranks=8"] = with_values(rows["ddp slm-2b ranks=8"], parity_holds=False)
+    (cell,) = [each for each in cells_of(rows, specs) if (each.model, each.num_gpus) == ("slm-2b", 8)]
+    assert cell.words == "ds_zero3"
+    assert "not drawn, computes something else: ddp slm-2b ranks=8" in scale_panel(rows, specs).notes
+
+
 def test_predicted_marks_are_hollow_and_measured_marks_are_filled_and_as_large_as_their_rate() -> None:
     rows, specs = _scaled_rows()
     figure = scale_panel(rows, specs).figures[0]

@@ -1,10 +1,11 @@
-"""The progress of a training on a GPU that is nearly full."""
+"""The progress of a training: its stages before the first step, and a GPU that is nearly full."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from slm_toolkit.compare.local import last_step_of, progress_of
 from slm_toolkit.run.observe import progress
 
 
@@ -23,3 +24,18 @@ def test_the_first_retry_of_the_allocator_is_a_warning(
         printed.append("nearly full" in capsys.readouterr().err)
     assert printed == [False, True, False]
     assert shown.num_retries == 5
+
+
+def test_a_stage_is_read_by_the_comparison_and_is_no_step(tmp_path: Path) -> None:
+    progress.show_stage(tmp_path, "setting up ddp")
+    assert progress_of(tmp_path) == {"stage": "setting up ddp"}
+    assert last_step_of(tmp_path) is None
+    shown = progress.TrainingProgress(tmp_path, 0, 10, device=torch.device("cpu"), logging_steps=1)
+    assert progress_of(tmp_path) == {"stage": "first step"}
+    shown.show(1, 2.0, None)
+    assert last_step_of(tmp_path) == {"step": 1, "num_steps": 10, "loss": 2.0, "tokens_per_second": None}
+
+
+def test_a_stage_makes_no_folder(tmp_path: Path) -> None:
+    progress.show_stage(tmp_path / "run", "setting up ddp")
+    assert list(tmp_path.iterdir()) == []
