@@ -185,6 +185,17 @@ def _windows() -> None:
     assert not _has_windows(GemmaConfig(**small))
 
 
+def _trainer_methods() -> None:
+    from transformers import Trainer
+
+    assert "_get_train_sampler" in inspect.getsource(Trainer.get_train_dataloader)
+    assert list(inspect.signature(Trainer.training_step).parameters)[:3] == ["self", "model", "inputs"]
+    assert "loss / self.current_gradient_accumulation_steps" in inspect.getsource(Trainer.training_step)
+    assert "self.model_accepts_loss_kwargs" in inspect.getsource(Trainer.__init__)
+    created = inspect.signature(Trainer.create_scheduler).parameters
+    assert list(created) == ["self", "num_training_steps", "optimizer"]
+
+
 MODELS = (
     Leaning(
         "transformers: the parts of a causal language model",
@@ -250,5 +261,12 @@ MODELS = (
         "build masks for models that see a part of the sequence only",
         "run/model/model.py: `_has_windows`",
         _windows,
+    ),
+    Leaning(
+        "transformers: what Trainer calls to read, step and schedule",
+        ("_get_train_sampler", "create_scheduler", "training_step", "model_accepts_loss_kwargs"),
+        "give another trainer's row our batches, losses and learning rates",
+        "rivals/training.py: the methods of InOrder",
+        _trainer_methods,
     ),
 )
