@@ -90,7 +90,7 @@ from slm_toolkit.run.model.loss_recorder import RecordedLoss
 from slm_toolkit.run.model.model import build_model
 from slm_toolkit.run.observe.allocations import AllocationTrace
 from slm_toolkit.run.observe.launch_times import LaunchNotes, NoLaunchNotes
-from slm_toolkit.run.observe.machine_load import GpuBefore, look_at_gpu
+from slm_toolkit.run.observe.machine_load import GpuBefore, driver_version, look_at_gpu
 from slm_toolkit.run.observe.measure import num_trainable
 from slm_toolkit.run.observe.progress import show_stage
 from slm_toolkit.run.peers.launch_info import (
@@ -441,7 +441,7 @@ def _record_at_start(
         model=model_facts(job.spec),
         weights=built.weights,
         tokenizer=built.tokenizer,
-        versions=folder.versions,
+        versions={**folder.versions, **driver_version()},  # the run's name does not depend on the driver
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         command=shlex.join(job.launch.command or typed),
         gpu=folder.gpu,

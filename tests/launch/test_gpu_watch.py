@@ -14,9 +14,9 @@ from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, op
 
 ASK = """
 import json, sys
-from slm_toolkit.run.observe.machine_load import GpuWatch, gpu_state, open_gpu
+from slm_toolkit.run.observe.machine_load import GpuWatch, driver_version, gpu_state, open_gpu
 
-answers = {}
+answers = {"driver": driver_version()}
 for uuid in sys.argv[1:]:
     handle = open_gpu(uuid)
     if handle is None:
@@ -67,6 +67,7 @@ def ask(folder: Path, *flags: str, uuids: list[str]) -> dict[str, dict | None]:
 def test_nvml_is_read_step_by_step_and_says_what_it_does_not_know(tmp_path: Path) -> None:
     uuids = [A, A.removeprefix("GPU-"), B, MIG, MIG.removeprefix("MIG-"), SPLIT_BOARD, "GPU-of-nobody"]
     answers = ask(tmp_path, uuids=uuids)
+    assert answers["driver"] == {"NVIDIA driver": "580.00"}
     assert answers[A] == FULL
     # The same board again goes on from 1470 MHz; the new warm-up had 1485.
     unprefixed = answers[A.removeprefix("GPU-")]

@@ -81,15 +81,15 @@ def heading(rows: list[Row]) -> Text:
     return Text(f"{evidence}: " + ", ".join(same), style="bold")
 
 
-_PACKAGES = ("slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
+_VERSIONS = ("NVIDIA driver", "slm_toolkit", "torch", "accelerate", "deepspeed", "transformers")
 
 
 def provenance(rows: list[Row]) -> str:
-    """Return where and when the rows come from: machines, days, and the packages' versions."""
+    """Return where and when the rows come from: machines, days, and the versions of driver and packages."""
     machines = dict.fromkeys(_machine(row) for row in rows)
     days = sorted({row.started_at[:10] for row in rows})
     parts = [", ".join(machines), " to ".join(dict.fromkeys((days[0], days[-1])))]
-    for name in _PACKAGES:
+    for name in _VERSIONS:
         if versions := dict.fromkeys(row.versions[name] for row in rows if name in row.versions):
             parts.append(f"{name} {' and '.join(versions)}")
     return "; ".join(parts)

@@ -77,6 +77,12 @@ def open_gpu(uuid: str | None) -> Any | None:
     return None
 
 
+def driver_version() -> dict[str, str]:
+    """Return the version of NVIDIA's driver as an entry of a record's versions; empty without NVML."""
+    version = _query_nvml(pynvml.nvmlSystemGetDriverVersion) if _nvml_works() else None
+    return {} if version is None else {"NVIDIA driver": version}
+
+
 def gpu_state(handle: Any) -> GpuState:
     """Return a GPU's current state. This takes milliseconds, so don't call it inside a run's steps."""
     processes = _query_nvml(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
