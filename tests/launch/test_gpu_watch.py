@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, open_gpu
+from slm_toolkit.run.observe.machine_load import GpuWatch, allocator_retries, driver_version, open_gpu
 
 ASK = """
 import json, sys
@@ -87,6 +87,7 @@ def test_a_driver_before_535_is_asked_by_the_old_name(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has NVML")
 def test_without_nvml_all_is_unknown() -> None:
     assert open_gpu(A) is open_gpu(None) is None
+    assert driver_version() == {}
     watch = GpuWatch(None)
     watch.sample()
     assert watch.energy_joules is watch.throttle_reasons is watch.clock_mhz is None
