@@ -61,6 +61,8 @@ class Step:
     "when gradients are copied together to be sent"
     at_last_layer: At | None = None
     "in the last layer's forward, if more is gathered then than later"
+    at_final_norm: At | None = None
+    "the same in the final norm's forward"
     at_gather: At | None = None
     "when forward gathers the head, if that is an instant of its own"
     crowded_layer: int = 0
@@ -495,7 +497,7 @@ def zero_3(
     return Step(
         state,
         at_last_layer=At(gathered_bytes(gathered.in_last_layer)),
-        at_gather=At(gathered_bytes(gathered.before_head)),
+        at_final_norm=At(gathered_bytes(gathered.before_head)),
         at_forward_loss=At(gathered_bytes(gathered.in_loss)),
         at_loss=At(gathered_bytes(gathered.in_loss)),
         at_head=At(gathered_bytes(gathered.at_head), D * w),

@@ -210,7 +210,7 @@ def test_fused_projections_have_four_adapters() -> None:
     ("half", "worst"),
     [
         ("adapters", 0.01),
-        ("adapters_held_out", 0.04),
+        ("adapters_held_out", 0.015),
         ("adapters_today", 0.03),
         ("adapters_today_held_out", 0.03),
     ],
